@@ -22,8 +22,8 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.server.engine_requests import RequestSpec
-from megatron_ext.server.request_handle import RequestHandle
+from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.openai.engine_requests import RequestSpec
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer

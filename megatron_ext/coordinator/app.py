@@ -11,8 +11,8 @@ import megatron_ext
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher
 from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy
-from megatron_ext.server.auth import ADMIN_PATHS
-from megatron_ext.server.middleware import install_middleware
+from megatron_ext.server.http.auth import ADMIN_PATHS
+from megatron_ext.server.http.middleware import install_middleware
 
 ROUTERS = (generation.router, proxy.router, observing.router, broadcast.router)
 ADMIN_ROUTERS = (membership.router,)  # with --enable-admin-routes

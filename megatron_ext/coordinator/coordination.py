@@ -25,7 +25,7 @@ from megatron_ext.coordinator.replica_client import CallFailed, Headers, Whole, 
 from megatron_ext.coordinator.replicas_file import ReplicasFile
 from megatron_ext.coordinator.retries import no_replica
 from megatron_ext.routing.router import ReplicaView, Router
-from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.api_keys import Keys, load_keys
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision
-from megatron_ext.server.errors import FAULT, ApiError
-from megatron_ext.server.streaming import event
+from megatron_ext.server.api_errors import FAULT, ApiError
+from megatron_ext.server.openai.streaming import event
 
 _END = b"\n\n"  # of a server-sent event
 _GENERATED = re.compile(rb'"completion_tokens": ?(\d+)')

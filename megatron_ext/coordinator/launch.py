@@ -21,7 +21,7 @@ from megatron_ext.config.kv_events import LONGEST_IPC_PATH
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Source
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.keys import API_KEY_VARIABLE
+from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Member
 from megatron_ext.coordinator.replica_client import CallFailed, Headers, fetch
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
-from megatron_ext.server.errors import ApiError
-from megatron_ext.server.keys import Caller, caller_of
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.api_keys import Caller, caller_of
 
 MAX_ASKED = 2  # replicas that are asked for the tokens of one prompt, before it is routed without
 JSON = (b"content-type", b"application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.coordinator.replica_client import CallFailed, Whole
-from megatron_ext.server.errors import FAULT, OVERLOADED, ApiError
+from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
 
 # A request that three replicas have died or failed of may be why; it is given to no fourth one.
 MAX_LOST = 3

@@ -14,9 +14,9 @@ from megatron_ext.config.fleet import CoordinatorSettings
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher, plan_of
-from megatron_ext.server.connections import effective_max_connections
-from megatron_ext.server.keys import load_keys
-from megatron_ext.server.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
+from megatron_ext.server.api_keys import load_keys
+from megatron_ext.server.http.connections import effective_max_connections
+from megatron_ext.server.http.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
+from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.server.log import printable
-from megatron_ext.server.request_group import RequestGroup
-from megatron_ext.server.request_handle import RequestHandle
-from megatron_ext.server.responses import ResponseBuilder
+from megatron_ext.server.openai.responses import ResponseBuilder
 
 logger = logging.getLogger(__name__)
 

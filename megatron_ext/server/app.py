@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import megatron_ext
-from megatron_ext.server.middleware import install_middleware
+from megatron_ext.server.http.middleware import install_middleware
 from megatron_ext.server.routes import admin, generation, models, observing, replica, tokens
 from megatron_ext.server.serving import Serving
 

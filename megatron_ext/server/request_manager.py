@@ -19,12 +19,12 @@ from megatron_ext.engine.core import EngineCore, StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.server.engine_requests import RequestSpec
-from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloaded, shutting_down
-from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.request_group import RequestGroup
-from megatron_ext.server.request_handle import RequestHandle, TokenClock
-from megatron_ext.server.request_trace import RequestTrace
+from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.monitoring.request_trace import RequestTrace
+from megatron_ext.server.openai.engine_requests import RequestSpec
 
 Result = TypeVar("Result")
 

@@ -27,14 +27,14 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.server.api_errors import shutting_down
+from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.app import create_app
-from megatron_ext.server.cache_events import CacheEvents
-from megatron_ext.server.connections import effective_max_connections
-from megatron_ext.server.errors import shutting_down
-from megatron_ext.server.keys import Keys, load_keys
-from megatron_ext.server.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
+from megatron_ext.server.http.connections import effective_max_connections
+from megatron_ext.server.http.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
+from megatron_ext.server.monitoring.cache_events import CacheEvents
 from megatron_ext.server.serving import Serving
-from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.signals import Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
 

@@ -16,21 +16,21 @@ import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.server.cache_view import CacheView
-from megatron_ext.server.chat import ChatFormat
-from megatron_ext.server.engine_requests import PromptLimits
-from megatron_ext.server.errors import not_explained, unknown_model
-from megatron_ext.server.fields import GenerationRequest
-from megatron_ext.server.history import History
-from megatron_ext.server.keys import Caller, Keys, load_keys
-from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.protocol import Message
-from megatron_ext.server.request_group import RequestGroup
+from megatron_ext.server.api_errors import not_explained, unknown_model
+from megatron_ext.server.api_keys import Caller, Keys, load_keys
+from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.monitoring.cache_view import CacheView
+from megatron_ext.server.monitoring.history import History
+from megatron_ext.server.monitoring.metrics import Metrics
+from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.engine_requests import PromptLimits
+from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.request_fields import GenerationRequest
+from megatron_ext.server.openai.responses import Explains
+from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
+from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
-from megatron_ext.server.responses import Explains
-from megatron_ext.server.structured_output_checks import StructuredOutputChecks
-from megatron_ext.server.tokenization import TextEncoder
-from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.server.weight_updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer import Tokenizer
 

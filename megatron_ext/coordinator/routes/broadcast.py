@@ -12,8 +12,8 @@ from megatron_ext.coordinator.coordination import Coordination, CoordinationDepe
 from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.coordinator.routes.proxy import headers_of, target_of
-from megatron_ext.server.body import check_content_type, read_body
-from megatron_ext.server.streaming import unless_gone
+from megatron_ext.server.http.body import check_content_type, read_body
+from megatron_ext.server.openai.streaming import unless_gone
 
 logger = logging.getLogger(__name__)
 

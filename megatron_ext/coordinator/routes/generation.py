@@ -9,10 +9,10 @@ from megatron_ext.coordinator.coordination import Coordination, CoordinationDepe
 from megatron_ext.coordinator.forwarding import Streamed
 from megatron_ext.coordinator.prompt_tokens import checked
 from megatron_ext.coordinator.replica_client import Headers, Whole
-from megatron_ext.server.auth import CALLER
-from megatron_ext.server.body import check_content_type, parse_json, read_body
-from megatron_ext.server.errors import ApiError
-from megatron_ext.server.streaming import EventStream, unless_gone
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.auth import CALLER
+from megatron_ext.server.http.body import check_content_type, parse_json, read_body
+from megatron_ext.server.openai.streaming import EventStream, unless_gone
 
 router = APIRouter()
 

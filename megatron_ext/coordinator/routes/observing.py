@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 import megatron_ext
 from megatron_ext.coordinator.coordination import CoordinationDependency
 from megatron_ext.coordinator.page import PAGE, PAGE_HEADERS
-from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
+from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
 
 router = APIRouter()
 

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from megatron_ext.coordinator.coordination import CoordinationDependency
 from megatron_ext.coordinator.replica_client import Headers
 from megatron_ext.coordinator.routes.generation import passed_on
-from megatron_ext.server.body import check_content_type, read_body
-from megatron_ext.server.streaming import unless_gone
+from megatron_ext.server.http.body import check_content_type, read_body
+from megatron_ext.server.openai.streaming import unless_gone
 
 router = APIRouter()
 

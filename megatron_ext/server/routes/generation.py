@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.server.access import note_answer
-from megatron_ext.server.auth import CALLER
-from megatron_ext.server.body import JsonRoute
-from megatron_ext.server.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
-from megatron_ext.server.fields import GenerationRequest
-from megatron_ext.server.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.response_builders import ChatResponseBuilder, CompletionResponseBuilder
-from megatron_ext.server.responses import ResponseBuilder, finished, whole
+from megatron_ext.server.http.auth import CALLER
+from megatron_ext.server.http.body import JsonRoute
+from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
+from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+from megatron_ext.server.openai.request_fields import GenerationRequest
+from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
+from megatron_ext.server.openai.responses import ResponseBuilder, finished, whole
+from megatron_ext.server.openai.streaming import EventStream, Wanted, events, unless_gone
 from megatron_ext.server.serving import ServerDependency, Serving
-from megatron_ext.server.streaming import EventStream, Wanted, events, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 

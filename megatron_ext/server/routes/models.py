@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.api_errors import unknown_model
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()

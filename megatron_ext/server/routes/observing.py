@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import megatron_ext
-from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
-from megatron_ext.server.page import PAGE, PAGE_HEADERS
+from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
+from megatron_ext.server.http.status_page import PAGE, PAGE_HEADERS
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()

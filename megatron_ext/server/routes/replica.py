@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 
-from megatron_ext.server.queries import only_queries
+from megatron_ext.server.http.queries import only_queries
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter()

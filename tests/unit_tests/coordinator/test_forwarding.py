@@ -13,7 +13,7 @@ from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, Whole
 from megatron_ext.coordinator.retries import MAX_LOST, Retries
-from megatron_ext.server.errors import ApiError
+from megatron_ext.server.api_errors import ApiError
 from tests.unit_tests.support.fleet import (
     EVENTS,
     PATIENCE,

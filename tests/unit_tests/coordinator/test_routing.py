@@ -11,7 +11,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
 from megatron_ext.coordinator.routed_request import RoutedPrompt
 from megatron_ext.routing.router import Router
-from megatron_ext.server.keys import caller_of
+from megatron_ext.server.api_keys import caller_of
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, error, fleet
 
 

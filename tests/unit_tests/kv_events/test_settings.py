@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.server.cache_events import CacheEvents
+from megatron_ext.server.monitoring.cache_events import CacheEvents
 from tests.unit_tests.scheduling.builders import make_limits
 from tests.unit_tests.support.kv_events import Worker, until
 from tests.unit_tests.support.server import tiny_engine

@@ -21,11 +21,11 @@ from megatron_ext.models.load import load_model
 from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.update.disk import NewWeights, WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
-from megatron_ext.server.auth import ADMIN_PATHS
-from megatron_ext.server.keys import load_keys
+from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.run import weights_root
-from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.server.weight_updater import WeightsUpdater
 from tests.priority import TestPriority
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.models import HYBRID, build_slow_decay

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.server.request_trace import RequestTrace
+from megatron_ext.server.monitoring.request_trace import RequestTrace
 from megatron_ext.simulation import command
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.machine import Machine

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.updates import Update
-from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream

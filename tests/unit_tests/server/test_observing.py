@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.accounting import Reason
-from megatron_ext.server.history import INTERVAL, KEPT, History
-from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.page import PAGE
+from megatron_ext.server.http.status_page import PAGE
+from megatron_ext.server.monitoring.history import INTERVAL, KEPT, History
+from megatron_ext.server.monitoring.metrics import Metrics
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 

@@ -11,10 +11,10 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.engine_requests import RequestSpec
-from megatron_ext.server.request_handle import RequestHandle
-from megatron_ext.server.response_builders import CompletionResponseBuilder
-from megatron_ext.server.streaming import _ChoiceStream
+from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.openai.engine_requests import RequestSpec
+from megatron_ext.server.openai.response_builders import CompletionResponseBuilder
+from megatron_ext.server.openai.streaming import _ChoiceStream
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_request

@@ -8,7 +8,7 @@ import torch
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.server.request_handle import TokenClock
+from megatron_ext.server.client.request_handle import TokenClock
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -74,7 +74,7 @@ def test_without_a_method_a_request_cannot_ask_for_drafts(tiny):
 
 def test_tokens_that_come_together_share_their_time(monkeypatch):
     clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
-    monkeypatch.setattr("megatron_ext.server.request_handle.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("megatron_ext.server.client.request_handle.time.monotonic", lambda: next(now))
     assert clock.gaps({0: 1}) == []
     assert clock.gaps({0: 2}) == [1.0]
     assert clock.gaps({0: 5}) == [1.0, 1.0, 1.0]

@@ -18,7 +18,7 @@ from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher
 from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.run import build_coordinator
-from megatron_ext.server.listening import bind
+from megatron_ext.server.http.listening import bind
 
 PATIENCE = 20.0  # seconds until a test gives up; nothing is measured
 LAUNCH_PATIENCE = 120.0  # for a replica that loads a model

@@ -1,0 +1,192 @@
+"""The keys of a server: where they come from, and what each of them opens.
+
+Every API key is a tenant. Its requests have a cache of their own, because their salts are bound to the key: neither
+`cached_tokens` nor the time to the first token tells anything about another key's prompts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+
+from megatron_ext.config.access import AccessConfig, key_problem
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.openai.engine_requests import RequestSpec
+
+API_KEY_VARIABLE = "MEGATRON_EXT_API_KEY"
+LARGEST_FILE = 1 << 20  # bytes
+_TENANT_DOMAIN = b"mext.tenant"
+_TENANT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sends a request.
+
+    Attributes:
+        tenant: Stands for the key in the salts of its requests: the same in every process, so that replicas agree,
+            and not the key. "" where there are no keys.
+        can_generate: Whether the routes of `/v1` are open.
+        can_administrate: Whether those are that concern everybody's cache.
+    """
+
+    tenant: str = ""
+    can_generate: bool = True
+    can_administrate: bool = True
+
+    def bind(self, salt: str | None) -> str | None:
+        """The salt that the engine sees. Two callers never have the same, whatever their clients choose."""
+        if not self.tenant:
+            return salt
+        return self.tenant if salt is None else f"{self.tenant}:{salt}"
+
+    def own(self, specs: Iterable[RequestSpec]) -> list[RequestSpec]:
+        """The jobs with salts of this caller's."""
+        return [
+            replace(spec, params=replace(spec.params, cache_salt=self.bind(spec.params.cache_salt)))
+            if self.tenant
+            else spec
+            for spec in specs
+        ]
+
+
+class Keys:
+    """Every key that a server knows.
+
+    Args:
+        api_keys: Of the tenants; none lets everybody in.
+        admin_key: The only one that opens the routes of administrators; None where there is none.
+        is_admins_apart: Whether without an admin key these routes stay closed, also to who shares the one API key.
+
+    Raises:
+        ConfigError: One key twice.
+    """
+
+    def __init__(
+        self, api_keys: Sequence[str] = (), admin_key: str | None = None, *, is_admins_apart: bool = False
+    ) -> None:
+        if admin_key in api_keys:
+            raise ConfigError("--admin-key-file has a key that is an API key too; give administrators one of their own")
+        self._secret = secrets.token_bytes(32)
+        self.are_needed = bool(api_keys)
+        self.has_admin_key = admin_key is not None
+        is_shared = admin_key is None and not is_admins_apart  # by who has the only key, or by everybody
+        self._callers = {
+            self._mark(key): Caller(_tenant(key), True, is_shared and len(api_keys) == 1) for key in api_keys
+        }
+        self.stranger = Caller(can_generate=not api_keys, can_administrate=is_shared and not api_keys)
+        if admin_key is not None:
+            self._callers[self._mark(admin_key)] = Caller(can_generate=False)
+
+    def caller(self, key: bytes) -> Caller | None:
+        """Who has this key; None if nobody has. It takes as long whichever key it is like."""
+        given, found = self._mark(key), None
+        for mark, caller in self._callers.items():
+            if hmac.compare_digest(mark, given):
+                found = caller
+        return found
+
+    @property
+    def has_administrator(self) -> bool:
+        """Whether some key opens the routes of administrators."""
+        return any(caller.can_administrate for caller in self._callers.values())
+
+    def _mark(self, key: str | bytes) -> bytes:
+        """What is compared: marks are of one length, and no use to anybody without the secret."""
+        return blake2b(key.encode() if isinstance(key, str) else key, key=self._secret).digest()
+
+
+def caller_of(key: str) -> Caller:
+    """Who has this key, on a server of which nothing is known but that it has keys."""
+    return Caller(_tenant(key))
+
+
+def _tenant(key: str) -> str:
+    return blake2b(key.encode(), digest_size=_TENANT_BYTES, person=_TENANT_DOMAIN).hexdigest()
+
+
+def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = None) -> Keys:
+    """The keys that the settings and the environment name.
+
+    Args:
+        settings: Their files are read now, once.
+        environment: By default that of the process.
+
+    Raises:
+        ConfigError: Two sources of API keys, a file that cannot be read or holds something else than keys, routes for
+            administrators and no key of theirs.
+    """
+    environment = os.environ if environment is None else environment
+    from_variable = environment.get(API_KEY_VARIABLE)
+    flag = "--api-key" if settings.api_key is not None else "--api-key-file" if settings.api_key_file else None
+    if from_variable is not None and flag is not None:
+        raise ConfigError(f"the variable {API_KEY_VARIABLE} and {flag} both give API keys; give one of them")
+    admin_key = None if settings.admin_key_file is None else _only_key(settings.admin_key_file)
+    if from_variable is not None:
+        problem = key_problem(from_variable)
+        if problem is not None:
+            raise ConfigError(f"the variable {API_KEY_VARIABLE} {problem}; unset it to let everybody in")
+        api_keys = [from_variable]
+    elif settings.api_key_file is not None:
+        api_keys = read_keys(settings.api_key_file, "--api-key-file")
+    else:
+        api_keys = [] if settings.api_key is None else [settings.api_key]
+    keys = Keys(api_keys, admin_key, is_admins_apart=settings.hide_cache_counts)
+    if settings.enable_admin_routes and not keys.has_administrator:
+        raise ConfigError(
+            "--enable-admin-routes needs a key that is an administrator's: give --admin-key-file"
+            + ("" if settings.hide_cache_counts else ", or a single API key, which is one")
+        )
+    return keys
+
+
+def _only_key(file: str) -> str:
+    keys = read_keys(file, "--admin-key-file")
+    if len(keys) != 1:
+        raise ConfigError(f"--admin-key-file {file} has {len(keys)} keys; it must have one")
+    return keys[0]
+
+
+def read_keys(file: str, flag: str) -> list[str]:
+    """The keys of a file, one a line. Empty lines are left out; no message quotes a line.
+
+    Raises:
+        ConfigError: No regular file, too large, no text, no key, a line that is no key, a key twice.
+    """
+    where = f"{flag} {file}"
+    keys: list[str] = []
+    for number, line in enumerate(_read_text(Path(file), where).splitlines(), start=1):
+        if not line:
+            continue
+        problem = "begins with #, and there are no comments" if line.startswith("#") else key_problem(line)
+        if problem is not None:
+            raise ConfigError(f"{where}, line {number}: a key {problem}")
+        if line in keys:
+            raise ConfigError(f"{where}, line {number}: the key stands there twice; each key is a tenant of its own")
+        keys.append(line)
+    if not keys:
+        raise ConfigError(f"{where} has no key; it needs one a line")
+    return keys
+
+
+def _read_text(path: Path, where: str) -> str:
+    """The text of a regular file of bounded size; a pipe would make the start wait for whoever writes to it."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ConfigError(f"{where} is no regular file")
+            data = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(f"{where} has more than {LARGEST_FILE} bytes; it must be a list of keys, one a line")
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} is not ASCII; it must be a list of keys, one a line") from None

@@ -1,0 +1,37 @@
+"""One HTTP request to the engine: what it waits for, and how it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_ext.server.client.request_handle import RequestHandle
+
+
+@dataclass(eq=False)
+class RequestGroup:
+    """The handles of one HTTP request."""
+
+    handles: list[RequestHandle]
+    on_abort: Callable[[list[RequestHandle]], None]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def started(self) -> None:
+        """Wait until some handle has progress, or has ended."""
+        while not any(handle.progress or handle.record or handle.error for handle in self.handles):
+            await self.next_update()
+
+    async def ended(self) -> None:
+        """Wait until all handles have ended."""
+        while not all(handle.record or handle.error for handle in self.handles):
+            await self.next_update()
+
+    async def next_update(self) -> None:
+        """Wait until something has happened to some handle since the last call."""
+        await self.changed.wait()
+        self.changed.clear()
+
+    def abort(self) -> None:
+        """Free whatever the handles that have not ended own; returns at once."""
+        self.on_abort([handle for handle in self.handles if not (handle.record or handle.error)])

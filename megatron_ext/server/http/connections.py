@@ -1,0 +1,226 @@
+"""Connections that cost little: time-outs while it is the client's turn, and a cap that does not lock anybody out.
+
+It is the client's turn until a whole request is there, and between two requests. Where the cap is reached, whichever
+connection has waited longest for its client makes room for a new one, so that silent sockets keep nobody away. Those
+that are being answered stay; if all are, the new one gets a 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import json
+import logging
+import os
+import resource
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron_ext.config import ServerLimits
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.api_errors import ApiError, connections_full, request_timeout
+from megatron_ext.server.log import BoundedRate
+
+logger = logging.getLogger(__name__)
+logger.addFilter(BoundedRate())
+
+# asyncio accepts that many at once before it lets any of them be closed again ...
+ACCEPT_BATCH = 16
+# ... and a connection's file is closed two rounds later; the rest is for whatever else opens files.
+SPARE_FILES = 64
+LISTEN_BACKLOG = 2048  # connections that the kernel keeps for us
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def effective_max_connections(limits: ServerLimits) -> int:
+    """`--max-connections`, or what `ulimit -n` leaves of it beside the files that are open.
+
+    Raises:
+        ConfigError: It leaves nothing.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return limits.max_connections
+    taken = len(os.listdir("/dev/fd")) + SPARE_FILES
+    if taken >= files:
+        raise ConfigError(
+            f"`ulimit -n` is {files}, and {taken} files are open or kept for other use: no connection is left; "
+            f"raise it to {taken + limits.max_connections} for --max-connections {limits.max_connections}"
+        )
+    return min(limits.max_connections, files - taken)
+
+
+class Connections:
+    """All open connections of a server.
+
+    Args:
+        most: How many there may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._waiting: dict[GuardedProtocol, None] = {}  # for their clients; the longest first
+        self._busy: set[GuardedProtocol] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._busy)
+
+    def admit(self, newcomer: GuardedProtocol) -> bool:
+        """Take a connection in; if there are too many, instead of the one that has waited longest.
+
+        Returns:
+            False if all others are being answered: then it is not in.
+        """
+        if len(self) >= self.most:
+            oldest = next(iter(self._waiting), None)
+            fate = "refused a new one" if oldest is None else "closed the one that had waited longest for its client"
+            logger.warning("%d connections are open, which is the limit; %s", len(self), fate)
+            if oldest is None:
+                return False
+            self.forget(oldest)
+            oldest.transport.abort()
+        self._waiting[newcomer] = None
+        return True
+
+    def move(self, connection: GuardedProtocol, *, is_busy: bool) -> None:
+        """A connection is being answered from now on, or waits for its client again."""
+        if connection not in self._waiting and connection not in self._busy:
+            return  # was closed to make room
+        self.forget(connection)
+        if is_busy:
+            self._busy.add(connection)
+        else:
+            self._waiting[connection] = None
+
+    def forget(self, connection: GuardedProtocol) -> None:
+        """A connection is closed."""
+        self._waiting.pop(connection, None)
+        self._busy.discard(connection)
+
+
+class Phase(enum.Enum):
+    """What a connection waits for."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    ANSWER = enum.auto()
+    NEXT_REQUEST = enum.auto()  # uvicorn's own timer runs
+    END = enum.auto()  # closed by us, with bytes that the client has not read
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's protocol with time-outs.
+
+    Args:
+        connections: Those of the server.
+        limits: Times.
+        keywords: uvicorn's.
+    """
+
+    def __init__(self, connections: Connections, limits: ServerLimits, **keywords: object) -> None:
+        super().__init__(**keywords)  # type: ignore[arg-type]  # uvicorn knows what it gives
+        self._guard = connections
+        self._phase: Phase | None = None
+        self._seconds = {
+            Phase.HEAD: limits.header_timeout,
+            Phase.BODY: limits.body_timeout,
+            Phase.END: limits.idle_timeout,
+        }
+        self._stall_seconds = limits.idle_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        if not self._guard.admit(self):
+            self._refuse(connections_full(self._guard.most))
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        super().connection_lost(exc)
+        self._guard.forget(self)
+        for timer in (self._timer, self._stall):
+            if timer is not None:
+                timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """A request has been answered."""
+        super().on_response_complete()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No next request has come."""
+        super().timeout_keep_alive_handler()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is answered."""
+        super().pause_writing()
+        self._stall = self.loop.call_later(self._stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
+    def _watch(self) -> None:
+        """Start the timer of the phase that has just begun, if one has."""
+        phase = self._current_phase()
+        if phase is self._phase:
+            return
+        self._phase = phase
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = self._seconds.get(phase)
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._expire)
+        self._guard.move(self, is_busy=phase is Phase.ANSWER)
+
+    def _current_phase(self) -> Phase:
+        if self.transport.is_closing():
+            return Phase.END
+        if self.conn.their_state is h11.SEND_BODY:
+            return Phase.BODY
+        if self.conn.their_state is not h11.IDLE:
+            return Phase.ANSWER
+        return Phase.HEAD if self.timeout_keep_alive_task is None else Phase.NEXT_REQUEST
+
+    def _expire(self) -> None:
+        """The phase has lasted too long."""
+        if self._phase is Phase.END:
+            self.transport.abort()
+            return
+        assert self._phase is not None, "a timer runs for a phase"
+        has_begun = self._phase is Phase.BODY or bool(self.conn.trailing_data[0])
+        is_unanswered = self._phase is Phase.HEAD or not self.cycle.response_started
+        if has_begun and is_unanswered:
+            self._refuse(request_timeout(self._seconds[self._phase]))
+        self.transport.close()
+        self._watch()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say why, in bytes of our own because uvicorn's state may not allow for an answer, and close."""
+        body = json.dumps(error.to_dict()).encode()
+        fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+        lines = [f"HTTP/1.1 {error.status} {error.reason}", *(f"{name}: {value}" for name, value in fields.items())]
+        lines += [f"{name}: {value}" for name, value in error.headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """Of the event loop: asyncio reports each of the many connections that it cannot accept with a traceback."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
+        logger.error("a connection cannot be accepted: %s; `ulimit -n` may be too low", error.strerror)
+    else:
+        loop.default_exception_handler(context)

@@ -1,0 +1,116 @@
+"""The server's description of itself: what FastAPI says of routes and bodies, with what gates and limits answer.
+
+FastAPI knows neither: it would announce its own answer to a bad body, which this server never gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from megatron_ext.server.http.auth import ADMIN_PATHS
+
+Schema = dict[str, Any]
+
+_ERROR = "Error"
+_ERROR_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "minLength": 1},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_KEY = "key"
+_EVERYWHERE = {
+    "400": "It makes no sense, or does not fit; the message names what",
+    "403": "This key does not open it, or host or origin are not this server's",
+    "500": "The engine or the server has failed",
+    "503": "Shutting down, asleep, or out of memory or connections",
+}
+_WITH_KEY = {"401": "No key, or a wrong one"}
+_WITH_BODY = {
+    "408": "The request was not complete in time",
+    "413": "The body is too long",
+    "415": "The body is not said to be JSON",
+}
+_NAMES = {"404": "There is no such model"}
+_ADMIN = {"404": "No request in flight has that id"}
+_GENERATES = {"429": "The queue is full; see Retry-After"}
+_FOREIGN = ("HTTPValidationError", "ValidationError")  # FastAPI's, of answers that are not given here
+
+
+def install_description(app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
+    """Let the application describe itself.
+
+    Args:
+        app: With all its routes.
+        open_paths: For which no key is asked.
+        has_keys: Whether one is asked for the others.
+    """
+
+    def describe() -> Schema:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(app, open_paths, has_keys=has_keys)
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]  # FastAPI's way of extending it
+
+
+def _described(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> Schema:
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in _FOREIGN:
+        schemas.pop(name, None)
+    schemas[_ERROR] = _ERROR_SCHEMA
+    if has_keys:
+        components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            needs_key = has_keys and path not in open_paths
+            if needs_key:
+                operation["security"] = [{_KEY: []}]
+            _complete(operation, path, schemas, needs_key=needs_key)
+    return schema
+
+
+def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool) -> None:
+    """Add the answers that are errors, and the form of those that are streams."""
+    responses = operation["responses"]
+    responses.pop("422", None)
+    fields = _fields_of(operation, schemas)
+    errors = dict(_EVERYWHERE) | (_WITH_KEY if needs_key else {}) | (_WITH_BODY if "requestBody" in operation else {})
+    if "model" in fields or "{model}" in path:
+        errors |= _NAMES
+    if path in ADMIN_PATHS:
+        errors |= _ADMIN
+    if "stream" in fields:
+        errors |= _GENERATES
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    for status, text in errors.items():
+        responses[status] = {"description": text, "content": {"application/json": {"schema": _reference(_ERROR)}}}
+    if path in ("/health", "/ping"):
+        responses["503"]["content"]["application/json"] = {"schema": {"type": "object"}}
+
+
+def _fields_of(operation: Schema, schemas: Schema) -> Schema:
+    """The fields of the body, by name."""
+    content = operation.get("requestBody", {}).get("content", {})
+    reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+    found: Schema = schemas.get(reference.rpartition("/")[2], {})
+    return found.get("properties", {})
+
+
+def _reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,117 @@
+"""What listens: a socket, connections within limits, and a word to whoever waits for the server to be ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI
+
+from megatron_ext.config import ServerLimits
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.http.connections import (
+    ACCEPT_BATCH,
+    LISTEN_BACKLOG,
+    Connections,
+    GuardedProtocol,
+    effective_max_connections,
+    handle_loop_error,
+)
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, so that one that is taken is known before anything is loaded; nobody listens yet.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give others") from None
+    return listener
+
+
+def announce(url: str) -> None:
+    """Say that the server is ready: in words of ours, and in those that Megatron's scripts wait for."""
+    print(f"Running on {url}\nready: {url}", flush=True)
+
+
+def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvicorn.Config:
+    """How uvicorn serves an application within limits.
+
+    Args:
+        app: What answers.
+        limits: Of connections.
+        shutdown_timeout: Seconds that running requests have after a signal.
+    """
+    connections = Connections(effective_max_connections(limits))
+    if connections.most < limits.max_connections:
+        logger.warning(
+            "`ulimit -n` allows for %d connections, not the %d of --max-connections",
+            connections.most,
+            limits.max_connections,
+        )
+    return uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, connections, limits),  # type: ignore[arg-type]  # it is only called
+        ws="none",
+        backlog=ACCEPT_BATCH,
+        timeout_keep_alive=limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(shutdown_timeout) + LAST_WORDS,
+    )
+
+
+class AnnouncedServer(uvicorn.Server):
+    """Says when it listens.
+
+    Args:
+        config: See `guarded`.
+        on_ready: Called with the URL.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
+        await super().startup(sockets)
+        assert sockets, "this server is given what it listens to"
+        for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
+            listener.listen(LISTEN_BACKLOG)
+        host, port = sockets[0].getsockname()[:2]
+        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+
+def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
+    # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

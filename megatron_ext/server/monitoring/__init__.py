@@ -1,0 +1,1 @@
+"""Metrics, history, traces of requests, and what the cache holds."""

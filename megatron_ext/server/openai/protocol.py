@@ -1,0 +1,218 @@
+"""The bodies of requests to `/v1/completions` and `/v1/chat/completions`; fields of both are in `request_fields.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+
+from megatron_ext.server.openai.request_fields import (
+    MAX_MESSAGES,
+    MAX_TOP_LOGPROBS,
+    Body,
+    GenerationRequest,
+    Prompts,
+    Text,
+)
+from megatron_ext.text.chat_template import ChatOptions
+
+MAX_TOOLS = 128
+MAX_CALLS = 1024  # of tools in an answer
+MAX_VARIABLES = 64  # of a chat template
+LONGEST_TOOL_NAME = 128  # characters
+
+
+class GatewayFields(Body):
+    """What SGLang's gateway adds to every body; taken as long as it asks for nothing."""
+
+    no_stop_trim: object = None
+    return_hidden_states: object = None
+
+
+class CompletionRequest(GatewayFields, GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: object = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if value not in (None, n):
+            raise ValueError(f"{value} is not supported: choices are not ranked; leave it out, or say {n} as n does")
+        return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return cast("list[str | list[int]]", prompt)
+
+
+class TextPart(Body):
+    """A part of a message's content; there is only text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One message of a conversation. Fields that clients send back from an answer and that are unknown are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Text
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, value: object) -> object:
+        parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
+        if other is not None:
+            raise ValueError(f"has a part of type {other!r}; this server takes texts only, parts of type 'text'")
+        return value
+
+    @field_validator("tool_calls", mode="after")
+    @classmethod
+    def _arguments_are_objects(cls, value: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
+        return None if value is None else [_with_object(call) for call in value]
+
+    def to_dict(self) -> dict[str, object]:
+        """As chat templates take it: the content is one text, and arguments of calls are objects."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
+
+
+def _with_object(call: dict[str, object]) -> dict[str, object]:
+    """A call whose arguments, which OpenAI sends as JSON in a text, are what that says.
+
+    Raises:
+        ValueError: They are no JSON.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        raise ValueError("has a function whose arguments are not JSON") from None
+    return call | {"function": function | {"arguments": arguments}}
+
+
+class Function(Body):
+    """What a model may call."""
+
+    name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    description: Text | None = None
+    parameters: dict[str, object] | None = None  # a JSON schema
+    strict: bool | None = None
+
+    @field_validator("strict")
+    @classmethod
+    def _is_not_guided(cls, value: bool | None) -> bool | None:
+        if value:
+            raise ValueError("is not supported, since arguments are not guided; leave it out")
+        return value
+
+
+class Tool(Body):
+    """OpenAI's wrapping of a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def _tool_choice(value: object) -> object:
+    if value not in (None, "auto", "none"):
+        shown = json.dumps(value.get("type") if isinstance(value, dict) else value)
+        raise ValueError(f"{shown[:40]} is not supported; 'auto' and 'none' are")
+    return value
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none"] | None, PlainValidator(_tool_choice, json_schema_input_type=Literal["auto", "none"] | None)
+]
+
+
+class TemplateFields(Body):
+    """What a chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+
+    @model_validator(mode="after")
+    def _ends_agree(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt contradict each other; give one of them")
+        return self
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the template is told anything."""
+        given = (self.tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        return any(one is not None for one in given)
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """The same for the template."""
+        adds = self.add_generation_prompt is not False and not self.continue_final_message
+        return ChatOptions(
+            add_generation_prompt=adds,
+            continue_final_message=bool(self.continue_final_message),
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
+            variables=self.chat_template_kwargs or {},
+        )
+
+
+class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    echo: Literal[False] | None = None
+    documents: object = None
+    functions: object = None
+    function_call: object = None
+    modalities: object = None
+    audio: object = None
+    prediction: object = None
+    reasoning_effort: object = None
+    separate_reasoning: object = None
+    stream_reasoning: object = None
+    verbosity: object = None
+    web_search_options: object = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set it or leave top_logprobs out")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
+        return self
+
+    @property
+    def max_calls(self) -> int:
+        """Calls of tools that are looked for in the answer; none unless there are tools, and the model may choose."""
+        if not self.tools or self.tool_choice == "none":
+            return 0
+        return 1 if self.parallel_tool_calls is False else MAX_CALLS

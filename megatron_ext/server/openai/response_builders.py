@@ -1,0 +1,222 @@
+"""Answers of the two routes in OpenAI's form, whole and in parts."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_ext.engine.updates import Progress
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.openai.responses import Explains, Piece, Scored, generated_scores, prompt_scores
+from megatron_ext.server.openai.tool_calls import ToolCall, ToolCallReader
+from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.text.vocabulary import Vocabulary
+
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity
+CALLED = "tool_calls"  # why an answer ended that has calls
+
+
+class _Envelope:
+    def __init__(self, model: str, vocabulary: Vocabulary, choices: int, prefix: str, *, shows_ids: bool) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.choices = choices
+        self.shows_cache = True
+        self.explains = Explains.NOTHING
+        self._vocabulary = vocabulary
+        self._shows_ids = shows_ids
+        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def _ids(self, tokens: Sequence[int]) -> dict[str, object]:
+        return {"token_ids": list(tokens)} if self._shows_ids else {}
+
+    def _prompt_ids(self, source: Progress | RequestRecord) -> dict[str, object]:
+        return {"prompt_token_ids": list(source.prompt_tokens)} if self._shows_ids else {}
+
+
+class CompletionResponseBuilder(_Envelope):
+    """Of `/v1/completions`.
+
+    Args:
+        model: The name it is served under.
+        vocabulary: To show single tokens.
+        choices: Of each prompt.
+        has_scores: Whether log-probs were asked for.
+        echoes: The text of the prompt of each choice, if it comes before the answer.
+        shows_ids: Whether tokens are told as ids, too.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        vocabulary: Vocabulary,
+        choices: int,
+        *,
+        has_scores: bool,
+        echoes: Sequence[str] | None,
+        shows_ids: bool = False,
+    ) -> None:
+        super().__init__(model, vocabulary, choices, "cmpl", shows_ids=shows_ids)
+        self._has_scores = has_scores
+        self._echoes = echoes
+        self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
+
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
+        """The fields around the choices."""
+        return {"object": "text_completion", **self._fields}
+
+    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
+        """Nothing: prompts are told with their choices."""
+        return {}
+
+    def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
+        """The prompt, if it is echoed, and its ids, if they are asked for."""
+        if self._echoes is None and not self._shows_ids:
+            return None
+        echo = "" if self._echoes is None else self._echoes[index]
+        return self._choice(index, Piece(echo, scores=self._prompt_scores(first))) | self._prompt_ids(first)
+
+    def part(self, index: int, piece: Piece) -> dict[str, object] | None:
+        """A part of a choice."""
+        return self._choice(index, piece)
+
+    def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
+        """A whole choice."""
+        echo = "" if self._echoes is None else self._echoes[index]
+        scores = self._prompt_scores(first) + generated_scores(record, 0)
+        piece = Piece(echo + record.generated_text, record.generated_tokens, scores, record.finish_reason)
+        return self._choice(index, piece) | self._prompt_ids(record)
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
+        log_probs = self._log_probs(index, piece.scores) if self._has_scores else None
+        fields = {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.reason}
+        return fields | self._ids(piece.tokens)
+
+    def _prompt_scores(self, first: Progress | RequestRecord) -> list[Scored]:
+        return prompt_scores(first) if self._has_scores and self._echoes is not None else []
+
+    def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, object]:
+        texts = [shown(self._vocabulary, one.token) for one in scores]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(one.log_prob) for one in scores],
+            "top_logprobs": [self._best(one) for one in scores],
+            "text_offset": offsets,
+        }
+
+    def _best(self, one: Scored) -> dict[str, float | None] | None:
+        """The best tokens and, always, the chosen one. Of tokens that read the same the best counts."""
+        if one.log_prob is None:
+            return None
+        log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
+        ranked = sorted(log_probs.items(), key=lambda item: item[1])
+        return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
+
+
+class ChatResponseBuilder(_Envelope):
+    """Of `/v1/chat/completions`.
+
+    Args:
+        model: The name it is served under.
+        vocabulary: To show single tokens.
+        choices: Of the conversation.
+        has_scores: Whether log-probs were asked for.
+        shows_ids: Whether tokens are told as ids, too.
+        max_calls: Calls of tools that are read from an answer at most, 0 if none is looked for.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        vocabulary: Vocabulary,
+        choices: int,
+        *,
+        has_scores: bool,
+        shows_ids: bool = False,
+        max_calls: int = 0,
+    ) -> None:
+        super().__init__(model, vocabulary, choices, "chatcmpl", shows_ids=shows_ids)
+        self._has_scores = has_scores
+        self._readers = [ToolCallReader(max_calls) for _ in range(choices)] if max_calls else None
+
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
+        """The fields around the choices."""
+        return {"object": "chat.completion.chunk" if is_part else "chat.completion", **self._fields}
+
+    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
+        """The conversation's ids, if they are asked for."""
+        return self._prompt_ids(source)
+
+    def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, piece: Piece) -> dict[str, object] | None:
+        """A part of a choice; calls are told when they are complete."""
+        text, calls, reason = self._read(index, piece)
+        first = self._readers[index].count - len(calls) if self._readers else 0
+        listed = [{"index": i, **_call(call)} for i, call in enumerate(calls, start=first)]
+        delta = ({"content": text} if text else {}) | ({"tool_calls": listed} if listed else {})
+        if not delta and reason is None and not piece.scores and not self._shows_ids:
+            return None
+        log_probs = self._log_probs(piece.scores)
+        return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason} | self._ids(
+            piece.tokens
+        )
+
+    def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
+        """A whole choice."""
+        scores = generated_scores(record, 0)
+        piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
+        text, calls, reason = self._read(index, piece)
+        message: dict[str, object] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        log_probs = self._log_probs(scores)
+        return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason or None} | self._ids(
+            piece.tokens
+        )
+
+    def _read(self, index: int, piece: Piece) -> tuple[str, Sequence[ToolCall], str | None]:
+        """The content, the calls, and why the choice ended if it has."""
+        if self._readers is None:
+            return piece.text, (), piece.reason
+        reader = self._readers[index]
+        text, calls = reader.feed(piece.text, is_last=piece.reason is not None)
+        has_called = reader.count and piece.reason == "stop"
+        return text, calls, CALLED if has_called else piece.reason
+
+    def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
+        if not self._has_scores:
+            return None
+        content = []
+        for one in scores:
+            best = [self._token(token, log_prob) for token, log_prob in one.best.items()]
+            content.append(self._token(one.token, one.log_prob) | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, log_prob: float | None) -> dict[str, object]:
+        text = shown(self._vocabulary, token)
+        is_whole = INCOMPLETE not in text
+        return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
+
+
+def _call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def shown(vocabulary: Vocabulary, token: int) -> str:
+    """One token by itself."""
+    return vocabulary.detokenize([token], skip_special_tokens=False)
+
+
+def finite(log_prob: float | None) -> float | None:
+    """A log-prob that JSON can hold."""
+    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)

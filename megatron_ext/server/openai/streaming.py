@@ -1,0 +1,228 @@
+"""Answers in parts, as server-sent events, and clients that leave before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatron_ext.config import RequestParams
+from megatron_ext.engine.updates import Progress
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.api_errors import ApiError, ClientGone, engine_fault
+from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.server.openai.responses import (
+    Piece,
+    ResponseBuilder,
+    Scored,
+    explained,
+    finished,
+    generated_scores,
+    usage,
+    usage_so_far,
+)
+from megatron_ext.text.stream import TextStream
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: dict[str, object]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a stream is to have.
+
+    Attributes:
+        decoder: Of a request's params: token ids to text.
+        ends_with_usage: An event of its own at the end has the usage.
+        continues_usage: Each part has the usage so far.
+    """
+
+    decoder: Callable[[RequestParams], Callable[..., str]]
+    ends_with_usage: bool
+    continues_usage: bool
+
+
+class _ChoiceStream:
+    """The parts of one choice.
+
+    Args:
+        index: Of the choice.
+        handle: Of its request.
+        first: Of the prompt's first choice, which has what is told of the prompt.
+        reply: Its form.
+        detokenize: Token ids to text.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        handle: RequestHandle,
+        first: RequestHandle,
+        builder: ResponseBuilder,
+        detokenize: Callable[..., str],
+    ) -> None:
+        self._index = index
+        self.handle = handle
+        self._first = first
+        self._builder = builder
+        self._text = TextStream(handle.spec.params.stop_words, detokenize)
+        self._is_open = False
+        self._seen = 0  # tokens
+        self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
+        self.is_ended = False
+
+    def parts(self) -> Iterator[dict[str, object]]:
+        """What has come since the last call, as fields beside the envelope.
+
+        Raises:
+            ApiError: The request has failed.
+        """
+        source, first = _source(self.handle), _source(self._first)
+        if source is None or first is None or self.is_ended:
+            return
+        if not self._is_open:
+            self._is_open = True
+            opening = self._builder.opening(self._index, first)
+            if opening is not None:
+                yield self._builder.heading(source) | {"choices": [opening]}
+        tokens, scores = self._untold
+        scores += generated_scores(source, self._seen)
+        new, self._seen = source.generated_tokens[self._seen :], len(source.generated_tokens)
+        tokens += new
+        is_last = source is self.handle.record
+        if is_last:
+            assert isinstance(source, RequestRecord), "it is the handle's record"
+            self.is_ended = True
+            text, reason = self._text.finish(source.generated_text), source.finish_reason
+        else:
+            text, reason = self._text.feed(new), None
+        if text or is_last:
+            self._untold = [], []
+            part = self._builder.part(self._index, Piece(text, tokens, scores, reason))
+            if part is not None:
+                if isinstance(source, RequestRecord):
+                    part |= explained(self._builder, self._index, source)
+                yield {"choices": [part]}
+
+
+def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
+    return finished(handle) if handle.record or handle.error else handle.progress
+
+
+async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) -> AsyncIterator[bytes]:
+    """The events of an answer; what goes wrong on the way is the last one."""
+    envelope, handles = builder.envelope(is_part=True), group.handles
+    streams = [
+        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, wanted.decoder(handle.spec.params))
+        for i, handle in enumerate(handles)
+    ]
+    usage_now: dict[str, object] = {"usage": None} if wanted.ends_with_usage else {}
+    try:
+        while True:
+            for stream in streams:
+                for part in stream.parts():
+                    if wanted.continues_usage:
+                        usage_now = {"usage": usage_so_far(builder, handles)}
+                    yield event(envelope | part | usage_now)
+            if all(stream.is_ended for stream in streams):
+                break
+            await group.next_update()
+    except ApiError as error:
+        yield event(error.to_dict())
+        return
+    except ConfigError as error:  # of a tokenizer that cannot make a text of the tokens
+        yield event(ApiError(400, str(error)).to_dict())
+        return
+    except Exception as error:  # of a text: it is this answer's alone
+        logger.exception("a stream failed")
+        yield event(engine_fault(error).to_dict())
+        return
+    if wanted.ends_with_usage:
+        records = [finished(handle) for handle in group.handles]
+        yield event(envelope | {"choices": [], "usage": usage(builder, records)})
+    yield DONE
+
+
+class Abortable(Protocol):
+    """Work for a client."""
+
+    def abort(self) -> None:
+        """End it, if it has not ended; returns at once."""
+
+
+class EventStream(Response):
+    """Sends events as they come; when the client leaves, or anything else ends it, the exchange is aborted.
+
+    Args:
+        exchange: That the events are of.
+        source: The events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, group: Abortable, source: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._group = group
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, or as many as the client reads."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            return
+        finally:
+            self._group.abort()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for content in self._source:
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
+    """Do `work` while the client is there.
+
+    Args:
+        receive: Of the request, whose body has been read.
+        work: Cancelled when the client leaves.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        ClientGone: The client has left.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

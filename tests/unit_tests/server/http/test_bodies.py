@@ -1,0 +1,329 @@
+"""SE-2: what one body may cost: its length, its parts, what it asks for; and that each refusal says what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+from fastapi import Request
+from pydantic import ValidationError
+
+from megatron_ext.config import ServerLimits
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http import body as bodies
+from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+from megatron_ext.server.openai.tokenization import LONG_TEXT, TextEncoder
+from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+SMALL = ServerLimits(max_body_mb=4096 / 2**20)
+GOOD = {"prompt": [1, 2], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def small(serve) -> LiveServer:
+    """A server that takes 4,096 bytes, and 4 + 4 requests."""
+    return serve(tiny_engine(max_requests=4), max_waiting_requests=4, limits=SMALL)
+
+
+def padded(size: int) -> bytes:
+    """A good body of so many bytes."""
+    content = json.dumps(GOOD).encode()
+    return content + b" " * (size - len(content))
+
+
+class TestLength:
+    @pytest.mark.parametrize("is_chunked", [False, True], ids=["with its length", "chunked"])
+    def test_a_body_that_is_too_long_is_413(self, small, is_chunked):
+        for size, status in ((4096, 200), (4097, 413), (300_000, 413)):
+            content = iter([padded(size)]) if is_chunked else padded(size)
+            response = small.http.post(COMPLETIONS, content=content, headers=HEADERS)
+            assert response.status_code == status
+        assert "longer than the 4096 bytes" in check_error(response, 413)["message"]
+        check_alive(small)
+
+    @pytest.mark.parametrize("chunks", [2, 10])
+    def test_the_limit_is_that_of_all_chunks_together(self, chunks):
+        """Of a body without a Content-Length, in chunks of half the limit each."""
+        left = [{"type": "http.request", "body": b"x" * 50, "more_body": n < chunks} for n in range(1, chunks + 1)]
+
+        async def receive() -> dict[str, object]:
+            return left.pop(0)
+
+        reading = bodies.read_body(Request({"type": "http", "headers": []}, receive), 100)
+        if chunks == 2:
+            assert asyncio.run(reading) == b"x" * 100
+        else:
+            with pytest.raises(ApiError) as refused:
+                asyncio.run(reading)
+            assert refused.value.status == 413
+            assert len(left) == chunks - 3, "no more is read than it takes to see that it is too long"
+
+    def test_a_length_that_is_too_long_is_refused_before_the_body_comes(self, small):
+        host, port = small.url.removeprefix("http://").split(":")
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 4000000000\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as client:
+            client.sendall(head.encode())
+            assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+    def test_the_default_is_8_mb(self):
+        assert ServerLimits().body_bytes == 8 * 2**20
+
+
+class TestContentType:
+    @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
+    def test_json(self, tiny, kind):
+        assert tiny.http.post(COMPLETIONS, content=padded(50), headers={"content-type": kind}).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("headers", "named"),
+        [({}, "has no Content-Type"), ({"content-type": "text/plain"}, "is 'text/plain'")],
+        ids=["none", "another"],
+    )
+    def test_anything_else_says_what_to_send(self, tiny, headers, named):
+        error = check_error(tiny.http.post(COMPLETIONS, content=padded(50), headers=headers), 415)
+        assert named in error["message"]
+        assert "send" in error["message"]
+        assert "Content-Type: application/json" in error["message"]
+
+
+def test_no_body_at_all(tiny):
+    assert "the body is empty" in check_error(tiny.http.post(COMPLETIONS), 400)["message"]
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+class TestNesting:
+    def test_deep_is_400_and_a_short_log(self, embedded, caplog):
+        """A chat nested 900 deep ended in a 500 and 300 KB of log."""
+        message = {"role": "assistant", "content": "a", "tool_calls": [nested(900)]}
+        response = embedded.http.post(CHAT, json={"messages": [message], "max_tokens": 1})
+        assert "nested too deeply; this server takes at most 64" in check_error(response, 400)["message"]
+        assert sum(len(record.getMessage()) for record in caplog.records) < 1000
+        check_alive(embedded)
+
+    def test_as_deep_as_is_taken(self, tiny):
+        assert tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": nested(63)}).status_code == 200
+        check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": nested(64)}), 400)
+        lists = {"a": [[[1], nested(60)], 5]}
+        assert tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": lists}).status_code == 200
+        check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": lists | {"b": [[nested(61)]]}}), 400)
+
+    def test_a_recursion_that_goes_too_deep_anywhere_is_400(self, embedded, monkeypatch):
+        def render(*_) -> str:
+            return render(*_)
+
+        monkeypatch.setattr(embedded.serving.chat, "render", render)
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        assert "nested too deeply" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
+
+
+@pytest.mark.parametrize("place", ["parsing", "tokenizing", "the engine's thread"])
+def test_no_memory_is_503_for_that_request(tiny, monkeypatch, caplog, place):
+    """One line of log, and the next request is served."""
+    owner, name = {
+        "parsing": (bodies.json, "loads"),
+        "tokenizing": (tiny.serving.texts, "_tokenize"),
+        "the engine's thread": (tiny.serving.engine.core, "add"),
+    }[place]
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        response = tiny.http.post(COMPLETIONS, content=b'{"prompt": "<1>"}', headers=HEADERS)
+    assert response.status_code == 503
+    assert response.json()["error"]["type"] == "server_error"
+    assert "no memory for this request" in response.json()["error"]["message"]
+    assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] == [None]
+    check_alive(tiny)
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        ("kind", "body"),
+        [
+            (CompletionRequest, {"prompt": [*[1] * 5000, "a"]}),
+            (CompletionRequest, {"prompt": [*["a"] * 5000, 1]}),
+            (CompletionRequest, {"prompt": [*[[1]] * 5000, [True]]}),
+            (CompletionRequest, {"prompt": [1], "stop": [1] * 5000}),
+            (CompletionRequest, {"prompt": [1], **{f"field{i}": 1 for i in range(5000)}}),
+            (CompletionRequest, {"prompt": [1], "logit_bias": {str(i): 1 for i in range(5000)}}),
+            (ChatRequest, {"messages": [1] * 5000}),
+            (ChatRequest, {"messages": [{"role": "user", "content": "a", "tool_calls": [1] * 5000}]}),
+            (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "response_format": {"schema": [1] * 5000}}),
+        ],
+        ids=lambda value: value.__name__ if isinstance(value, type) else next(reversed(value)),
+    )
+    def test_many_bad_parts_are_one_error(self, kind, body):
+        """Pydantic makes an error of each, unless it is told to stop: with millions of them the event loop stood."""
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate(body)
+        assert caught.value.error_count() == 1
+
+    def test_contents_have_two_types_and_so_two_errors(self):
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate({"messages": [{"role": "user", "content": [1] * 5000}]})
+        assert caught.value.error_count() == 2
+
+    def test_lists_and_objects_are_counted_before_they_are_made(self, tiny, monkeypatch):
+        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 50)
+        for key, count in (("metadata", 63), ("prompt", 62)):
+            many = tiny.http.post(COMPLETIONS, json=GOOD | {key: [{}] * 60})
+            assert f"{count} lists and objects; at most 50" in check_error(many, 400)["message"]
+        text = '[{"\\' * 60
+        assert tiny.http.post(COMPLETIONS, json=GOOD | {"user": text}).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("body", "count"),
+        [
+            (b'["[[[[", "\\"[[[["]', 1),
+            (b'["[[[[\\\\", [], {"{{": []}]', 4),
+            (b'["\\\\\\"[[[[[", []]', 2),
+            (b'["[[[[[[', 1),
+        ],
+    )
+    def test_brackets_in_strings_are_none(self, monkeypatch, body, count):
+        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 3)
+        assert bodies.count_containers(body) == count
+
+
+class TestWhatIsAskedFor:
+    @pytest.mark.parametrize(
+        ("fields", "named"),
+        [
+            ({"prompt": [[1]] * 9}, "9 prompts in one request; this server takes at most 8"),
+            ({"prompt": ["<1>"] * 9}, "9 prompts in one request"),
+            ({"prompt": [[1]] * 3, "n": 4}, "3 prompts with 4 choices (n) each, which are 12"),
+            ({"prompt": "<1>", "n": 9}, "9 choices (n) of a prompt; this server takes at most 8"),
+        ],
+        ids=["ids", "texts", "both", "choices"],
+    )
+    def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
+        """Known before a text becomes tokens, or anything is built for the engine."""
+        monkeypatch.setattr(small.serving.texts, "encode", None)
+        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_specs", None)
+        assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
+
+    def test_choices_of_a_chat(self, small, monkeypatch):
+        monkeypatch.setattr(small.serving.texts, "encode", None)
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 9}
+        assert "9 choices (n)" in check_error(small.http.post(CHAT, json=body), 400)["message"]
+
+    @pytest.mark.parametrize(
+        ("stop", "named"),
+        [(["a"] * 65, "65 words; at most 64"), (["b", "a" * 1025], "1025 characters; at most 1024")],
+        ids=["many", "long"],
+    )
+    def test_stop_words(self, tiny, stop, named):
+        """Each is looked for after every token by the thread that steps the engine."""
+        error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"stop": stop}), 400)
+        assert (error["param"], named in error["message"]) == ("stop", True)
+        taken = [*(f"<{i}x" for i in range(63)), "a" * 1024]
+        assert tiny.http.post(COMPLETIONS, json=GOOD | {"stop": taken}).status_code == 200
+
+    def test_messages(self):
+        with pytest.raises(ValidationError, match="at most 10000"):
+            ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}] * 10_001})
+
+
+class TestTexts:
+    def test_a_text_that_cannot_fit_does_not_become_tokens(self, embedded, monkeypatch):
+        """8 MB of text took 7 s of all threads, and 1.5 GB."""
+        longest = embedded.serving.tokenizer.longest_token * embedded.serving.prompt_limits.sequence
+        with monkeypatch.context() as patch:
+            patch.setattr(embedded.serving.texts, "_tokenize", None)
+            for path, body in (
+                (COMPLETIONS, {"prompt": ["b" * (longest + 1), "a"]}),
+                (CHAT, {"messages": [{"role": "user", "content": "b" * (longest + 1)}]}),
+            ):
+                error = check_error(embedded.http.post(path, json=body), 400)
+                assert error["code"] == "context_length_exceeded"
+                assert f"has at most {longest}" in error["message"]
+        error = check_error(embedded.http.post(COMPLETIONS, json={"prompt": "b" * longest}), 400)
+        assert "tokens of prompt" in error["message"]
+        check_alive(embedded)
+
+    def test_no_text_of_the_longest_tokens_is_refused(self, embedded):
+        """As many tokens as a sequence has, each the longest there is."""
+        tokenizer, limits = embedded.serving.tokenizer, embedded.serving.prompt_limits
+        texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
+        assert max(map(len, texts)) <= tokenizer.longest_token
+        prompt = max(texts, key=len) * (limits.sequence - 1)
+        ids = asyncio.run(TextEncoder(tokenizer, lambda text: [len(text)], limits.sequence).encode(prompt))
+        assert ids == [len(prompt)]
+
+    def test_long_ones_are_done_one_at_a_time(self):
+        """Also after a client has left: what runs in a thread goes on."""
+        running, most = [], []
+
+        def tokenize(text: str) -> list[int]:
+            running.append(text)
+            most.append(len(running))
+            time.sleep(0.05)
+            running.pop()
+            return [1]
+
+        async def encode_all() -> None:
+            encoder = TextEncoder(PieceTokenizer(97), tokenize, 10**6)
+            tasks = [asyncio.ensure_future(encoder.encode("a" * (LONG_TEXT + 1))) for _ in range(4)]
+            while not running:
+                await asyncio.sleep(0)
+            tasks[0].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(encode_all())
+        assert most == [1] * 4
+
+    def test_others_go_on_while_a_text_becomes_tokens(self, embedded):
+        """Python's lock is not kept; the ids are those of the tokenizer's plain call."""
+        tokenizer = embedded.serving.tokenizer
+        text = " ".join(f"number {i} of many" for i in range(40_000))
+        inside, turns = threading.Event(), []
+
+        def other() -> None:
+            inside.wait(PATIENCE)
+            while inside.is_set():
+                turns.append(1)
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.set()
+        ids = tokenizer.tokenize(text)
+        inside.clear()
+        thread.join(PATIENCE)
+        assert len(turns) > 5
+        assert ids[:1000] == tokenizer._backend.wrapped.encode(text[:20_000]).ids[:1000]
+
+
+def test_an_image_is_named(tiny):
+    parts = [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    body = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": parts}]}
+    error = check_error(tiny.http.post(CHAT, json=body), 400)
+    assert error["param"] == "messages"
+    assert error["message"].startswith("messages.1.content: has a part of type 'image_url'; this server takes texts")
+
+
+def test_a_model_without_a_name(tiny):
+    message = check_error(tiny.http.get("/v1/models/"), 404)["message"]
+    assert "the path ends where a model's name belongs" in message
+    assert "GET /v1/models" in message
+
+
+def test_what_a_message_quotes_is_short(tiny):
+    error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"model": "a\x1b[31m" + "b" * 100_000}), 404)
+    assert len(error["message"]) < 300
+    error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"c" * 100_000: 1}), 400)
+    assert len(error["message"]) < 300

@@ -1,0 +1,253 @@
+"""SE-2: silent and slow clients lose their connections, not the others' time; numbers are small, on loopback only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from megatron_ext.config import ServerConfig, ServerLimits
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.http import connections as guarded
+from megatron_ext.server.http.connections import SPARE_FILES, Connections, GuardedProtocol, effective_max_connections
+from megatron_ext.server.run import bind
+from megatron_ext.server.serving import Serving
+from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
+from tests.unit_tests.support import server as support
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+
+MOST = 6
+LIMITS = ServerLimits(max_connections=MOST, header_timeout=60.0)
+QUICK = ServerLimits(header_timeout=0.4, body_timeout=0.5, idle_timeout=0.4)
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+BODY_BEGUN = BEGUN + b"Content-Type: application/json\r\nContent-Length: 30\r\n\r\n{"
+
+
+@pytest.fixture(scope="module")
+def capped(serve) -> LiveServer:
+    """A server of six connections."""
+    return serve(tiny_engine(), limits=LIMITS)
+
+
+@pytest.fixture(scope="module")
+def quick(serve) -> LiveServer:
+    """A server that loses patience after tenths of a second."""
+    return serve(tiny_engine(), limits=QUICK)
+
+
+def open_connections(server: LiveServer) -> int:
+    return len(server._server.server_state.connections)
+
+
+@contextlib.contextmanager
+def sockets(server: LiveServer, count: int, said: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Clients that say no more than that."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE)))
+            found[-1].sendall(said)
+        yield found
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+class TestCap:
+    @pytest.mark.parametrize("said", [b"", BEGUN, BODY_BEGUN], ids=["nothing", "half a head", "half a body"])
+    def test_silent_sockets_keep_nobody_away(self, capped, said):
+        """The one that has waited longest makes room; a stream that is being answered stays."""
+        body = {"prompt": [1, 2], "max_tokens": 300, "stream": True, "ignore_eos": True}
+        with (
+            httpx.Client(base_url=capped.url, timeout=PATIENCE) as client,
+            client.stream("POST", COMPLETIONS, json=body) as answer,
+        ):
+            events = answer.iter_lines()
+            next(events)
+            with sockets(capped, 4 * MOST, said) as silent:
+                for _ in range(MOST):
+                    assert httpx.get(f"{capped.url}/health", timeout=PATIENCE).status_code == 200
+                assert open_connections(capped) <= MOST
+                assert read_all(silent[0]) == b"", "the oldest is closed, without a word"
+            assert [line for line in events if line][-1] == "data: [DONE]"
+        check_alive(capped)
+
+    def test_if_all_are_being_answered_a_new_one_is_503(self, capped, monkeypatch):
+        """And says when to come back."""
+        begun, go_on = threading.Semaphore(0), threading.Event()
+        step = capped.engine.core.step
+
+        def slow(*arguments):
+            begun.release()
+            assert go_on.wait(PATIENCE)
+            return step(*arguments)
+
+        monkeypatch.setattr(capped.engine.core, "step", slow)
+        capped.wait_until(lambda: open_connections(capped) <= 1)
+        content = b'{"prompt": [1], "max_tokens": 1}'
+        head = BEGUN + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
+        try:
+            with sockets(capped, MOST, head + content) as busy:
+                assert begun.acquire(timeout=PATIENCE)
+                capped.wait_until(lambda: capped.serving.requests.living == MOST)
+                with sockets(capped, 1) as (late,):
+                    answer = read_all(late)
+                assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+                assert b"\r\nRetry-After: 1\r\n" in answer
+                assert b"all 6 connections" in answer
+                go_on.set()
+                assert all(client.recv(4096).startswith(b"HTTP/1.1 200 OK") for client in busy)
+        finally:
+            go_on.set()
+        check_alive(capped)
+
+    def test_a_full_house_is_logged_now_and_then(self, capped, caplog):
+        with sockets(capped, 5 * MOST):
+            assert httpx.get(f"{capped.url}/health", timeout=PATIENCE).status_code == 200
+        lines = [record for record in caplog.records if record.name == guarded.__name__]
+        assert len(lines) <= guarded.BoundedRate()._max
+
+
+async def test_a_client_that_reads_again_has_its_time_anew():
+    """TE-6: a pause that is over does not end the connection later."""
+    config = uvicorn.Config(lambda *_: None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    made = [GuardedProtocol(Connections(1), LIMITS, config=config, server_state=ServerState(), app_state={})]
+    async with await loop.create_server(lambda: made[0], "127.0.0.1", 0) as listening:
+        _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        writer.write(BEGUN)
+        while len(made[0]._guard) == 0:
+            await asyncio.sleep(0)
+        made[0].pause_writing()
+        timer = made[0]._stall
+        assert not timer.cancelled()
+        made[0].resume_writing()
+        assert timer.cancelled()
+        writer.transport.abort()
+
+
+class TestTimeOuts:
+    @pytest.mark.parametrize(
+        ("said", "answer"),
+        [(b"", b""), (b"GE", b"HTTP/1.1 408 "), (BEGUN, b"HTTP/1.1 408 "), (BODY_BEGUN, b"HTTP/1.1 408 ")],
+        ids=["nothing", "two bytes", "half a head", "half a body"],
+    )
+    def test_a_client_that_does_not_go_on_is_hung_up_on(self, quick, said, answer):
+        with sockets(quick, 3, said) as clients:
+            for client in clients:
+                assert read_all(client)[: len(answer) or None] == answer
+        quick.wait_until(lambda: open_connections(quick) <= 1)
+
+    @pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\n", BODY_BEGUN], ids=["head", "body"])
+    def test_one_that_drips_is_too(self, quick, begun):
+        """Single bytes do not start the time anew."""
+        with sockets(quick, 1, begun) as (client,):
+            client.settimeout(0.02)
+            answer = b""
+            for _ in range(int(PATIENCE / 0.02)):
+                with contextlib.suppress(TimeoutError):
+                    answer = client.recv(4096)
+                    break
+                client.sendall(b" ")
+            assert answer.startswith(b"HTTP/1.1 408 ")
+
+    def test_between_two_requests(self, quick):
+        """A next one in time is served, and has a time of its own."""
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with sockets(quick, 1, request) as (client,):
+            answer = client.recv(4096)
+            client.sendall(request)
+            while answer.count(b'"status":"ok"') < 2:
+                more = client.recv(4096)
+                assert more, answer
+                answer += more
+            client.sendall(b"GET /hea")
+            answer += read_all(client)
+            assert (answer.count(b"HTTP/1.1 200 "), answer.count(b"HTTP/1.1 408 ")) == (2, 1)
+        with sockets(quick, 1, request) as (client,):
+            assert b"408" not in read_all(client)
+
+    def test_an_answer_may_take_longer_than_all_of_them(self, quick, monkeypatch):
+        step = quick.engine.core.step
+
+        def slow(*arguments):
+            time.sleep(0.6)
+            return step(*arguments)
+
+        monkeypatch.setattr(quick.engine.core, "step", slow)
+        for stream in (False, True):
+            answer = quick.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 2, "stream": stream})
+            assert answer.status_code == 200
+            assert "usage" in answer.text or answer.text.endswith("data: [DONE]\n\n")
+
+    def test_a_client_that_does_not_read(self, quick, monkeypatch):
+        """Its connection goes; what the kernel takes for it is not waited for."""
+        monkeypatch.setattr("megatron_ext.server.monitoring.metrics.Metrics.render", lambda _: b"x" * 50_000_000)
+        with sockets(quick, 1) as (client,):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            quick.wait_until(lambda: len(quick._server.server_state.tasks) == 1)
+            quick.wait_until(lambda: not quick._server.server_state.tasks and open_connections(quick) <= 1)
+
+
+class TestFiles:
+    def test_the_cap_leaves_files_for_others(self, monkeypatch):
+        """250 sockets at `ulimit -n 200` blocked everything."""
+        taken = 40
+        monkeypatch.setattr(guarded.os, "listdir", lambda _: ["file"] * taken)
+        for files, most in ((200, 200 - taken - SPARE_FILES), (10_000, 1024), (resource.RLIM_INFINITY, 1024)):
+            monkeypatch.setattr(guarded.resource, "getrlimit", lambda _, files=files: (files, files))
+            assert effective_max_connections(ServerLimits()) == most
+
+    def test_if_none_is_left_it_says_what_would_do(self, monkeypatch):
+        monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: (SPARE_FILES, SPARE_FILES))
+        with pytest.raises(ConfigError, match=r"`ulimit -n` is 64.*raise it to 1\d\d\d for --max-connections 1024"):
+            effective_max_connections(ServerLimits())
+
+    def test_errors_of_accept_are_few_lines(self, monkeypatch, caplog):
+        """Asyncio logs a traceback for each of 2,048 tries, second after second: 150 MB in 20 s."""
+
+        class OutOfFiles(socket.socket):
+            failures = 0
+
+            def accept(self) -> tuple[socket.socket, object]:
+                if OutOfFiles.failures < 200:
+                    OutOfFiles.failures += 1
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return super().accept()
+
+        def bind_badly(host: str, port: int) -> socket.socket:
+            listener = bind(host, port)
+            return OutOfFiles(fileno=listener.detach())
+
+        monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.05)
+        monkeypatch.setattr(support, "bind", bind_badly)
+        monkeypatch.setattr(guarded.logger, "filters", [guarded.BoundedRate()])
+        server = LiveServer(Serving(tiny_engine(), "tiny", ServerConfig(shutdown_timeout=1.0)))
+        assert server.http.get("/health").status_code == 200
+        time.sleep(0.2)  # asyncio does not take its next tries back when the listener is closed
+        server.stop()
+        assert OutOfFiles.failures == 200
+        lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert 1 <= len(lines) <= 10
+        assert "a connection cannot be accepted: Too many open files" in lines[0].getMessage()
+        assert all(record.exc_info is None for record in lines)

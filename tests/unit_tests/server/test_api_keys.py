@@ -1,0 +1,271 @@
+"""Keys and tenants: who may ask for what, and what a neighbour can learn (SE-3)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+
+import pytest
+
+from megatron_ext.config import ServerConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
+from megatron_ext.prefix_cache.public_hash import public_hash
+from megatron_ext.server.api_keys import Keys, load_keys
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tools import run_server
+
+PROMPT = make_prompt(40, seed=3)
+ALICE, BOB, ADMIN = "alice's key", "bob's key", "the admin's"
+ADMIN_PATHS = [("GET", "/prefix_cache"), ("POST", "/reset_prefix_cache")]
+
+
+def complete(server: LiveServer, key: str | None, **fields):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0} | fields
+    return server.http.post("/v1/completions", json=body, headers=headers)
+
+
+def cached(server: LiveServer, key: str | None, **fields) -> int:
+    response = complete(server, key, **fields)
+    assert response.status_code == 200, response.text
+    server.check_idle()
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ask(server: LiveServer, key: str | None, method: str, path: str):
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return server.http.request(method, path, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "api").write_text(f"{ALICE}\n\n{BOB}\r\n")
+    (folder / "admin").write_text(ADMIN)
+    return {"api_key_file": str(folder / "api"), "admin_key_file": str(folder / "admin")}
+
+
+@pytest.fixture(scope="module")
+def shared(serve, files) -> LiveServer:
+    """Two tenants and an administrator."""
+    return serve(tiny_engine(), **files)
+
+
+@pytest.fixture(scope="module")
+def headless(serve, files) -> LiveServer:
+    """Two tenants and nobody above them."""
+    return serve(tiny_engine(), api_key_file=files["api_key_file"])
+
+
+@pytest.fixture(scope="module")
+def discreet(serve, files) -> LiveServer:
+    """Two tenants, an administrator, and no counts for the tenants."""
+    return serve(tiny_engine(), hide_cache_counts=True, **files)
+
+
+class TestTenants:
+    def test_a_key_finds_only_what_it_sent_itself(self, shared):
+        """SE-3, EX-3: whatever salt its clients choose, none and another's tenant among them."""
+        shared.reset_cache()
+        salts = [None, "", "x"]
+        for salt in salts:
+            assert cached(shared, ALICE, cache_salt=salt) == 0
+        for salt in salts:
+            assert cached(shared, ALICE, cache_salt=salt) == 32
+        alice = load_keys(shared.serving.settings).caller(ALICE.encode()).tenant
+        for salt in [*salts, alice, f"{alice}:", f"{alice}:x", f":{alice}"]:
+            assert cached(shared, BOB, cache_salt=salt) == 0
+
+    def test_each_choice_and_each_stream_is_bound(self, shared):
+        shared.reset_cache()
+        assert cached(shared, ALICE, n=2) == 0
+        assert cached(shared, BOB) == 0
+        shared.reset_cache()
+        with shared.client(api_key=ALICE).completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=2, stream=True
+        ) as stream:
+            assert len(list(stream)) > 0
+        shared.check_idle()
+        assert cached(shared, BOB) == 0
+        assert cached(shared, ALICE) == 32
+
+    def test_the_same_key_is_the_same_tenant_in_every_process(self, files):
+        """Replicas must find what another cached: nothing of the process goes into the salts, and not the key."""
+        settings = ServerConfig(**files)
+        first, second = (load_keys(settings).caller(ALICE.encode()) for _ in range(2))
+        assert first == second
+        assert first.bind("x") == second.bind("x")
+        assert ALICE not in first.bind("x")
+        single = load_keys(ServerConfig(api_key=ALICE)).caller(ALICE.encode())
+        assert single.bind(None) == first.bind(None)
+
+    def test_bound_salts_never_meet(self):
+        """No two pairs of key and salt make one salt; no key is none of them."""
+        keys = Keys(["a", "ab"], "admin")
+        callers = [keys.caller(b"a"), keys.caller(b"ab"), Keys().stranger]
+        tenants = [caller.tenant for caller in callers]
+        salts = list(dict.fromkeys([None, "", ":", "a", *tenants, *(f"{one}:" for one in tenants), "\ud800"]))
+        bound = [caller.bind(salt) for caller, salt in itertools.product(callers[:2], salts)]
+        assert len(set(bound)) == len(bound)
+        assert [Keys().stranger.bind(salt) for salt in salts] == salts
+
+
+class TestAdministrators:
+    @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
+    def test_only_the_admin_key_opens_what_concerns_all(self, shared, method, path):
+        """SE-3: a tenant gets a 403, and the cache is as before."""
+        assert cached(shared, ALICE) in (0, 32)
+        for key in (ALICE, BOB):
+            error = check_error(ask(shared, key, method, path), 403)
+            assert (error["code"], "admin key" in error["message"]) == ("key_not_allowed", True)
+        for key in (None, "wrong"):
+            assert check_error(ask(shared, key, method, path), 401)["code"] == "invalid_api_key"
+        assert cached(shared, ALICE) == 32
+        assert ask(shared, ADMIN, method, path).status_code == 200
+        assert cached(shared, ALICE) == (0 if method == "POST" else 32)
+
+    def test_the_admin_key_is_no_tenant(self, shared):
+        assert "administrators" in check_error(complete(shared, ADMIN), 403)["message"]
+
+    @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
+    def test_of_several_keys_none_is_the_admins(self, headless, method, path):
+        """SE-3: without an admin key these routes stay closed, and the message says what would open them."""
+        for key in (ALICE, BOB):
+            assert "--admin-key-file" in check_error(ask(headless, key, method, path), 403)["message"]
+        assert ask(headless, None, method, path).status_code == 401
+        assert cached(headless, ALICE) in (0, 32)
+
+    def test_one_key_is_the_admins_too(self, serve, files):
+        """As before; with an admin key it is not."""
+        assert Keys(["a"]).caller(b"a").can_administrate
+        assert not Keys(["a"], "admin").caller(b"a").can_administrate
+        open_to_all = Keys([], "admin")
+        assert (open_to_all.stranger.can_generate, open_to_all.stranger.can_administrate) == (True, False)
+        server = serve(tiny_engine(), admin_key_file=files["admin_key_file"])
+        assert cached(server, None) == cached(server, "unused") - 32 == 0
+        assert [ask(server, key, "GET", "/prefix_cache").status_code for key in (None, "x", ADMIN)] == [401, 401, 200]
+
+
+class TestHiddenCounts:
+    def test_answers_do_not_say_what_was_cached(self, discreet):
+        """SE-3: neither whole nor streamed; prompt and generated tokens are still counted."""
+        for _ in range(2):
+            usage = complete(discreet, ALICE).json()["usage"]
+            assert usage == {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42}
+            discreet.check_idle()
+        parts = discreet.client(api_key=ALICE).completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=2, stream=True, stream_options={"include_usage": True}
+        )
+        usage = [part.usage for part in parts if part.usage is not None][-1]
+        assert (usage.prompt_tokens, usage.prompt_tokens_details) == (40, None)
+
+    @pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/prefix_cache"])
+    def test_neither_do_the_counts_of_all(self, discreet, path):
+        """SE-3: who can read `/metrics` after a prompt knows what it skipped."""
+        assert [ask(discreet, key, "GET", path).status_code for key in (None, ALICE, ADMIN)] == [401, 403, 200]
+        assert discreet.http.get("/health").status_code == 200
+
+    def test_without_an_admin_key_nobody_reads_them(self, serve):
+        for settings in ({}, {"api_key": ALICE}):
+            server = serve(tiny_engine(), hide_cache_counts=True, **settings)
+            assert complete(server, ALICE).json()["usage"].keys() == {
+                "prompt_tokens",
+                "completion_tokens",
+                "total_tokens",
+            }
+            assert "--admin-key-file" in check_error(ask(server, ALICE, "GET", "/metrics"), 403)["message"]
+
+
+class TestDigests:
+    def test_what_is_shown_cannot_be_computed_outside(self, tiny):
+        """SE-3: who knows a prompt, model and salt can compute its keys, and they are not what is shown."""
+        tiny.reset_cache()
+        for _ in range(2):
+            assert cached(tiny, None) in (0, 32)
+        (prefix,) = tiny.engine.hottest_prefixes(1)
+        shared = [tiny.http.get("/prefix_cache").json()["hottest_prefixes"][0]["digest"] for _ in range(2)]
+        assert shared == [public_hash(prefix.block_hash)] * 2, "equal for as long as the process lives"
+        assert re.fullmatch("[0-9a-f]{64}", shared[0])
+        assert shared[0] != prefix.block_hash.hex()
+        assert prefix.block_hash.hex() not in tiny.http.get("/prefix_cache").text
+
+    def test_cache_keys_have_no_secret(self):
+        """Replicas and ranks exchange them: a literal value, the same in every process."""
+        (digest,) = hash_blocks(root_hash([b"model"]), [1, 2, 3, 4], 4)
+        assert digest.hex() == "0ddb6d0059921048a888feeb8b95ecc8a2866f8020d200913acc254840ebd623"
+
+
+class TestSources:
+    @pytest.fixture(autouse=True)
+    def _no_variable(self, monkeypatch):
+        monkeypatch.delenv("MEGATRON_EXT_API_KEY", raising=False)
+
+    def test_the_variable(self, serve, monkeypatch):
+        """SE-3: so that the key is not in the list of processes."""
+        monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
+        server = serve(tiny_engine())
+        assert cached(server, ALICE) == 0
+        assert complete(server, None).status_code == complete(server, BOB).status_code == 401
+        assert ask(server, ALICE, "GET", "/prefix_cache").status_code == 200
+
+    @pytest.mark.parametrize(
+        ("variable", "settings", "named"),
+        [
+            (ALICE, {"api_key": BOB}, ("MEGATRON_EXT_API_KEY", "--api-key")),
+            (ALICE, {"api_key": ALICE}, ("MEGATRON_EXT_API_KEY", "--api-key")),
+            (ALICE, {"api_key_file": "keys"}, ("MEGATRON_EXT_API_KEY", "--api-key-file")),
+            (None, {"api_key": ALICE, "api_key_file": "keys"}, ("--api-key", "--api-key-file")),
+            ("", {}, ("MEGATRON_EXT_API_KEY", "unset it")),
+            ("é", {}, ("MEGATRON_EXT_API_KEY", "ASCII")),
+        ],
+    )
+    def test_two_sources_are_an_error(self, variable, settings, named):
+        """SE-3: nobody guesses which of them counts; the keys are not in the message."""
+        environment = {} if variable is None else {"MEGATRON_EXT_API_KEY": variable}
+        with pytest.raises(ConfigError) as caught:
+            load_keys(ServerConfig(**settings), environment)
+        assert all(part in str(caught.value) for part in named)
+        assert ALICE not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            (b"", "no key"),
+            (b"\n\n", "no key"),
+            (b"one\ntwo\none\n", "line 3"),
+            (b"one\n two\n", "line 2"),
+            (b"# a comment\none\n", "line 1: a key begins with #"),
+            (b"one\n\xff\n", "not ASCII"),
+            (b"x" * (1 << 20) + b"y", "more than 1048576 bytes"),
+        ],
+    )
+    def test_files_that_are_no_list_of_keys(self, tmp_path, text, named):
+        """In one line that quotes no key."""
+        file = tmp_path / "keys"
+        file.write_bytes(text)
+        with pytest.raises(ConfigError, match=named) as caught:
+            load_keys(ServerConfig(api_key_file=str(file)), {})
+        assert "two" not in str(caught.value)
+
+    def test_files_that_are_none(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        for name, why in (("missing", "No such file"), (".", "no regular file|Is a directory"), ("pipe", "no regular")):
+            with pytest.raises(ConfigError, match=f"--api-key-file .*({why})"):
+                load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
+
+    def test_one_admin_key_which_is_no_other(self, tmp_path):
+        for text, why in (("a\nb", "2 keys"), (ALICE, "API key too")):
+            (tmp_path / "admin").write_text(text)
+            with pytest.raises(ConfigError, match=f"--admin-key-file .*{why}"):
+                load_keys(ServerConfig(api_key=ALICE, admin_key_file=str(tmp_path / "admin")), {})
+
+    def test_told_before_anything_is_loaded(self, monkeypatch, capfd):
+        monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
+        monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
+        assert run_server.main(["--api-key", BOB]) == run_server.BAD_USAGE
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "MEGATRON_EXT_API_KEY and --api-key" in line
