@@ -9,8 +9,7 @@ from arguments.flags import Flag, FlagGroup
 from arguments.groups import SAMPLING
 from arguments.megatron.accepted import ACCEPTED
 from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup
-from arguments.megatron.refused import REFUSED
-from arguments.megatron.restricted import RESTRICTED
+from arguments.megatron.refused import REFUSED, RESTRICTED
 
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:

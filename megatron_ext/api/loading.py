@@ -101,8 +101,7 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
         settings: The same on each.
         leads: Whether this one is to be the first.
     """
-    from megatron_ext.console.machine import check_machine
-    from megatron_ext.console.start import say_start
+    from megatron_ext.console.start import check_machine, say_start
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there
     from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
     from megatron_ext.parallel.failure import ending_together

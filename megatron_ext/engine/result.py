@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megatron_ext.scheduling.output import TopN
+from megatron_ext.scheduling.record import TopN
 
 Value = TypeVar("Value")
 

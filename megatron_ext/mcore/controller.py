@@ -10,12 +10,13 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
     AbstractModelInferenceWrapper,
 )
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
@@ -29,6 +30,25 @@ from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
+
+
+@torch.inference_mode()
+def compute_idle_token(model: MegatronModule) -> None:
+    """Take part in what ranks of other replicas compute: one token that is nobody's, through this stage's MoE layers.
+
+    Only these send anything to another replica, so it goes through no other layer, and needs no input from an earlier
+    pipeline stage. Upstream's idle forward goes through all layers, which a later stage has no input for, and where
+    there are CUDA graphs resets the context, and with it the cache. Here there is no context, so nothing in the pools
+    changes. All tensor-parallel ranks of an idle stage do this once a step.
+
+    Args:
+        model: This rank's, in eval mode.
+    """
+    parameter = next(model.parameters())
+    token = torch.zeros(1, 1, model.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer(token)
 
 
 class InferenceController(TextGenerationController):

@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from megatron_ext.config import MEGATRON_FORMAT, InferenceSettings
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
-from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
-from megatron_ext.console.start import say_start
+from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.core import StepOutput
@@ -35,8 +34,7 @@ from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
 from megatron_ext.offline.report import print_report
-from megatron_ext.offline.results import build_results
-from megatron_ext.offline.selection import selected
+from megatron_ext.offline.results import build_results, selected
 from megatron_ext.offline.submission import Pass, check_schedule, run_passes
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megatron_ext.scheduling.output import TopN
 from megatron_ext.scheduling.request_events import Event
+
+TopN = dict[int, float]
+"""Token id -> log-prob of the best alternatives."""
+
+
+@dataclass(eq=False)
+class Output:
+    """Written by the output processor, and by nobody else.
+
+    Attributes:
+        generated_text: Set when a stop word cuts the text.
+        prompt_log_probs: Of the prompt's tokens from the second on, as far as they are computed.
+        prompt_top_n: The best alternatives to them.
+        generated_log_probs: Of the generated tokens.
+        generated_top_n: The best alternatives to them.
+    """
+
+    generated_text: str | None = None
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_n: list[TopN] = field(default_factory=list)
+    generated_log_probs: list[float] = field(default_factory=list)
+    generated_top_n: list[TopN] = field(default_factory=list)
+
 
 if TYPE_CHECKING:  # it explains requests, which leave records
     from megatron_ext.scheduling.explanation import Explanation

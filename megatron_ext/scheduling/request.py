@@ -15,8 +15,7 @@ from collections import abc
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.scheduling.output import Output
-from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
+from megatron_ext.scheduling.record import Outcome, Output, RequestRecord, Status
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.submission import Submission

@@ -14,9 +14,8 @@ import uvicorn
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
-from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
-from megatron_ext.console.start import say_start
+from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import megatron_ext
 from megatron_ext.coordinator.coordination import CoordinationDependency
-from megatron_ext.coordinator.page import PAGE, PAGE_HEADERS
 from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
+from megatron_ext.server.http.status_page import page_headers
+
+PAGE = (files("megatron_ext.coordinator") / "status.html").read_text(encoding="utf-8")
+PAGE_HEADERS = page_headers(PAGE)
+
 
 router = APIRouter()
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import reference, windowed
 from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.triton.grids import tile_count
-from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_computes, tile_count
 
 MAX_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has

@@ -12,6 +12,15 @@ from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 
 
+def tile_count(tokens: int, pieces: int, rows: int, size: int) -> int:
+    """Programs for `pieces` pieces of at most `tokens` tokens in total, `rows` rows each, in tiles of `size` rows.
+
+    Piece p has the tiles from floor(tokens before it * rows / size) + p on: as many as it needs or one more, and each
+    at least one. `device.find_piece` finds them on the device; programs without a share return at once.
+    """
+    return tokens * rows // size + pieces
+
+
 def rows_of(t: Tensor) -> Tensor:
     """`t` [T, ...] with all but the first dimension contiguous; itself if it is so, as most views are."""
     expected = 1
