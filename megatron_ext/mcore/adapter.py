@@ -20,7 +20,7 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.driver import make_core
+from megatron_ext.mcore.core_factory import make_core
 from megatron_ext.mcore.sampling_params import to_request_params
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.parallel.parallel_context import ParallelContext

@@ -14,10 +14,10 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.core_factory import make_worker
 from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
 from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
-from megatron_ext.mcore.driver import make_worker
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory

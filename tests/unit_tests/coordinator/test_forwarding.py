@@ -439,10 +439,10 @@ class TestParts:
         assert (refused.value.status, refused.value.code) == (503, "replica_lost")
 
     @pytest.mark.parametrize(("asked", "told"), [(b"0", "1"), (b"30", "30"), (b"86400", "60"), (b"-5", "1")])
-    def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, routed, told):
+    def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, asked, told):
         """TE-6: between 1 and 60 seconds."""
         retries = Retries()
-        assert retries.goes_elsewhere("full", Whole(429, [(b"retry-after", routed)], b"{}"))
+        assert retries.goes_elsewhere("full", Whole(429, [(b"retry-after", asked)], b"{}"))
         with pytest.raises(ApiError) as refused:
             retries.verdict()
         assert refused.value.headers == {"Retry-After": told}

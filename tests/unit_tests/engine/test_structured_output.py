@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megatron_ext.engine.structured_output import IDLE_WAIT, WAIT_SHARE, MaskThread, RequestSpec, StructuredOutputs
+from megatron_ext.engine.structured_output import IDLE_WAIT, WAIT_SHARE, Job, MaskThread, StructuredOutputs
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import LIMITS, add, request_of
 
@@ -52,7 +52,7 @@ class Grammar:
 )
 def test_masks_after_drafts(drafts, allowed):
     """As many drafts as the grammar allows, with a mask after each; the matcher stays before them."""
-    job = RequestSpec(Grammar(), None, (1, 2), drafts, ())
+    job = Job(Grammar(), None, (1, 2), drafts, ())
     job.run()
     assert job.error is None
     assert job.drafts == allowed
@@ -62,7 +62,7 @@ def test_masks_after_drafts(drafts, allowed):
 
 @pytest.mark.parametrize("tokens", [(1, 9), (8,)])
 def test_an_answer_that_cannot_go_on(tokens):
-    job = RequestSpec(Grammar(), None, tokens, (), ())
+    job = Job(Grammar(), None, tokens, (), ())
     job.run()
     assert isinstance(job.error, ValueError)
     assert not job.masks
@@ -72,10 +72,8 @@ def test_cheap_masks_go_first():
     """One that takes long waits for cheaper ones that come later, and its own thread is not the caller's."""
     thread, may_go, order = MaskThread(), threading.Event(), []
 
-    def submit(name: str, seconds: float, before: Callable[[], object]) -> RequestSpec:
-        job = RequestSpec(
-            Grammar(seconds, lambda: (before(), order.append((name, threading.get_ident())))), None, (), (), ()
-        )
+    def submit(name: str, seconds: float, before: Callable[[], object]) -> Job:
+        job = Job(Grammar(seconds, lambda: (before(), order.append((name, threading.get_ident())))), None, (), (), ())
         thread.submit(job)
         return job
 
@@ -94,7 +92,7 @@ class Clock(MaskThread):
     def __init__(self) -> None:
         self.waits: list[float] = []
 
-    def submit(self, job: RequestSpec) -> None:
+    def submit(self, job: Job) -> None:
         """Never done."""
 
     def wait(self, is_enough: Callable[[], bool], seconds: float) -> bool:
@@ -126,7 +124,7 @@ def test_the_thread_gives_way():
     """Its priority is below that of the thread that steps, where threads have priorities."""
     found = []
     thread = MaskThread()
-    job = RequestSpec(Grammar(0.0, lambda: found.append(threading.get_native_id())), None, (), (), ())
+    job = Job(Grammar(0.0, lambda: found.append(threading.get_native_id())), None, (), (), ())
     thread.submit(job)
     assert thread.wait(lambda: job.is_done, PATIENCE)
     if sys.platform == "linux":

@@ -12,7 +12,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.engine.structured_output import RequestSpec
+from megatron_ext.engine.structured_output import Job
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.commands import Batch
 from megatron_ext.parallel.driver import Driver
@@ -106,19 +106,19 @@ class HandThread:
     """Mask jobs, which are computed when the test says so."""
 
     def __init__(self) -> None:
-        self._specs: list[RequestSpec] = []
+        self._jobs: list[Job] = []
 
-    def submit(self, job: RequestSpec) -> None:
-        self._specs.append(job)
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
 
     def wait(self, is_enough: Callable[[], bool], seconds: float) -> bool:
         return is_enough()
 
     def run(self, count: int) -> None:
-        for job in self._specs[:count]:
+        for job in self._jobs[:count]:
             job.run()
             job.is_done = True
-        del self._specs[:count]
+        del self._jobs[:count]
 
 
 class Model:

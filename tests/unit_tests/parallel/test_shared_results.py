@@ -23,7 +23,7 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
         ScheduledChunk(name, (5,) * (1 + drafts), 8, 9 + drafts, True, (0,), 0, row, sampling=draws)
         for row, (name, drafts) in enumerate([(30, 2), (10, 0), (20, 3)])
     )
-    chunks = tuple(dataclasses.replace(one, target_tokens=(draws,) * (one.length - 1)) for one in chunks)
+    chunks = tuple(dataclasses.replace(one, target_sampling=(draws,) * (one.length - 1)) for one in chunks)
     step = ScheduledStep(chunks, 3)
     sampled = StepResult({30: 1, 10: 2, 20: 3}, {}, {}, {}, target_tokens={30: (11, 12), 20: (21, 22, 23)})
     sent: list[torch.Tensor] = []

@@ -96,7 +96,7 @@ def test_cuts_have_to_fit():
         ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), logits_options=SHAPING)}, None),
         ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
         ({"sampling": dataclasses.replace(GREEDY, logits_options=FORMED)}, None),
-        ({"token_ids": (5, 6), "start": 1, "target_tokens": (GREEDY,)}, "drafts are verified"),
+        ({"token_ids": (5, 6), "start": 1, "target_sampling": (GREEDY,)}, "drafts are verified"),
     ],
 )
 def test_what_no_program_computes(fields, reason):
