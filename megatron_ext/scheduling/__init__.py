@@ -1,1 +1,1 @@
-"""Who runs next: the life of a request on the host. Standard library only."""
+"""Scheduling: life of requests on the host and planning of steps. Standard library only."""

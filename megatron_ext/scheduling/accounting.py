@@ -1,4 +1,4 @@
-"""Every prompt token of a request, once: skipped, or computed for a named reason (EX-2)."""
+"""Prefill accounting: each prompt token of a request counts once, as skipped or computed for a named reason (EX-2)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config import RequestParams
 
-if TYPE_CHECKING:  # it explains requests, which have ledgers
+if TYPE_CHECKING:  # explanations import requests, which have ledgers
     from megatron_ext.scheduling.explanation import Explanation
 
 
 class Reason(str, enum.Enum):
-    """Why a prompt token was computed: the first that applies, in this order."""
+    """Reason why a prompt token was computed: the first that applies, in this order."""
 
     OPTED_OUT = "opted_out"
     CACHING_OFF = "caching_off"
-    PROMPT_LOGPROBS = "prompt_logprobs"  # asked for, so nothing is skipped
+    PROMPT_LOGPROBS = "prompt_logprobs"  # requested, so nothing is skipped
     NOT_CACHED = "not_cached"  # no block matched there
     NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
     PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
@@ -25,7 +25,7 @@ class Reason(str, enum.Enum):
 
 
 def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:
-    """Why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
+    """Return why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
     if not params.enable_prefix_caching:
         return Reason.OPTED_OUT
     if not is_caching:
@@ -34,7 +34,9 @@ def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:
 
 
 class PrefillLedger:
-    """Counts by position, so that retried admissions, preemptions and suspensions cannot count a token twice.
+    """Ledger of the prompt tokens of one request.
+
+    Counts by position, so that retried admissions, preemptions and suspensions cannot count a token twice.
 
     Args:
         prompt_length: Tokens of the prompt.
@@ -42,7 +44,7 @@ class PrefillLedger:
 
     def __init__(self, prompt_length: int) -> None:
         self.prompt_length = prompt_length
-        self.known_end = 0  # tokens below it have been skipped or computed before
+        self.known_end = 0  # tokens below this position have been skipped or computed before
         self._matched_end = 0
         self._block_size = 1
         self._general_reason: Reason | None = None
@@ -50,7 +52,7 @@ class PrefillLedger:
         self.skipped = 0
         self.recomputed = 0
         self.reasons: Counter[str] = Counter()
-        self.explanation: Explanation | None = None  # of its first admission, if anybody asked
+        self.explanation: Explanation | None = None  # of the first admission, if explanations are on
 
     @property
     def computed(self) -> int:
@@ -63,13 +65,13 @@ class PrefillLedger:
         return self.computed + self.recomputed
 
     def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> None:
-        """The request enters the batch.
+        """Account for the admission of the request into the batch.
 
         Args:
-            resume_position: Tokens below it are not computed.
-            matched_blocks: Cached blocks that it shares.
+            resume_position: Position of the first token to compute; tokens before it are skipped.
+            matched_blocks: Cached blocks that the request shares.
             block_size: Tokens of a block.
-            general_reason: Why the cache is not used at all for this request, if it is not.
+            general_reason: Reason why the cache is not used at all for this request; None if it is used.
         """
         if self.matched_blocks is None:
             self.matched_blocks = matched_blocks
@@ -80,10 +82,10 @@ class PrefillLedger:
         self.known_end = max(self.known_end, resume_position)
 
     def compute(self, start: int, end: int) -> int:
-        """The tokens [start, end) have been computed.
+        """Account for the computation of the tokens [start, end).
 
         Returns:
-            How many of them are prefill: of the prompt, or computed before.
+            Number of prefill tokens among them: prompt tokens, or tokens computed before.
         """
         again = max(0, min(end, self.known_end) - start)
         self.recomputed += again
@@ -102,7 +104,7 @@ class PrefillLedger:
                 first += count
 
     def _reasons_by_position(self) -> list[tuple[Reason, int]]:
-        """Reasons with the position up to which each applies, ascending."""
+        """Return each reason with the position up to which it applies, in ascending order."""
         if self._general_reason is not None:
             return [(self._general_reason, self.prompt_length)]
         whole_blocks_end = self.prompt_length // self._block_size * self._block_size

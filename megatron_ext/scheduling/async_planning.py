@@ -1,13 +1,13 @@
-"""The step behind the one that is being computed, before the tokens of that one are known (CU-6).
+"""Asynchronous scheduling: plan the next step before the tokens of the current one are known (CU-6).
 
     step n        decodes, and prefills that end: every chunk yields a token
-    step n + 1    who goes on unless that token ends it: a decode of that token each, and nothing else
+    step n + 1    requests that may go on: each decodes the token of step n, and nothing else is scheduled
 
-A request whose token turns out to end it has a *discarded* row in step n + 1: it is computed, and nothing comes of it.
-Nothing that the row writes is anybody's: keys go behind all that is published, states to its running state slot, and
-whoever gets these blocks and slots next writes them in a later step.
+A request whose token turns out to end it has a *discarded* row in step n + 1: the row is computed and its result is
+dropped. Its writes are harmless: keys go after all that is published, states to its running state slot, and a later
+step overwrites both when these blocks and slots are given out again.
 
-Where something else might happen in step n + 1 there is no foresight, and it is planned when step n is over.
+Where anything else might happen in step n + 1, the step is not planned ahead but after step n is over.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Chunks = tuple[Chunk, ...]
 
 
 def plan_of(chunks: Chunks) -> StepPlan:
-    """A step that decodes, and changes nothing else."""
+    """Return a plan that decodes `chunks` and changes nothing else."""
     return StepPlan(
         preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=chunks, snapshots=(), deferrals=()
     )
 
 
 class AsyncPlanner:
-    """A part of the scheduler, for engines that launch a step while another one is computed.
+    """Part of the scheduler that plans the next step while the current one is computed.
 
     Args:
-        limits: The engine's.
-        queues: Of the scheduler, as the rest.
-        cache: Its free blocks.
-        hashing: Goes on in steps that are not planned, too.
-        counters: Where steps are counted.
+        limits: Scheduler limits of the engine.
+        queues: Queues of the scheduler.
+        cache: Prefix cache of the scheduler; provides free blocks.
+        hashing: Block hasher of the scheduler; goes on in steps that are planned ahead, too.
+        counters: Counters of the scheduler; steps launched ahead are counted there.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class AsyncPlanner:
         self._cache = cache
         self._hashing = hashing
         self._counters = counters
-        self._turned_away: tuple[Request, int, int] | None = None  # for want of blocks; see `_chances`
-        first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # behind that of padding
+        self._turned_away: tuple[Request, int, int] | None = None  # for lack of blocks; see `_chances`
+        first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # after the slot of padding
         self._slots = DraftSlots(first, limits.async_states)
         self._lent: list[tuple[Request, Snapshot]] = []
 
     @property
     def states(self) -> dict[int, Snapshot]:
-        """Request id -> where its states go in the step that was foreseen last, if they are to be kept."""
+        """Map request id to the snapshot slot of its states in the step planned ahead, for states to be kept."""
         return {request.request_id: state for request, state in self._lent}
 
     def note(self, plan: StepPlan) -> None:
-        """A step has been planned, and the plan put into effect: who lacks blocks, until there are more for it."""
+        """Note which request a planned and applied step could not admit for lack of blocks."""
         first = plan.deferral
         is_stuck = first is not None and first.resource == "blocks"
         self._turned_away = (first.request, *self._chances(first.request)) if first is not None and is_stuck else None
 
     def plan_next(self, computed: Sequence[Chunk]) -> Chunks:
-        """The step behind the one that computes these chunks, and what it needs; empty if that is not certain.
+        """Plan the step after the one that computes `computed`, and allocate for it; empty if it is not certain.
 
-        Blocks stay with their requests whatever comes of the step. Where none is free one is evicted, as planning the
-        step would do; if the request ends before, the next one who needs a block finds that one free. Slots are lent
-        until the step is adopted or forgone.
+        Allocated blocks stay with their requests whatever becomes of the step. If no block is free, one is evicted, as
+        planning the step would do; if the request ends before, the next request that needs a block finds that one free.
+        Slots are reserved until the step is adopted or forgone.
 
         Args:
             computed: Chunks of living requests.
@@ -97,10 +97,10 @@ class AsyncPlanner:
         return chunks
 
     def adopt(self) -> list[Snapshot]:
-        """The step that was foreseen is the one that is computed now: what planning it would have done beside.
+        """Account for the step planned ahead, which is the one computed now, as planning it would have done.
 
         Returns:
-            Its snapshots, whose block hashes are known by now.
+            Snapshots of the step, whose block hashes are known by now.
         """
         self._hashing.go_on()
         self._counters.launched_ahead += 1
@@ -115,15 +115,15 @@ class AsyncPlanner:
         return named
 
     def forgo(self) -> None:
-        """Nothing comes of the step that was foreseen."""
+        """Drop the step planned ahead."""
         self._slots.give_back(state.slot for _, state in self._lent)
         self._lent.clear()
 
     def _named(self, request: Request, state: Snapshot) -> Snapshot | None:
-        """The snapshot by its block hash, reserved as if its step were planned now; None if it is not worth a slot.
+        """Return the snapshot under its block hash, reserved as if its step were planned now; None if it gets no slot.
 
-        The slot that is reserved for it is lent from now on, and the one that is written is the index's (see
-        `StateIndex.exchange`).
+        The slot that the index reserves becomes a slot for steps launched ahead, and the one that is written becomes
+        the index's (see `StateIndex.exchange`).
         """
         sequence, index = request.sequence, self._cache.states
         assert index is not None, "states of a model without recurrent layers"
@@ -142,12 +142,12 @@ class AsyncPlanner:
         return found
 
     def check(self) -> None:
-        """Assert that every slot is lent once, or free, and none is the index's (between steps)."""
+        """Assert that every slot is reserved once or free, and that the index owns none of them (between steps)."""
         index = () if self._cache.states is None else self._cache.states.slots
         self._slots.check([state.slot for _, state in self._lent], index)
 
     def _certain(self, computed: Sequence[Chunk]) -> Chunks:
-        """Who decodes then, in order of arrival; empty if anything else might happen, or if nobody does."""
+        """Return chunks that decode in the next step, in order of arrival; empty if anything else might happen."""
         queues = self._queues
         if len(queues.paused) or len(queues.running) != len(computed) or not all(map(_has_simple_token, computed)):
             return ()
@@ -157,7 +157,7 @@ class AsyncPlanner:
         return tuple(Chunk(one.request, one.end, one.end + 1) for one in sorted(going_on, key=_ARRIVAL))
 
     def _may_admit(self, running: int) -> bool:
-        """Whether somebody who waits might enter a step of so many others."""
+        """Return whether a waiting request might enter a step that has `running` requests."""
         first = self._queues.waiting.first_awake
         if first is None or running >= self._limits.max_requests:
             return False
@@ -170,11 +170,11 @@ class AsyncPlanner:
         return now_available > available or now_matched > matched
 
     def _chances(self, request: Request) -> tuple[int, int]:
-        """Blocks that it could have, and blocks that it would find; if neither grows it is turned away again."""
+        """Return the blocks available and those that would match; while neither grows, the request stays deferred."""
         return self._cache.available_count, len(self._cache.match(request.block_hashes))
 
     def _leaves_states(self, chunk: Chunk) -> bool:
-        """Whether `chunk` ends a block whose states are to be kept; its block hash is not known yet."""
+        """Return whether `chunk` ends a block whose states are to be kept; its block hash is not known yet."""
         sequence = chunk.request.sequence
         if self._cache.states is None or sequence.chain is None or sequence.cache_epoch != self._cache.epoch:
             return False
@@ -185,10 +185,10 @@ class AsyncPlanner:
 
 
 def _has_simple_token(chunk: Chunk) -> bool:
-    """Whether the chunk yields a token, and what is done to the logits behind that does not depend on it."""
+    """Return whether the chunk yields a token that the logits processors of the next token do not read."""
     return chunk.yields_token and not chunk.drafts and not reads_tokens(chunk.request.params)
 
 
 def _goes_on(request: Request) -> bool:
-    """Whether another token follows the next one, unless that one ends it."""
+    """Return whether the request continues after its next token, unless that token itself ends it."""
     return request.generated_count + 1 < request.params.num_tokens_to_generate

@@ -1,4 +1,4 @@
-"""What the cache keys of a request begin with."""
+"""Roots of the block hashes of requests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from megatron_ext.scheduling.sequence import Sequence
 
 
 class CacheKeys:
-    """Roots of block hashes: everything beside the tokens that KV and states depend on.
+    """Roots of block hashes: everything except the tokens that KV and states depend on.
 
     Args:
-        fingerprint: Of the model and of how it computes.
-        block_size: Tokens.
+        fingerprint: Fingerprint of the model and of how it computes.
+        block_size: Tokens of a block.
     """
 
     def __init__(self, fingerprint: bytes, block_size: int) -> None:
@@ -20,11 +20,11 @@ class CacheKeys:
         self._weights_version = 0
 
     def weights_changed(self) -> None:
-        """Keys made from now on are of other weights."""
+        """Use new roots from now on, since the weights have changed."""
         self._weights_version += 1
 
     def start(self, sequence: Sequence, salt: str | None) -> None:
-        """Give a sequence the root of its keys, unless it has it already."""
+        """Give a sequence the root of its block hashes, unless it has that root already."""
         root = self._root(salt)
         if sequence.chain is None or sequence.chain.root != root:
             sequence.chain = HashChain(root, self._block_size)
@@ -35,6 +35,6 @@ class CacheKeys:
                 self._fingerprint,
                 self._weights_version.to_bytes(8, "little"),
                 self._block_size.to_bytes(8, "little"),
-                *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON has halves of characters
+                *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON may contain lone surrogates
             ]
         )

@@ -1,4 +1,4 @@
-"""What one step computes of one request: a scheduled chunk (kernels cut it into kernel chunks of their own)."""
+"""Scheduled chunk: the tokens of one request in one step (kernels cut it into kernel chunks of their own)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_ext.scheduling.request import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens [start, end) of a request that one step computes.
+    """Tokens [start, end) of a request that one step computes.
 
     Attributes:
-        request: Whose they are.
-        start: The first one.
-        end: Behind the last one.
-        drafts: The last of them, where those are guesses (SP-2); the one before them is the request's last known token.
+        request: Request that the tokens belong to.
+        start: Position of the first token.
+        end: Position after the last token.
+        drafts: Draft tokens at the end of the chunk (SP-2); the token before them is the request's last known one.
     """
 
     request: Request
@@ -25,19 +25,19 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Tokens of the chunk."""
         return self.end - self.start
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is one generated token on top of a live state."""
+        """True if the chunk is one generated token on top of a running state."""
         return self.end - self.start == 1 and self.start >= self.request.sequence.prompt_length
 
     @property
     def yields_token(self) -> bool:
-        """Whether the step computes the request's last known token, so that the next one, if any, can be sampled.
+        """True if the step computes the request's last known token, so that the next one, if any, can be sampled.
 
-        True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
+        Valid until that token is appended; the step's message keeps the value (see `ScheduledChunk.sampling`).
         """
         known_end = self.end - len(self.drafts) if self.drafts else self.end
         return known_end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0

@@ -1,4 +1,4 @@
-"""What has happened since the engine started."""
+"""Scheduler counters since the engine started."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Written by the scheduler; read as a copy (see `EngineStatistics`)."""
+    """Counters written by the scheduler; read as a copy (see `EngineStatistics`)."""
 
     preemptions: int = 0
     pauses: int = 0
-    hits: int = 0  # admissions that skipped something
+    hits: int = 0  # admissions that skipped prompt tokens
     blocks_matched: int = 0
     skipped_tokens: int = 0  # prompt tokens that no layer computed
     prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
-    coordination_waits: int = 0  # requests that waited for another one's prefix
+    coordination_waits: int = 0  # requests that waited for a prefix that another request computes
     lost_requests: int = 0  # admissions that would have skipped more with unlimited memory (SI-6)
-    lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved them
-    lost_block_tokens: int = 0  # and more blocks beside
-    lost_ago: int = 0  # requests admitted since what was wanted was given up; summed over `lost_requests`
-    drafted: int = 0  # drafts that steps have verified
-    accepted: int = 0  # those of them that came
+    lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved these requests
+    lost_block_tokens: int = 0  # prompt tokens that more blocks would have saved in addition
+    lost_ago: int = 0  # requests admitted since the eviction of what was missing; summed over `lost_requests`
+    drafted: int = 0  # draft tokens verified
+    accepted: int = 0  # draft tokens accepted
     launched_ahead: int = 0  # steps that were launched before the tokens of the one before were known
 
     def note_lost(self, slot_tokens: int, block_tokens: int, ago: int) -> None:
-        """An admission would have skipped more."""
+        """Count an admission that would have skipped more with unlimited memory."""
         self.lost_requests += 1
         self.lost_slot_tokens += slot_tokens
         self.lost_block_tokens += block_tokens
@@ -35,7 +35,7 @@ class Counters:
 
     @classmethod
     def total(cls, parts: Iterable[Counters]) -> Counters:
-        """Of several schedulers."""
+        """Return the sum of the counters of several schedulers."""
         whole = cls()
         for part in parts:
             for field in dataclasses.fields(cls):

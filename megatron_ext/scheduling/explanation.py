@@ -1,4 +1,4 @@
-"""Why a request skipped what it skipped, and nothing more (SI-5)."""
+"""Explanations of prefix cache use: why a request skipped this many tokens and not more (SI-5)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_ext.scheduling.request import Request
 
 
 class Why(str, enum.Enum):
-    """The first that applies, beside those of `Reason` that concern a whole prompt."""
+    """Reason why no more was skipped: the first that applies, apart from those of `Reason` for a whole prompt."""
 
-    TOO_SHORT = "too_short"  # it has no block that could be skipped
-    SKIPPED_ALL = "skipped_all"  # that can be skipped of a prompt of this length
-    NO_SLOTS = "no_slots"  # there is no room for states at all
-    SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are there, and the states had no slot any more
-    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends, or but a guess
-    BLOCK_EVICTED = "block_evicted"  # the next block was cached, and was given up
-    PARTED = "parted"  # its tokens differ from those of the nearest cached prefix
-    NOT_CACHED = "not_cached"  # nothing cached goes on from there
+    TOO_SHORT = "too_short"  # the prompt has no block that could be skipped
+    SKIPPED_ALL = "skipped_all"  # all that can be skipped of a prompt of this length
+    NO_SLOTS = "no_slots"  # there are no slots for states at all
+    SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are cached, their states were evicted
+    NO_SNAPSHOT = "no_snapshot"  # the blocks are cached without states at their ends, or with opportunistic ones only
+    BLOCK_EVICTED = "block_evicted"  # the next block was cached and evicted
+    PARTED = "parted"  # the prompt differs from the nearest cached prefix
+    NOT_CACHED = "not_cached"  # no cached block follows the match
 
 
 _NEAR_MISSES = frozenset(
@@ -34,19 +34,21 @@ _NEAR_MISSES = frozenset(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Positions are in tokens from the start of the prompt.
+    """Explanation of what a request skipped; positions are in tokens from the start of the prompt.
 
     Attributes:
-        reason: Of `Why`, or of `Reason`.
-        skipped: Tokens that it skipped.
-        matched: Tokens in cached blocks that it shares.
-        most: Tokens that a prompt like this can skip at most.
-        agreeing: Tokens that agree with the nearest cached prefix of the same salt; None where that was not looked for.
-        here: Its own token behind those.
-        there: That of the cached prefix. Whose it is nobody else may learn.
-        ago: Requests admitted since what is missing was given up.
-        slots_short: So many more snapshot slots would have kept it, as `lru` goes; None where that is not the matter.
-        block_size: Tokens.
+        reason: Value of `Why` or of `Reason`.
+        skipped: Tokens that the request skipped.
+        matched: Tokens in cached blocks that the request shares.
+        most: Maximum number of tokens that a prompt of this length can skip.
+        agreeing: Tokens that agree with the nearest cached prefix of the same salt; None if no such prefix was looked
+            for.
+        here: Token of this request after the agreeing ones.
+        there: Token of the cached prefix at that position; must not be shown to other users.
+        ago: Requests admitted since the missing entry was evicted.
+        slots_short: Additional snapshot slots that would have kept the entry under `lru`; None if slots are not the
+            cause.
+        block_size: Tokens of a block.
     """
 
     reason: str
@@ -61,25 +63,25 @@ class Explanation:
     slots_short: int | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON, with the sentence."""
+        """Return the fields and the sentence as a dict for JSON."""
         return dataclasses.asdict(self) | {"text": self.text()}
 
     @property
     def is_near_miss(self) -> bool:
-        """Whether something of it was cached, and more could have been skipped."""
+        """True if a part of the prompt was cached and more could have been skipped."""
         return self.reason in _NEAR_MISSES
 
     @property
     def depth(self) -> int:
-        """Tokens from its start that were known, or are by now."""
+        """Tokens from the start of the prompt that were known to the cache, or are by now."""
         return self.matched if self.agreeing is None else self.agreeing
 
     def without_there(self) -> Explanation:
-        """For who may know positions and his own tokens, and nothing of anybody else's."""
+        """Return a copy that reveals positions and tokens of this request only, no token of another one."""
         return dataclasses.replace(self, there=None)
 
     def text(self) -> str:
-        """One sentence."""
+        """Return the explanation as one sentence."""
         size = self.block_size
         if self.reason == Why.PARTED.value:
             return f"{self._where_it_parted()}; computing began at {self.skipped}"
@@ -120,7 +122,7 @@ class Explanation:
 
 
 def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
-    """Note it in the request's ledger, the first time that it is admitted."""
+    """Store the explanation in the request's ledger on its first admission."""
     ledger = admission.request.sequence.ledger
     if ledger.explanation is None:
         matched, start = len(admission.matched), admission.chunk.start
@@ -128,14 +130,14 @@ def explain_admission(admission: Admission, cache: PrefixCache, block_size: int)
 
 
 def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
-    """Of a request that is admitted now, before anything is allocated for it.
+    """Explain the admission of a request, before anything is allocated for it.
 
     Args:
-        request: It.
-        cache: As it is.
-        matched: Blocks that it shares.
-        start: Where it resumes.
-        block_size: Tokens.
+        request: Request that is admitted now.
+        cache: Prefix cache in its present state.
+        matched: Cached blocks that the request shares.
+        start: Resume position of the request.
+        block_size: Tokens of a block.
     """
     length = len(request.tokens)
     most = last_boundary(length, block_size)
@@ -156,7 +158,7 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
 
 
 def _without_states(request: Request, cache: PrefixCache, blank: Explanation, goal: int) -> Explanation:
-    """The blocks up to `goal` are there, and no snapshot behind where it resumes."""
+    """Explain a resume position before `goal`: the blocks up to there are cached, and no snapshot is."""
     assert cache.states is not None, "without recurrent layers nothing else is needed"
     if cache.states.total == 0:
         return dataclasses.replace(blank, reason=Why.NO_SLOTS.value)
@@ -164,13 +166,13 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
-    is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # by last use, so that slots can be counted
+    is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # ordered by last use, so that slots can be counted
     short = gone.slots_short if is_ordered else None
     return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 
 def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
-    """Everything that matched was skipped; why no more matched."""
+    """Explain why no more matched, given that everything that matched was skipped."""
     block_hashes = request.block_hashes
     if matched < len(block_hashes):
         ago = cache.ghosts.block_ago(block_hashes[matched])
@@ -182,7 +184,7 @@ def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, 
 
 
 def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
-    """With where its tokens part from the nearest cached prefix behind the match, if one goes on from there."""
+    """Add where the tokens part from the nearest cached prefix after the match, if one continues from there."""
     chain, size = request.sequence.chain, blank.block_size
     assert chain is not None, "it reads the cache"
     before = request.block_hashes[matched - 1] if matched else chain.root

@@ -1,4 +1,4 @@
-"""What is true between two steps of requests and of what they own, asserted."""
+"""Assertions on requests and on the blocks and slots that they own (between two steps)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.scheduling.running_slots import RunningSlots
 
 
 def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, running_slots: RunningSlots) -> None:
-    """Assert that every block, slot and reservation is owned as the requests say, and that queues are sound."""
+    """Assert that blocks, slots and reservations are owned as the requests say, and that the queues are sound."""
     held = Counter(block for request in queues for block in request.block_table)
     for block in map(BlockId, range(cache.pool.total)):
         assert cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"

@@ -1,7 +1,7 @@
-"""What a request does to its logits before a token is chosen by temperature, top_k and top_p.
+"""Logits processing options of a request, applied before temperature, top_k and top_p.
 
-Everything that it depends on stands here, the tokens of the whole sequence included, so nothing of it is carried from
-step to step: chunks, preemption, suspension and what was cached make no difference.
+The options contain everything that the processing depends on, including the tokens of the whole sequence. No state is
+carried from step to step: chunks, preemption, suspension and cache hits make no difference.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_ext.scheduling.request import Request
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Penalties, biases, words that must not come, a mask, and the least share of the best token's probability.
+    """Penalties, biases, bad words, a token mask and min_p of one request at one position.
 
     Attributes:
-        tokens: Of prompt and generation, as they are packed; none where neither penalties nor bad words need them.
-        prompt_length: How many of them are the prompt.
-        repetition: Divides the logits of tokens that came, where they are above zero, and multiplies those below.
-        presence: Taken off the logits of generated tokens.
-        frequency: The same, for each time that one came.
-        biases: Added to logits.
-        bad_words: Tokens each; the last one must not come behind the others.
-        min_p: Tokens below this share of the best one's probability are left out; 0 is off.
-        allowed: A bit for each token that may come, the lowest id first; None allows every token.
+        tokens: Packed tokens of prompt and generation; empty if neither penalties nor bad words need them.
+        prompt_length: Prompt tokens among them.
+        repetition: Divisor of the logits of tokens that occurred, where these are positive, and factor where negative.
+        presence: Subtracted from the logits of generated tokens.
+        frequency: Subtracted from the logit of a generated token once per occurrence.
+        biases: Token biases, added to the logits.
+        bad_words: Token ids of each word; the last one must not follow the others.
+        min_p: Minimum probability of a token as a share of the best one's; 0 disables the filter.
+        allowed: One bit per token id that is allowed, the lowest id first; None allows every token.
     """
 
     tokens: array[int]
@@ -43,12 +43,12 @@ class LogitsOptions:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that came count."""
+        """True if earlier tokens change the logits."""
         return bool(self.presence or self.frequency or self.repetition != 1)
 
     @property
     def ruled_out(self) -> list[int]:
-        """The last tokens of words whose others have just come. Words are looked for in what was generated."""
+        """Last tokens of bad words whose other tokens are the newest generated ones."""
         generated = self.tokens[self.prompt_length :]
         return [
             word[-1]
@@ -58,7 +58,7 @@ class LogitsOptions:
 
 
 def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOptions:
-    """What a request that shapes its logits does to those of its next token, or of the one behind these drafts."""
+    """Return the logits processing options for the next token of a request, or for the token after `drafts`."""
     params, sequence = request.params, request.sequence
     needs_tokens = params.has_penalties or bool(params.bad_words)
     tokens = sequence.packed[:] if needs_tokens else sequence.packed[:0]
@@ -78,5 +78,5 @@ def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOpt
 
 
 def reads_tokens(params: RequestParams) -> bool:
-    """Whether what is done to its logits depends on the tokens that came."""
+    """Return whether logits processing depends on tokens generated before."""
     return params.has_penalties or bool(params.bad_words or params.form)

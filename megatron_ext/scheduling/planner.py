@@ -1,6 +1,6 @@
-"""One step, decided: who decodes, who prefills which tokens, who is admitted, paused, resumed, preempted or failed.
+"""Step planning: choose which requests decode, prefill, enter, pause, resume, are preempted or fail.
 
-Planning changes nothing. It reads the queues and what there is, and returns a `StepPlan` that can be applied
+Planning changes nothing. It reads the queues, the cache and the limits, and returns a `StepPlan` that can be applied
 without failing.
 """
 
@@ -31,7 +31,7 @@ from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, Dr
 
 
 def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:
-    """What makes a new request impossible to serve, whatever else runs; None if nothing does."""
+    """Return the error that makes a new request impossible to serve, whatever else runs; None if it is admissible."""
     length = request.prompt_length + request.params.num_tokens_to_generate
     if length > limits.max_sequence_length:
         return CapacityError("sequence_length", length, limits.max_sequence_length, is_transient=False)
@@ -50,19 +50,19 @@ def plan_step(
     pending_blocks: PendingBlocks,
     draft_budget: DraftBudget = NO_DRAFT_BUDGET,
 ) -> StepPlan:
-    """Decide one step.
+    """Plan one step.
 
     Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
-    another request's prefix are overtaken). Requests that decode come before prefill in the token budget
-    (`max_tokens >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, as
-    far as `SchedulerLimits.may_prefill` says how many a step has. Drafts of requests that decode get what is left of
-    tokens, free blocks and slots for their states. A request without a mask that it needs is left out (SE-10).
+    another request's prefix are overtaken). Requests that decode come before prefill in the token budget (`max_tokens
+    >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, unless
+    `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of tokens,
+    free blocks and slots for their states. A request whose token mask is missing is left out (SE-10).
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
     continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
-    if not growth.paused and not growth.preempted:  # those were here first
+    if not growth.paused and not growth.preempted:  # they arrived first
         budget = StepBudget(
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling) - growth.held,
@@ -77,7 +77,7 @@ def plan_step(
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
     chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
-    # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
+    # A preempted request may have to compute a single generated token again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
     admissions = place_opportunistic(entry.admissions, continued, wanted, limits, cache)
@@ -95,7 +95,7 @@ def plan_step(
 
 @dataclass
 class _Growth:
-    """The requests in the batch, sorted by what becomes of them in this step."""
+    """Requests in the batch, sorted by what becomes of them in this step."""
 
     prefilling: list[Request]
     decoding: list[Request]
@@ -103,15 +103,15 @@ class _Growth:
     preempted: list[Request]
     failed: list[Failure]
     free_blocks: int
-    released: frozenset[BlockId]  # those of them that the preempted and the failed still hold
-    held: int  # requests that keep what they have and are left out, since the masks of their next tokens are not known
+    released: frozenset[BlockId]  # those of the free blocks that preempted and failed requests still hold
+    held: int  # requests that keep what they own and are left out until their token masks are known
 
 
 def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) -> _Growth:
-    """Who gets the block that its next token needs.
+    """Distribute free blocks among the requests in the batch that need one for their next token.
 
-    A request that outgrows the pool fails. One that finds no free block is paused and keeps what it has. The youngest
-    paused request is preempted while the paused ones keep more than their budget, or while nobody else could run.
+    A request that outgrows the pool fails. One that finds no free block is paused and keeps what it owns. The youngest
+    paused request is preempted while the paused ones keep more than their budget, or while no other request could run.
     """
     growing: list[Request] = []
     prefilling: list[Request] = []
@@ -141,7 +141,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
 
 
 def _check_fits_pool(request: Request, limits: SchedulerLimits) -> CapacityError | None:
-    """What ends a request that was admissible: its tokens have outgrown the whole pool."""
+    """Return the error of an admissible request whose tokens have outgrown the whole pool; None if they fit."""
     needed = limits.blocks_for(len(request.tokens))
     if needed > limits.total_blocks:
         return CapacityError("blocks", needed, limits.total_blocks, is_transient=False)
@@ -149,7 +149,7 @@ def _check_fits_pool(request: Request, limits: SchedulerLimits) -> CapacityError
 
 
 def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
-    """Blocks that its tokens need beside those that it has."""
+    """Return the number of blocks that the request's tokens need in addition to those that it owns."""
     sequence = request.sequence
     missing = len(sequence.tokens) - len(sequence.block_table) * limits.block_size
     return limits.blocks_for(missing) if missing > 0 else 0
@@ -158,7 +158,7 @@ def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
 def _share_blocks(
     growing: Iterable[Request], limits: SchedulerLimits, free_blocks: int
 ) -> tuple[list[Request], list[Request], int]:
-    """Give free blocks to those who need one, in the given order: who decodes, who must pause, blocks left."""
+    """Give free blocks to requests that need one, in the given order: decoding, paused, blocks left."""
     decoding, paused = [], []
     for request in growing:
         needed = _missing_blocks(request, limits)
@@ -171,7 +171,7 @@ def _share_blocks(
 
 
 def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, tokens: int) -> list[Chunk]:
-    """The next chunk of the requests that are mid-prefill, the first that began first, as far as there is room."""
+    """Plan the next chunks of requests that are mid-prefill, in the order in which they began, within the budgets."""
     chunks: list[Chunk] = []
     for request in prefilling:
         if not limits.may_prefill(len(chunks), sum(chunk.length for chunk in chunks)):
@@ -184,7 +184,7 @@ def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, 
 
 
 def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerLimits, tokens: int) -> int:
-    """Where a prefill chunk ends that begins at `start` and may have `tokens` tokens; `start` if it gets none."""
+    """Return the end of a prefill chunk from `start` of at most `tokens` tokens; `start` if it gets none."""
     length = len(request.tokens)
     end = min(length, start + max(0, tokens))
     if not limits.aligned_chunks or request.sequence.chain is None:
@@ -196,7 +196,7 @@ def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerL
 
 
 def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -> list[Chunk]:
-    """Let leaders stop where a follower wants the states: a chunk leaves them at its end only."""
+    """Cut chunks of leaders where a follower needs the states: a chunk leaves snapshots only at its end."""
     wanted: dict[int, list[int]] = {}
     for deferral in deferrals:
         if deferral.snapshot is not None:
@@ -210,15 +210,15 @@ def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -
 
 @dataclass
 class _Entry:
-    """What becomes of waiting requests."""
+    """Decisions on waiting requests."""
 
     admissions: list[Admission]
     deferrals: list[Deferral]
     failed: list[Failure]
-    is_full: bool = False  # somebody who is not a follower has to wait, and so has whoever comes behind
+    is_full: bool = False  # a request that is no follower has to wait, and so do all after it
 
     def note(self, decision: Admission | Deferral) -> None:
-        """What becomes of the next one in line; nothing new behind the first who has to wait for room."""
+        """Note the decision on the next request in the queue; decisions after the first lack of room are dropped."""
         if self.is_full:
             return
         if isinstance(decision, Admission):
@@ -233,12 +233,12 @@ def _plan_admissions(
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
-    A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader
-    admitted in this very step. Those that sleep are known to do so, and are not looked at. A request fails here if its
-    last token outgrew the pool just before a suspend sent it back to wait.
+    A request whose next block another request computes waits for that prefix and is overtaken; so are those that follow
+    a leader admitted in this very step. Sleeping followers are not looked at. A request fails here if its last token
+    outgrew the pool just before a suspend moved it back to the waiting queue.
 
-    Where the step has its prefills, those who would be next are looked at all the same, and left where they are: one of
-    them may follow a leader who has begun, and has to say so while that one can still leave states for it.
+    Once the step has all its prefills, the next requests are examined all the same but not admitted: one of them may
+    follow a leader that has begun, and must register while that leader can still take a snapshot for it.
     """
     entry = _Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
@@ -249,7 +249,7 @@ def _plan_admissions(
         if error is not None:
             entry.failed.append((request, error))
             continue
-        if request.lacks_mask:  # it was sent back to wait meanwhile
+        if request.lacks_mask:  # it was requeued meanwhile
             continue
         matched = cache.match(request.block_hashes) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None
@@ -275,20 +275,20 @@ def _plan_admissions(
 
 
 def _wake_disturbed(request: Request, leaders: PrefixLeaders, waiting: WaitingQueue, line: Line) -> None:
-    """Those who sleep under a leader that `request`, just admitted, changes the answer of are looked at again."""
+    """Examine sleeping followers again whose leader may change because `request` was just admitted."""
     for disturbed in leaders.disturbed(request, waiting.leaders()):
         line.join(waiting.followers_of(disturbed), behind=request)
 
 
 def reads_cache(request: Request) -> bool:
-    """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
+    """Return whether cached blocks may replace computation: not if log-probs of the prompt are requested."""
     return request.sequence.chain is not None and not request.params.wants_prompt_log_probs
 
 
 def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:
-    """Whether to ask who computes its next block: not if what it waited for was published, and went before its turn.
+    """Return whether to look for a leader: not if the promised blocks were published and evicted before its turn.
 
-    Where blocks go that fast it would wait for one leader after the other, as a queue of one.
+    Where blocks are evicted that fast, requests would wait for one leader after the other, as a queue of one.
     """
     return reads_cache(request) and len(matched) >= waiting.promised_blocks(request)
 
@@ -296,12 +296,12 @@ def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: W
 def plan_admission(
     request: Request, matched: Sequence[BlockId], limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache
 ) -> tuple[Admission | Deferral, StepBudget]:
-    """Whether `request` can enter the batch now, and with which first chunk; and the budget that is left then.
+    """Decide whether `request` enters the batch now, and with which first chunk; return the remaining budget, too.
 
-    It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. Tokens
-    before the resume position cost nothing of the step's token budget. What was generated before a preemption is
-    prefilled again; if that does not fit a step, it is cut even where chunked prefill is off, because the request was
-    already served so far.
+    An admission takes the blocks of all tokens at once, so that a prefill that has begun never waits for memory. Tokens
+    before the resume position cost nothing of the step's token budget. Tokens generated before a preemption are
+    prefilled again; if they do not fit a step, the prefill is cut even where chunked prefill is off, because the
+    request was already served so far.
     """
     length = len(request.tokens)
     if budget.requests < 1:
@@ -332,9 +332,9 @@ def plan_admission(
 
 
 def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: PrefixCache) -> int:
-    """How many of the matched blocks nobody has to take from what is available: those in use, or pinned by this plan.
+    """Return how many of the matched blocks cost nothing of the available ones: those in use or pinned by this plan.
 
-    They are the first ones: whoever uses a block uses all before it.
+    They are the first ones: a request that uses a block uses all blocks before it.
     """
 
     def is_available(block: BlockId) -> bool:

@@ -1,4 +1,4 @@
-"""Who is waiting, running or paused; always in order of arrival."""
+"""Request queues: waiting, running and paused, always in order of arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class RequestQueue:
-    """Requests in order of arrival: a preempted request goes back to where it came from."""
+    """Requests in order of arrival: a preempted request returns to its former place."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -29,17 +29,17 @@ class RequestQueue:
         return request in self._requests
 
     def add(self, request: Request) -> None:
-        """Put `request` at its place."""
+        """Insert `request` at its place."""
         assert request not in self._requests, f"request {request.request_id} is here already"
         bisect.insort(self._requests, request, key=_ARRIVAL)
 
     def remove(self, request: Request) -> None:
-        """Take `request` out."""
+        """Remove `request`."""
         self._requests.remove(request)
 
 
 class _Queue(Protocol):
-    """What all three queues can do."""
+    """Common interface of the three queues."""
 
     def add(self, request: Request) -> None: ...
 
@@ -49,13 +49,13 @@ class _Queue(Protocol):
 
 
 class Queues:
-    """Every living request is in exactly one of three queues.
+    """Queues of the living requests; each request is in exactly one of the three.
 
     Waiting requests own nothing. Running ones own blocks and a running state slot, and are considered in each step.
     Paused ones keep what they own but cannot grow: no block is free for their next token.
 
     Args:
-        pins: Is told which blocks waiting requests are to find.
+        pins: Receives the blocks that waiting requests are to find cached.
     """
 
     def __init__(self, pins: BlockPins | None = None) -> None:
@@ -64,7 +64,7 @@ class Queues:
         self.paused = RequestQueue()
 
     def __iter__(self) -> Iterator[Request]:
-        """All living requests."""
+        """Iterate over all living requests."""
         yield from self.running
         yield from self.paused
         yield from self.waiting
@@ -73,12 +73,12 @@ class Queues:
         return len(self.waiting) + len(self.running) + len(self.paused)
 
     def move(self, request: Request, target: _Queue) -> None:
-        """Take `request` from wherever it is and put it into `target`."""
+        """Move `request` from its queue to `target`."""
         self.discard(request)
         target.add(request)
 
     def discard(self, request: Request) -> None:
-        """Take `request` out of its queue."""
+        """Remove `request` from its queue."""
         queues: Iterable[_Queue] = (self.waiting, self.running, self.paused)
         for queue in queues:
             if request in queue:

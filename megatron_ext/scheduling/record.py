@@ -1,4 +1,4 @@
-"""What a user gets of a request that has ended."""
+"""Records of requests that have ended, for the user."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TopN = dict[int, float]
 
 @dataclass(eq=False)
 class Output:
-    """Written by the output processor, and by nobody else.
+    """Text and log-probs of a request; only the output processor writes them.
 
     Attributes:
         generated_text: Set when a stop word cuts the text.
-        prompt_log_probs: Of the prompt's tokens from the second on, as far as they are computed.
-        prompt_top_n: The best alternatives to them.
-        generated_log_probs: Of the generated tokens.
-        generated_top_n: The best alternatives to them.
+        prompt_log_probs: Log-probs of the prompt's tokens from the second on, as far as they are computed.
+        prompt_top_n: Top-n alternatives to the prompt's tokens.
+        generated_log_probs: Log-probs of the generated tokens.
+        generated_top_n: Top-n alternatives to the generated tokens.
     """
 
     generated_text: str | None = None
@@ -31,12 +31,12 @@ class Output:
     generated_top_n: list[TopN] = field(default_factory=list)
 
 
-if TYPE_CHECKING:  # it explains requests, which leave records
+if TYPE_CHECKING:  # explanations import requests, which leave records
     from megatron_ext.scheduling.explanation import Explanation
 
 
 class Status(enum.Enum):
-    """How a request ended."""
+    """Final status of a request."""
 
     COMPLETED = enum.auto()
     FAILED = enum.auto()
@@ -45,17 +45,17 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a request ended, and why."""
+    """Final status of a request and its reason."""
 
     status: Status
     finish_reason: str | None = None  # "stop", "length" or None
     error: str | None = None
-    is_fault: bool = False  # FAILED by an error of ours, not by what was asked
+    is_fault: bool = False  # FAILED by an internal error, not by the request itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRecord:
-    """Tokens and texts; the prompt is as it was submitted."""
+    """Tokens and texts of a request; the prompt is as it was submitted."""
 
     prompt_text: str | None
     prompt_tokens: tuple[int, ...]
@@ -70,7 +70,7 @@ class TextRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbsRecord:
-    """Natural logarithms; None where nobody asked.
+    """Log-probs (natural logarithms); None if they were not requested.
 
     `prompt_log_probs[i]` belongs to prompt token i + 1. `generated_log_probs` has one entry per generated token. A
     top-n entry maps token ids to log-probs.
@@ -84,18 +84,18 @@ class LogProbsRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineRecord:
-    """When; in seconds."""
+    """Times of a request, in seconds."""
 
     events: tuple[Event, ...]
     arrival_wall_time: float  # since the epoch
     latency: float
-    ttft: float | None  # None if no token came
-    step_count: int  # engine steps that computed something for it
+    ttft: float | None  # None if no token was generated
+    step_count: int  # engine steps that computed a chunk of the request
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRecord:
-    """What became of its prompt's tokens (EX-2)."""
+    """Account of the prompt tokens (EX-2)."""
 
     matched_block_count: int
     skipped_prefill_token_count: int
@@ -106,21 +106,21 @@ class PrefillRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRecord:
-    """What became of its drafts (SP-7)."""
+    """Counts of draft tokens (SP-7)."""
 
-    draft_token_count: int = 0  # that steps have verified
-    accepted_token_count: int = 0  # that came
+    draft_token_count: int = 0  # verified by steps
+    accepted_token_count: int = 0  # accepted by steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedRecord:
-    """Why it skipped no more. None if nobody asked."""
+    """Explanation of prefix cache use; None if explanations are off."""
 
     prefix_cache_explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, DraftRecord, ExplainedRecord):
-    """The outcome of one request over its whole life, preemptions included."""
+    """Record of one request over its whole life, preemptions included."""
 
     request_id: int

@@ -1,10 +1,10 @@
-"""A request from submission to its end, in parts with one writer each.
+"""Request from submission to its end, in parts with one writer each.
 
-submission   what was asked for                                      nobody: it is frozen
+submission   what was requested                                      immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
-timeline     events, times, steps                                    the scheduler; the end, whoever ends it
+timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
 output       text cut by a stop word, log-probs                      the output processor
-outcome      how it ended                                            whoever ends it, once; revised before the report
+outcome      how it ended                                            set once at the end; revised before the report
 """
 
 from __future__ import annotations
@@ -23,63 +23,63 @@ from megatron_ext.scheduling.timeline import Timeline
 
 
 class Request:
-    """One request; preemptions and suspensions leave it the same object. Its properties only read its parts."""
+    """Request in the engine; the same object over preemptions and suspensions. Its properties only read its parts."""
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.sequence = Sequence(submission.prompt_tokens, submission.seed)
         self.timeline = Timeline()
         self.output = Output()
-        self.outcome: Outcome | None = None  # while it lives
+        self.outcome: Outcome | None = None  # None while it lives
 
     @property
     def request_id(self) -> int:
-        """See `Submission`."""
+        """Request id; see `Submission`."""
         return self.submission.request_id
 
     @property
     def params(self) -> RequestParams:
-        """See `Submission`."""
+        """Request params; see `Submission`."""
         return self.submission.params
 
     @property
     def arrival(self) -> int:
-        """See `Submission`."""
+        """Rank of arrival; see `Submission`."""
         return self.submission.arrival
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """See `Submission`."""
+        """Tokens of the prompt; see `Submission`."""
         return self.submission.prompt_tokens
 
     @property
     def prompt_length(self) -> int:
-        """See `Sequence`."""
+        """Number of prompt tokens; see `Sequence`."""
         return self.sequence.prompt_length
 
     @property
     def tokens(self) -> abc.Sequence[int]:
-        """Of prompt and generation."""
+        """Tokens of prompt and generation."""
         return self.sequence.tokens
 
     @property
     def computed_end(self) -> int:
-        """Tokens below it are computed or skipped."""
+        """Position below which all tokens are computed or skipped."""
         return self.sequence.computed_end
 
     @property
     def block_table(self) -> abc.Sequence[BlockId]:
-        """The blocks that it owns, in order."""
+        """Blocks that the request owns, in order."""
         return self.sequence.block_table
 
     @property
     def block_hashes(self) -> abc.Sequence[BlockHash]:
-        """Of the complete blocks of `tokens`."""
+        """Block hashes of the complete blocks of `tokens`."""
         return self.sequence.block_hashes
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last token, a generated one, is left to compute."""
+        """True if only the last token, a generated one, is left to compute."""
         return self.sequence.is_decoding
 
     @property
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def generated_count(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return self.sequence.generated_count
 
     @property
@@ -104,67 +104,67 @@ class Request:
 
     @property
     def prefill_token_count(self) -> int:
-        """Prefill tokens computed for it so far, for the first time or again."""
+        """Prefill tokens computed so far, for the first time or again."""
         return self.sequence.ledger.prefilled
 
     @property
     def is_ended(self) -> bool:
-        """Whether it has finished, failed or been aborted."""
+        """True if the request has finished, failed or been aborted."""
         return self.outcome is not None
 
     @property
     def status(self) -> Status | None:
-        """How it ended; None while it lives."""
+        """Final status; None while the request lives."""
         return None if self.outcome is None else self.outcome.status
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it completed; None if it did not."""
+        """Reason of completion; None if the request did not complete."""
         return None if self.outcome is None else self.outcome.finish_reason
 
     @property
     def lacks_mask(self) -> bool:
-        """Whether its output is structured and the mask of its next token is still being computed."""
+        """True if the output is structured and the mask of the next token is still being computed."""
         return self.params.form is not None and not self.sequence.masks
 
-    # Where it may stop
+    # Stop conditions
 
     @property
     def may_stop(self) -> bool:
-        """Whether its next token may be one that ends it, or complete a stop word."""
+        """True if the next token may be an end token or complete a stop word."""
         return self.generated_count >= self.params.min_tokens
 
     @property
     def may_have_stopped(self) -> bool:
-        """Whether its newest token may have been one that ends it, or have completed a stop word."""
+        """True if the newest token may have been an end token or have completed a stop word."""
         return self.generated_count > self.params.min_tokens
 
     @property
     def reason_to_end(self) -> str | None:
-        """Why its newest token is its last, by id or count; None if it goes on. Stop words are matched elsewhere.
+        """Reason why the newest token is the last, by id or count; None if it is not. Stop words are matched elsewhere.
 
-        One that generates nothing ends with its prompt.
+        A request that generates nothing ends with its prompt.
         """
         count, limit = self.generated_count, self.params.num_tokens_to_generate
-        if limit == 0:  # it was to be computed, and scored if somebody asked
+        if limit == 0:  # the prompt was only to be computed, and scored if requested
             return "length" if self.computed_end == self.prompt_length else None
         if count and self.tokens[-1] in self.submission.end_ids and self.may_have_stopped:
             return "stop"
         return "length" if count >= limit else None
 
     def ends_with(self, token: int, ahead: int) -> bool:
-        """Whether a token ends it that is generated when it has so many more than now, itself counted."""
+        """Return whether the `ahead`-th token from now would end the request if it were `token`."""
         return token in self.submission.end_ids and self.generated_count + ahead > self.params.min_tokens
 
-    # What happens to it
+    # State changes
 
     def advance(self, end: int) -> int:
-        """The tokens up to `end` have been computed; how many of them are prefill."""
+        """Mark the tokens up to `end` as computed; return how many of them are prefill."""
         self.timeline.step_count += 1
         return self.sequence.advance(end)
 
     def append(self, token: int) -> None:
-        """A token was generated."""
+        """Append a generated token."""
         if self.generated_count == 0:
             self.timeline.note(EventType.FIRST_TOKEN)
         if self.params.track_generated_token_events:
@@ -172,15 +172,15 @@ class Request:
         self.sequence.append(token)
 
     def cut(self, count: int) -> None:
-        """Of the tokens that a step gave to a request that has ended, only those up to the `count`-th came.
+        """Drop the tokens after the `count`-th generated one from a request that has ended.
 
-        A stop word ends it there; nobody has been told of the others.
+        A stop word ends it there; the dropped tokens of that step have not been reported.
         """
         assert self.is_ended, "its blocks are made of these tokens"
         surplus = self.generated_count - count
         if self.params.track_generated_token_events:
             self.timeline.take_back_tokens(surplus)
-        self.timeline.accepted -= surplus  # they came as drafts, all but the last one
+        self.timeline.accepted -= surplus  # all but the last token were accepted drafts
         self.sequence.cut(surplus)
 
     def end(
@@ -191,7 +191,7 @@ class Request:
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """Close the request's life; see `Outcome`."""
+        """End the request with an outcome; see `Outcome`."""
         assert self.outcome is None, f"request {self.request_id} ended twice"
         self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
 
@@ -203,7 +203,7 @@ class Request:
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """Another outcome of a request that has ended: its last token completes a stop word, or its text fails."""
+        """Replace the outcome of a request that has ended: its last token completes a stop word, or its text fails."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
         self.timeline.take_back_finish()
         self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
@@ -217,10 +217,10 @@ class Request:
             self.timeline.note(EventType.FAIL)
         self.timeline.close()
 
-    # For the user
+    # Records
 
     def bare_record(self) -> RequestRecord:
-        """The outcome with its tokens and its account, without texts made of them or log-probs."""
+        """Return the record with tokens and accounting, without log-probs or text made of the tokens."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
         ledger, timeline, outcome = self.sequence.ledger, self.timeline, self.outcome
         return RequestRecord(
@@ -249,7 +249,7 @@ class Request:
         )
 
     def to_record(self, generated_text: str) -> RequestRecord:
-        """The outcome, for the user."""
+        """Return the complete record for the user."""
         output, has_top_n = self.output, self.params.top_n_logprobs > 0
         has_prompt, has_generated = self.params.wants_prompt_log_probs, self.params.return_log_probs
         return dataclasses.replace(

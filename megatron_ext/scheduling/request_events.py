@@ -1,4 +1,4 @@
-"""What happens to a request, with the time it happened."""
+"""Lifecycle events of a request, with their times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EventType(enum.Enum):
     ADD_ENGINE = enum.auto()
     ADD_CONTEXT = enum.auto()  # each admission, not each chunk
     FIRST_TOKEN = enum.auto()
-    GENERATED_TOKEN = enum.auto()  # each one, if they are to be tracked; the payload is its id
+    GENERATED_TOKEN = enum.auto()  # only if token events are tracked; the payload is the token id
     PAUSE = enum.auto()
     EVICT = enum.auto()  # preempted; the name is Megatron's
     FINISH = enum.auto()
@@ -28,7 +28,7 @@ Payload: TypeAlias = str | dict[str, int] | None
 
 @dataclass(frozen=True)
 class Event:
-    """One event. `timestamp` is in seconds of a clock that never goes back (not wall-clock time)."""
+    """Lifecycle event. `timestamp` is in seconds of a monotonic clock (not wall-clock time)."""
 
     type: EventType
     timestamp: float
@@ -36,9 +36,9 @@ class Event:
 
     @classmethod
     def now(cls, event_type: EventType, payload: Payload = None) -> Event:
-        """An event that happens at this moment."""
+        """Return an event with the present time."""
         return cls(event_type, time.monotonic(), payload)
 
     def to_dict(self) -> dict[str, object]:
-        """As in the JSON output."""
+        """Return the event as in the JSON output."""
         return {"type": self.type.name, "timestamp": self.timestamp, "payload": self.payload}

@@ -1,4 +1,4 @@
-"""Random numbers of one request."""
+"""Random number generator of one request."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import random
 
 
 class RequestRng:
-    """Uniform numbers for a request's tokens, one a token, from a generator of its own.
+    """Uniform numbers for sampling the tokens of one request, one per token, from a generator of its own.
 
     Args:
-        seed: All that they depend on.
+        seed: Seed; the numbers depend on nothing else.
     """
 
     def __init__(self, seed: int | str) -> None:
         self._generator = random.Random(seed)
-        self._next: list[float] = []  # of tokens that are yet to come, in order
+        self._next: list[float] = []  # of future tokens, in order
 
     def current(self, ahead: int = 0) -> float:
-        """A number in [0, 1) for the next token; the same again if the step that samples it is repeated.
+        """Return a number in [0, 1) for the next token; the same again if the step that samples it is repeated.
 
         Args:
-            ahead: For the token so many behind that one, which gets the same number when it is its turn.
+            ahead: Offset from the next token; the token there keeps the number when its turn comes.
         """
         while len(self._next) <= ahead:
             self._next.append(self._generator.random())
         return self._next[ahead]
 
     def advance(self) -> None:
-        """The token has come; the next one gets another number."""
+        """Go on to the number of the token after the one that was generated."""
         if self._next:
             del self._next[0]

@@ -1,4 +1,4 @@
-"""Slots of the live states: one per running request."""
+"""Running state slots: one per running request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RunningSlot = NewType("RunningSlot", int)
 
 
 class RunningSlots:
-    """Hands out slots 0 .. total - 1, the lowest first: those in use stay close together."""
+    """Allocator of slots 0 .. total - 1, the lowest first, so that slots in use stay close together."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -17,16 +17,16 @@ class RunningSlots:
 
     @property
     def free_count(self) -> int:
-        """Slots that `take` can hand out."""
+        """Number of slots that `take` can return."""
         return len(self._free)
 
     def take(self) -> RunningSlot:
-        """A free slot; the planner has made sure that there is one."""
+        """Return a free slot; the planner has made sure that there is one."""
         assert self._free, "no free slot"
         return heapq.heappop(self._free)
 
     def give_back(self, slot: RunningSlot) -> None:
-        """The slot's owner has left."""
+        """Return the slot of a request that has left."""
         assert slot not in self._free, f"slot {slot} given back twice"
         heapq.heappush(self._free, slot)
 

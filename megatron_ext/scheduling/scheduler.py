@@ -1,4 +1,4 @@
-"""Applies plans: the one owner of queues, blocks, cache and running state slots."""
+"""Scheduler: applies plans and owns queues, blocks, cache and running state slots."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 
 class Scheduler:
-    """Moves requests through their lives, one step at a time: `schedule`, then `commit` or `abandon`.
+    """Scheduler of one engine; each step is `schedule`, then `commit` or `abandon`.
 
-    Between the two the step's requests must not be touched by anybody else.
+    Between the two calls no other code may modify the step's requests.
 
     Args:
-        limits: What the engine was built for.
-        policy: What happens to cached blocks that nobody uses; None caches nothing.
-        fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
-        slots: For snapshots of recurrent states, of which there may be none; None if the model has no such states.
+        limits: Limits that the engine was built for.
+        policy: Eviction policy of unused cached blocks; None disables caching.
+        fingerprint: Everything that KV and states of equal tokens depend on, except the weights' version.
+        slots: Snapshot slots for recurrent states, possibly 0; None if the model has no such states.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def blocks(self) -> BlockPool:
-        """The pool under the cache."""
+        """Block pool of the cache."""
         return self.cache.pool
 
     @property
@@ -79,28 +79,28 @@ class Scheduler:
         return self.cache.states
 
     def add(self, request: Request) -> None:
-        """Let an admissible request wait for its turn."""
+        """Add an admissible request to the waiting queue."""
         self._start_chain(request)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
 
     def _start_chain(self, request: Request) -> None:
-        """Give a request the root of its keys, unless it has it already or stays away from the cache."""
+        """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
         if self.cache.is_enabled and request.params.enable_prefix_caching:
             self._keys.start(request.sequence, request.params.cache_salt)
 
     def propose(self, drafts: TokensById) -> None:
-        """Let the next step verify these, by request id, as far as there is room; afterwards they are forgotten."""
+        """Set the drafts that the next step verifies, by request id, as far as there is room; used once."""
         self.drafts.proposals = drafts
 
     def allow(self, request: Request, masks: Masks) -> None:
-        """Set the masks of a structured output; without them its request is left out of steps (SE-10)."""
+        """Set the token masks of a structured output; a request without them is left out of steps (SE-10)."""
         request.sequence.masks = masks
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
+        """Plan the next step and apply the plan; the caller computes the plan's chunks."""
         plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget)
-        for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
+        for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
             if self.limits.explains:
                 explain_admission(admission, self.cache, self.limits.block_size)
@@ -127,11 +127,11 @@ class Scheduler:
         return plan
 
     def hash_ahead(self) -> None:
-        """While a step is computed: hash of the next step's slice what is here; that step hashes the rest of it."""
+        """Begin the next step's slice of hashing while a step is computed; that step hashes the rest of the slice."""
         self._hashing.begin_slice()
 
     def _grow(self, chunks: Iterable[Chunk]) -> None:
-        """Blocks for the tokens that outgrow those of their requests; admissions take theirs at once."""
+        """Allocate blocks for tokens that outgrow those of their requests; admissions allocate theirs at once."""
         size = self.limits.block_size
         for chunk in chunks:
             sequence = chunk.request.sequence
@@ -170,14 +170,14 @@ class Scheduler:
             self.cache.count_hit(admission.matched[self.limits.blocks_for(start) - 1])
 
     def _count_lost(self, request: Request, matched: int, start: int) -> None:
-        """What a first admission computes because it was given up."""
+        """Count the tokens that a first admission computes because cached entries were evicted."""
         cache, length = self.cache, len(request.tokens)
         lost = cache.ghosts.lost(length, request.block_hashes, matched, start, self.limits.block_size, cache.states)
         if lost is not NOTHING_LOST:
             self.counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
-        """Slots for the states that the step's plan wants, all at once; what finds none is left out."""
+        """Reserve slots for the snapshots of the step's plan, all at once; those that get no slot are left out."""
         if not wanted:
             return
         for one, slot in zip(wanted, self._states.reserve_all(wanted), strict=True):
@@ -187,18 +187,19 @@ class Scheduler:
                     one.request.sequence.snapshot_plan.decode = one.block_hash
 
     def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
-        """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
+        """Apply the result of a successful step. This is the one transition at its end, and it cannot fail.
 
-        Computed intervals and ledgers grow, complete blocks and the snapshots passed can be found, new tokens are
-        appended, and who got the last one, by its id or by count, ends. Texts come later, and undo nothing of this.
+        Computed intervals and ledgers grow, complete blocks and reached snapshots are published, new tokens are
+        appended, and requests end whose last token came, by id or by count. Texts are made later, and undo nothing of
+        this.
 
         Args:
-            step: The message that was computed.
+            step: Message of the step that was computed.
             sampled: Request id -> new token, for exactly those chunks that yield one.
-            behind: Request id -> the tokens behind its drafts, where it has some (see `accepted_tokens`).
+            behind: Request id -> target tokens after its drafts, if it has drafts (see `accepted_tokens`).
 
         Returns:
-            Who has ended.
+            Requests that have ended.
         """
         running = {request.request_id: request for request in self.queues.running}
         requests = [running[chunk.request_id] for chunk in step.chunks]
@@ -211,7 +212,7 @@ class Scheduler:
         return self._extend(requests, new)
 
     def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
-        """The requests' tokens up to `ends` are computed, and complete blocks can be found."""
+        """Mark the requests' tokens up to `ends` as computed, and publish complete blocks."""
         unsettled = self.drafts.unsettled
         for request, end in zip(requests, ends, strict=True):
             self.counters.prefill_tokens += request.advance(end)
@@ -221,9 +222,9 @@ class Scheduler:
                 self.queues.waiting.published(self.drafts.commit(request))
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
-        """Give each request its new token, when all that the step computed can be found; who ends with it.
+        """Append each request's new token, after all that the step computed is published; return requests that end.
 
-        Without one only a request ends that generates none.
+        A request without a new token ends only if it generates none.
         """
         ended = []
         for request in requests:
@@ -238,7 +239,7 @@ class Scheduler:
         return ended
 
     def _show_snapshots(self, request: Request) -> None:
-        """The states at the positions that the request has now reached are in their slots: let others find them."""
+        """Publish the snapshots at the positions that the request has now reached."""
         sequence = request.sequence
         if not sequence.snapshots:
             return
@@ -249,7 +250,7 @@ class Scheduler:
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
 
     def _publish(self, request: Request) -> None:
-        """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
+        """Publish the blocks that the request has completed, unless it was admitted in an earlier cache epoch."""
         sequence = request.sequence
         first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
         if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
@@ -257,7 +258,7 @@ class Scheduler:
         block_hashes, table = sequence.block_hashes[first:complete], sequence.block_table
         parent, own = sequence.block_hashes[first - 1] if first else None, table[first:complete]
         shared = self.cache.publish(block_hashes, own, parent)
-        if shared != own:  # somebody has published the same before
+        if shared != own:  # another request has published equal blocks before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
         size = self.limits.block_size
         if self.cache.cached_token_ids is not None:
@@ -272,7 +273,7 @@ class Scheduler:
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
-        """The forward of `chunks` has failed: their pools hold anything now, so the requests start again."""
+        """Requeue the requests of a failed forward, whose pool contents are undefined, to start again."""
         for chunk in chunks:
             self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
 
@@ -285,7 +286,7 @@ class Scheduler:
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """Somebody else than a step says that a request leaves; what it owned is free at once."""
+        """End a request outside of a step; what it owned is free at once."""
         self._end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 
     def _end(
@@ -302,13 +303,13 @@ class Scheduler:
         request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 
     def suspend(self) -> None:
-        """The pools are about to lose their contents: everybody waits, and keeps its tokens."""
+        """Requeue all requests with their tokens before the pools lose their contents."""
         for request in [*self.queues.running, *self.queues.paused]:
             self._requeue(request)
         self._reset_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Nothing cached before is matched after, and requests in flight publish nothing (EX-4)."""
+        """Reset the prefix cache: no earlier block is matched again, and requests in flight publish nothing (EX-4)."""
         self._reset_cache()
 
     def _reset_cache(self) -> None:
@@ -320,7 +321,7 @@ class Scheduler:
         self.queues.waiting.forget()
 
     def weights_changed(self) -> None:
-        """The same for good reason: keys made from now on are of other weights."""
+        """Reset the prefix cache and use new roots of block hashes, since the weights have changed."""
         self._keys.weights_changed()
         self._reset_cache()
         for request in self.queues.waiting:

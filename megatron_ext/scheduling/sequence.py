@@ -1,4 +1,4 @@
-"""The tokens of a request, how far they are computed, and what they own.
+"""Sequence: the tokens of a request, how far they are computed, and the blocks and slots that they own.
 
 Everything is counted in tokens, in half-open intervals over prompt and generation together:
 
@@ -10,7 +10,8 @@ Everything is counted in tokens, in half-open intervals over prompt and generati
                    computed_end == chunk.start    chunk.end
 
 A sequence whose scheduled chunk ends at `len(tokens)` gets a new token from that step. `shared_end` may lie beyond
-`computed_end`: the last token is computed even where its block is shared, and so is what lies behind the last snapshot.
+`computed_end`: the last token is computed even where its block is shared, and so are the tokens after the last
+snapshot.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Seq
 
 
 class Sequence:
-    """Written by the scheduler, and by nobody else.
+    """Tokens of a request and what they own; only the scheduler writes it.
 
     Args:
-        prompt_tokens: Its first tokens.
-        seed: Of the numbers that its tokens are drawn with.
+        prompt_tokens: Tokens of the prompt.
+        seed: Seed of the numbers that tokens are sampled with.
 
     Attributes:
-        tokens: Of prompt and generation.
-        packed: The same, as they are hashed.
-        computed_end: See the module, as `shared_end`.
-        published_blocks: Of the block table, from its start.
-        chain: Of the block hashes of its blocks; None for one that neither reads nor writes the cache.
-        cache_epoch: Of the cache when it was admitted.
-        block_table: What it owns, in order; replaced when that changes, so that a step's message keeps it.
-        running_slot: Where its recurrent states are; None while it waits.
-        restore: What to copy into the running state slot before the first chunk.
-        snapshots: Slots are reserved for them; none is taken yet.
-        trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
-        draft_states: While drafts are verified, where the states behind its tokens go; then the one that it goes on
-            from, unless that is the live one (`restore` says so, too).
-        ledger: Its account of prompt tokens.
-        draws: The numbers that its tokens are drawn with.
-        masks: Of a structured output: a bit for each token that may come next, then the same after each of the drafts
-            that are proposed; empty until they are known.
+        tokens: Tokens of prompt and generation.
+        packed: Array of the same tokens, packed for hashing.
+        computed_end: Position below which tokens are computed or skipped (see the module, also for `shared_end`).
+        published_blocks: Blocks of the block table that are published, from its start.
+        chain: Chain of block hashes; None for a sequence that neither reads nor writes the cache.
+        cache_epoch: Epoch of the cache when the request was admitted.
+        block_table: Blocks owned, in order; replaced when that changes, so that a step's message keeps its version.
+        running_slot: Running state slot; None while the request waits.
+        restore: Snapshot to copy into the running state slot before the first chunk.
+        snapshots: Snapshots with reserved slots that are not taken yet.
+        snapshot_plan: Planned snapshots beyond those that follow from its position.
+        draft_states: Slots of the states after its tokens while drafts are verified; then the one to continue from,
+            unless that is the running state (`restore` says so, too).
+        ledger: Account of prompt tokens.
+        rng: Numbers that tokens are sampled with.
+        masks: Token masks of a structured output: one bit per token id allowed next, then the same after each proposed
+            draft; empty until they are known.
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
@@ -85,29 +86,29 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last token, a generated one, is left to compute."""
+        """True if only the last token, a generated one, is left to compute."""
         return self.prompt_length <= self.computed_end == len(self.tokens) - 1
 
     @property
     def block_hashes(self) -> abc.Sequence[BlockHash]:
-        """Block hashes of the complete blocks of `tokens`; none for a sequence that stays away from the cache."""
+        """Block hashes of the complete blocks of `tokens`; empty for a sequence that does not use the cache."""
         return () if self.chain is None else self.chain.extend(self.packed)
 
     @property
     def unhashed_tokens(self) -> int:
-        """Tokens in complete blocks whose block hashes are yet to be made."""
+        """Tokens in complete blocks that are not hashed yet."""
         return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
 
     def hash_ahead(self, most: int) -> None:
-        """Make the block hashes of the next complete blocks: of at most so many tokens, but of a block at least."""
+        """Hash the next complete blocks: at most `most` tokens, but at least one block."""
         if self.chain is not None:
             self.chain.extend_by(self.packed, most)
 
     def advance(self, end: int) -> int:
-        """The tokens up to `end` have been computed.
+        """Mark the tokens up to `end` as computed.
 
         Returns:
-            How many of them are prefill.
+            Number of prefill tokens among them.
         """
         prefilled = self.ledger.compute(self.computed_end, end)
         self.computed_end = end
@@ -115,21 +116,21 @@ class Sequence:
         return prefilled
 
     def append(self, token: int) -> None:
-        """A token was generated."""
+        """Append a generated token."""
         self.rng.advance()
         self.masks = ()
         self.tokens.append(token)
         self.packed.append(token)
 
     def cut(self, count: int) -> None:
-        """The last `count` tokens did not come; it has ended, and owns nothing."""
+        """Drop the last `count` tokens of a sequence that has ended and owns nothing."""
         del self.tokens[len(self.tokens) - count :], self.packed[len(self.packed) - count :]
 
     def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
-        """Nothing of it is computed any more.
+        """Reset the sequence to uncomputed and give up all that it owns.
 
         Returns:
-            What it owned, for those who have lent it: blocks, reserved snapshots, running state slot.
+            Blocks, reserved snapshots and running state slot that it owned, for return to their pools.
         """
         owned = self.block_table, self.snapshots, self.running_slot
         self.block_table, self.snapshots, self.running_slot, self.restore = (), [], None, None

@@ -1,7 +1,7 @@
-"""One step as a message: everything that executing it needs, in plain values.
+"""Scheduled step as a message: everything that its execution needs, in plain values.
 
-The scheduler writes it, staging reads it and nothing else. It can be pickled, and two schedulers that were given the
-same commands write equal ones, so that ranks can act on their own copies.
+The scheduler writes the message, and the runner reads nothing else. It can be pickled, and two schedulers that were
+given the same commands write equal messages, so that ranks can act on their own copies.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _UNKNOWN: Final = (LAST_SAMPLED,)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the token behind a chunk is chosen, and what is told about it.
+    """Sampling options of one token: how it is chosen and which log-probs are reported.
 
     Attributes:
-        temperature: Not needed if greedy, as the next three.
-        top_k: 0 is off.
-        top_p: 0 is off.
-        uniform: In [0, 1), from the request's own generator; None is greedy.
-        forbidden: Tokens that must not come yet.
-        top_n: List so many of the best tokens with their log-probs; None asks for no log-prob at all.
-        shaping: What is done to the logits before; None if nothing is.
+        temperature: Temperature; unused if greedy, like the next three.
+        top_k: Number of tokens to sample from; 0 disables the filter.
+        top_p: Probability mass to sample from; 0 disables the filter.
+        uniform: Number in [0, 1) from the request's own generator; None if greedy.
+        forbidden: Token ids that are not allowed yet.
+        top_n: Number of best tokens to list with their log-probs; None requests no log-prob at all.
+        logits_options: Logits processing options; None if logits are not processed.
     """
 
     temperature: float
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Prompt tokens whose log-probs are asked for: the logits at positions [start, end) are to score `targets`."""
+    """Prompt tokens whose log-probs are requested: the logits at positions [start, end) score `targets`."""
 
     start: int
     end: int
@@ -59,22 +59,22 @@ class Scoring:
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """What one request computes in a step.
+    """Part of a step that belongs to one request.
 
     Attributes:
-        request_id: Whose it is.
-        token_ids: Those at positions [start, end); `LAST_SAMPLED` for one that the host does not know yet.
+        request_id: Id of the request.
+        token_ids: Token ids at positions [start, end); `LAST_SAMPLED` for one that the host does not know yet.
         start: First position; tokens before it are computed or skipped.
-        end: Behind the last one.
-        is_decode: One generated token on top of live states.
-        block_ids: Of positions [0, end), in order.
-        shared_end: KV below this position lies in blocks that others use, and is not written.
-        running_slot: Of its recurrent states.
-        restore: The snapshot to copy there first; None if there is none to copy.
-        snapshots: States that the chunk passes, and where to keep them.
-        sampling: How its next token is chosen; None if the chunk yields none.
-        scoring: None if no prompt token of the chunk is scored.
-        target_sampling: How the tokens behind its last tokens, which are drafts, are chosen if these come.
+        end: Position after the last token.
+        is_decode: True for one generated token on top of a running state.
+        block_ids: Blocks of positions [0, end), in order.
+        shared_end: Position below which KV lies in shared blocks and is not written.
+        running_slot: Running state slot of the request.
+        restore: Snapshot to copy into that slot first; None if there is no snapshot to copy.
+        snapshots: Snapshots at positions that the chunk passes, with their slots.
+        sampling: Sampling options of its next token; None if the chunk yields none.
+        scoring: Prompt tokens to score; None if the chunk has none.
+        target_sampling: Sampling options of the token after each draft, used if the draft is accepted.
     """
 
     request_id: int
@@ -93,22 +93,22 @@ class ScheduledChunk:
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Those of its tokens that are guesses: the last ones."""
+        """Draft tokens: the last tokens of the chunk."""
         return self.token_ids[self.length - len(self.target_sampling) :]
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Tokens of the chunk."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step: the decodes, then the prefills.
+    """Step: the decodes, then the prefills.
 
     Attributes:
-        chunks: At most one of each request.
-        num_decode: The first so many of them decode.
+        chunks: Chunks of the step, at most one per request.
+        num_decode: Number of decodes, which come first.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -116,12 +116,12 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computes."""
+        """Tokens that the step computes."""
         return sum(chunk.length for chunk in self.chunks)
 
 
 def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
-    """The message of a step whose blocks and slots have been given out; decodes come first."""
+    """Return the message of a step whose blocks and slots are allocated; decodes come first."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
@@ -138,7 +138,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         start=start,
         end=end,
         is_decode=is_decode,
-        block_ids=sequence.block_table[: -(-end // block_size)],  # of a whole table, no copy
+        block_ids=sequence.block_table[: -(-end // block_size)],  # no copy if this is the whole table
         shared_end=sequence.shared_end,
         running_slot=sequence.running_slot,
         restore=sequence.restore,
@@ -150,12 +150,12 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
 
 
 def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot]) -> ScheduledStep:
-    """The message of a step that decodes a token of each request which the step before is about to give it.
+    """Return the message of a step launched ahead: each request decodes the token that the current step samples.
 
     Args:
-        chunks: One token each, behind all that is known of their requests (see `AsyncPlanner`).
-        block_size: Tokens.
-        states: Request id -> where its states are kept, if they are; of a name that is no block hash.
+        chunks: Chunks of one token each, after all known tokens of their requests (see `AsyncPlanner`).
+        block_size: Tokens of a block.
+        states: Request id -> slot of the states to keep, if any; its name is not a block hash.
     """
     described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
     return ScheduledStep(described, len(described))
@@ -192,13 +192,13 @@ def _snapshots(chunk: Chunk) -> tuple[Snapshot, ...]:
 def _token_ids(chunk: Chunk) -> tuple[int, ...]:
     sequence = chunk.request.sequence
     if chunk.end <= sequence.prompt_length:
-        return chunk.request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
+        return chunk.request.prompt_tokens[chunk.start : chunk.end]  # no copy if this is the whole prompt
     known = tuple(sequence.tokens[chunk.start : chunk.end])
     return known + chunk.drafts if chunk.drafts else known
 
 
 def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
-    """Of the request's next token, or of the one behind these drafts: all that depends on where it stands."""
+    """Return the sampling options of the request's next token, or of the token after `drafts`."""
     params = request.submission.params
     wish = params.temperature, params.top_k, params.top_p
     may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
@@ -213,15 +213,15 @@ def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
 
 @lru_cache(maxsize=256)
 def _greedy(temperature: float, top_k: int, top_p: float, forbidden: tuple[int, ...], top_n: int | None) -> Sampling:
-    """Greedy requests with equal wishes have one of these, from step to step."""
+    """Return shared options for greedy requests with equal params, from step to step."""
     return Sampling(temperature, top_k, top_p, None, forbidden, top_n)
 
 
 def _scoring(chunk: Chunk) -> Scoring | None:
-    """Those of the chunk's prompt tokens that have no log-prob yet.
+    """Return the chunk's prompt tokens that have no log-prob yet.
 
-    Who asks for them skips none, so they are those that are computed for the first time. This is known to every
-    scheduler that has the same history; the log-probs themselves are not.
+    A request for prompt log-probs skips no token, so these are the tokens computed for the first time. Every scheduler
+    with the same history knows this; the log-probs themselves are not known to all.
     """
     request = chunk.request
     if not request.params.wants_prompt_log_probs:

@@ -1,4 +1,4 @@
-"""A request as it was submitted; nothing of it ever changes."""
+"""Submitted request, as an immutable value."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_ext.config import RequestParams
 
 @dataclass(frozen=True)
 class Submission:
-    """What a caller asked for.
+    """Request as the caller submitted it.
 
     Attributes:
-        request_id: Not in use by another living request.
-        prompt_tokens: At least one.
-        params: How it is sampled, and what it asks for.
+        request_id: Unique among living requests.
+        prompt_tokens: Tokens of the prompt; at least one.
+        params: Sampling params and other options.
         arrival: Rank of submission; the lower goes first.
-        seed: Of the request's own random generator.
-        end_ids: Tokens each of which ends generation.
-        prompt_text: If the prompt came as text.
-        bad_words: Those of the params as token ids, each in all the ways it can begin.
-        processes_logits: What the params say, looked up once.
+        seed: Seed of the request's own random generator.
+        end_ids: Token ids each of which ends generation.
+        prompt_text: Text of the prompt, if it was submitted as text.
+        bad_words: Bad words of the params as token ids, each in all variants of its beginning.
+        processes_logits: Value of `params.processes_logits`, computed once.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""When what happened to a request."""
+"""Times and events of a request."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megatron_ext.scheduling.request_events import Event, EventType, Payload
 
 
 class Timeline:
-    """From submission to the end.
+    """Timeline of a request from submission to its end.
 
     Attributes:
-        events: In order; the first is the submission.
+        events: Events in order; the first is the submission.
         arrival_wall_time: Seconds since the epoch.
-        step_count: Engine steps that computed something for it.
-        has_waited_for_prefix: It has waited for another request's prefix, and was counted.
-        drafted: Drafts of it that steps have verified.
-        accepted: Those of them that came.
+        step_count: Engine steps that computed a chunk of the request.
+        has_waited_for_prefix: True once the request has waited for another request's prefix and was counted.
+        drafted: Draft tokens of the request that were verified.
+        accepted: Draft tokens that were accepted.
     """
 
     def __init__(self) -> None:
@@ -25,24 +25,24 @@ class Timeline:
         self.step_count = 0
         self.has_waited_for_prefix = False
         self.drafted = self.accepted = 0
-        self._end: float | None = None  # seconds, of the events' clock
+        self._end: float | None = None  # seconds of the events' clock
         self.note(EventType.ADD_ENGINE)
 
     def note(self, event_type: EventType, payload: Payload = None) -> None:
-        """Something happens now."""
+        """Add an event with the present time."""
         self.events.append(Event.now(event_type, payload))
 
     def close(self) -> None:
-        """It ends now."""
+        """Set the end of the request to the present time."""
         self._end = time.monotonic()
 
     def take_back_finish(self) -> None:
-        """Nobody has been told that it finished, and it ends otherwise."""
+        """Remove the FINISH event of a request whose outcome is revised before it was reported."""
         if self.events[-1].type is EventType.FINISH:
             self.events.pop()
 
     def take_back_tokens(self, count: int) -> None:
-        """Nobody has been told of the last `count` generated tokens, and they did not come."""
+        """Remove the events of the last `count` generated tokens, which were dropped before they were reported."""
         noted = [i for i, event in enumerate(self.events) if event.type is EventType.GENERATED_TOKEN]
         for i in reversed(noted[len(noted) - count :]):
             del self.events[i]
@@ -55,6 +55,6 @@ class Timeline:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from submission to the first token; None if none has come."""
+        """Seconds from submission to the first token; None if there is no token."""
         first = next((event for event in self.events if event.type is EventType.FIRST_TOKEN), None)
         return None if first is None else first.timestamp - self.events[0].timestamp
