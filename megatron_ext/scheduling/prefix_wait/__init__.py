@@ -1,1 +1,1 @@
-"""Requests that wait for a prefix that another one computes."""
+"""Prefix waits: requests that wait for a prefix that another request computes."""

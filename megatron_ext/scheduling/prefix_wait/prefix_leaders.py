@@ -1,4 +1,4 @@
-"""Leaders and followers: who is computing the block that a waiting request needs next (KV-6)."""
+"""Leaders and followers: requests that compute the block that a waiting request needs next (KV-6)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_ext.scheduling.snapshots.snapshot_positions import common_blocks
 class PendingBlocks:
     """Block hashes that running prefills are about to publish.
 
-    A waiting request whose next block is among them follows the request that computes it: it waits, others overtake it,
-    and then it hits. When the leader ends in any way, its block hashes leave, and the first follower computes them
-    itself.
+    A waiting request whose next block is among them follows the request that computes it: the follower waits, other
+    requests overtake it, and then it hits the cache. When the leader ends in any way, its block hashes are removed, and
+    the first follower computes them itself.
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[BlockHash, int] = {}  # the first
-        self._others: dict[BlockHash, list[int]] = {}  # those behind it, in order of admission
+        self._leaders: dict[BlockHash, int] = {}  # the first request that computes each block
+        self._others: dict[BlockHash, list[int]] = {}  # later ones, in order of admission
         self._block_hashes: dict[int, set[BlockHash]] = {}
 
     def add(self, request_id: int, block_hashes: Sequence[BlockHash]) -> None:
-        """`request_id` begins to compute these blocks."""
+        """Register blocks that `request_id` begins to compute."""
         if not block_hashes:
             return
         own = self._block_hashes.setdefault(request_id, set())
@@ -42,13 +42,13 @@ class PendingBlocks:
         own.update(block_hashes)
 
     def published(self, request_id: int, block_hashes: Sequence[BlockHash]) -> None:
-        """`request_id` has computed the blocks of `block_hashes`."""
+        """Remove blocks that `request_id` has computed and published."""
         own = self._block_hashes.get(request_id)
         if own:
             self._forget(request_id, own.intersection(block_hashes))
 
     def discard(self, request_id: int) -> None:
-        """`request_id` computes nothing any more."""
+        """Remove all blocks of `request_id`, which computes nothing any more."""
         if request_id in self._block_hashes:
             self._forget(request_id, set(self._block_hashes[request_id]))
 
@@ -64,7 +64,7 @@ class PendingBlocks:
             del self._block_hashes[request_id]
 
     def _step_back(self, request_id: int, block_hash: BlockHash) -> None:
-        """One of several that compute `block_hash` does so no more."""
+        """Remove one of several requests that compute `block_hash`."""
         others = self._others[block_hash]
         if self._leaders[block_hash] == request_id:
             self._leaders[block_hash] = others.pop(0)
@@ -74,20 +74,20 @@ class PendingBlocks:
             del self._others[block_hash]
 
     def leader(self, block_hash: BlockHash) -> int | None:
-        """The request that computes `block_hash`, the first if there are several; None if nobody does."""
+        """Return the first request that computes `block_hash`; None if no request does."""
         return self._leaders.get(block_hash)
 
     def computes(self, request_id: int, block_hash: BlockHash) -> bool:
-        """Whether `request_id` is about to publish `block_hash`."""
+        """Return whether `request_id` is about to publish `block_hash`."""
         return block_hash in self._block_hashes.get(request_id, ())
 
     def requests(self) -> set[int]:
-        """Ids of the requests that compute something that others could wait for."""
+        """Return the ids of requests that compute blocks that others could wait for."""
         return set(self._block_hashes)
 
 
 class PrefixLeaders:
-    """Who computes what: running requests, and those that this step admits."""
+    """Leaders in one plan: running requests, and requests that this step admits."""
 
     def __init__(self, running: Iterable[Request], pending_blocks: PendingBlocks) -> None:
         self.running = {request.request_id: request for request in running}
@@ -95,12 +95,12 @@ class PrefixLeaders:
         self._planned: dict[BlockHash, Chunk] = {}
 
     def add(self, admission: Admission) -> None:
-        """This one is about to compute what it did not match."""
+        """Register the blocks that an admitted request did not match and is about to compute."""
         block_hashes = admission.request.block_hashes[len(admission.matched) :]
         self._planned |= dict.fromkeys(block_hashes, admission.chunk)
 
     def of(self, request: Request, matched: int) -> tuple[Request, int] | None:
-        """The request that computes the first block that `request` lacks, and what it has computed before this step."""
+        """Return the leader of the first block that `request` lacks, and the leader's computed end before this step."""
         if matched == len(request.block_hashes):
             return None
         following = request.block_hashes[matched]
@@ -114,10 +114,10 @@ class PrefixLeaders:
         return leader, leader.computed_end
 
     def disturbed(self, admitted: Request, leaders: Iterable[int]) -> list[int]:
-        """Which of `leaders` somebody may follow who has `admitted` to follow in this step, as the latest to lead.
+        """Return those of `leaders` whose followers may have to follow the newly `admitted` request instead.
 
-        Those with which it has the next block in common. With recurrent layers its states may be of more use to a
-        follower, or of less, than those that it sleeps for.
+        These are the leaders that have their next block in common with `admitted`. With recurrent layers, the states of
+        `admitted` may be of more or less use to a follower than those that it sleeps for.
         """
         return [one for one in leaders if self._has_next_block_of(admitted, self.running[one])]
 
@@ -139,10 +139,10 @@ def wait_for_prefix(
     cache: PrefixCache,
     requested: Collection[BlockHash],
 ) -> Deferral | None:
-    """Wait for the leader, if that saves anything: None if not.
+    """Return a deferral until the leader has computed the common prefix; None if waiting saves nothing.
 
-    With recurrent layers it does if the leader has yet to pass the last boundary that both have in common, and a slot
-    can be had for the states there.
+    With recurrent layers, waiting saves something if the leader has yet to pass the last boundary in common, and a slot
+    for the states there is available.
     """
     leading, computed_end = leader
     block_size = limits.block_size
@@ -167,14 +167,14 @@ def wait_for_prefix(
 def is_lasting(
     deferral: Deferral, leader: Request, blocks: int, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> bool:
-    """Whether `deferral` stays as it is until its leader publishes its block number `blocks`, or leaves.
+    """Return whether `deferral` holds until its leader publishes its block number `blocks`, or leaves.
 
-    The leader's blocks before that are in use, so they cannot be dropped; as long as it computes the last of them, it
-    computes the next one that the follower lacks.
+    The leader's blocks before that are in use, so they cannot be evicted; as long as the leader computes the last of
+    them, it computes the next block that the follower lacks.
 
-    With recurrent layers other leaders would be asked other questions. There it is so if the leader is the first that
-    computes the follower's next block, if the follower has matched nothing that the leader does not hold (what is not
-    held could be dropped, and then another one would lead), and if somebody is about to take the states.
+    With recurrent layers, another leader would change the decision. There the deferral holds if the leader is the first
+    request that computes the follower's next block, if the follower has matched only blocks that the leader owns
+    (others could be evicted, and then another request would lead), and if a snapshot of the states is planned.
     """
     block_hashes = deferral.request.block_hashes
     block_hash = block_hashes[blocks - 1]
@@ -194,7 +194,7 @@ def is_lasting(
 def put_to_sleep(
     deferrals: Iterable[Deferral], queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> None:
-    """Whoever waits for another's prefix need not be looked at again before what it waits for has changed."""
+    """Let followers sleep whose deferrals hold until their leader progresses."""
     leaders = {request.request_id: request for request in queues.running}
     for deferral in deferrals:
         request = deferral.request
@@ -206,7 +206,7 @@ def put_to_sleep(
 
 
 def note_followers(deferrals: Iterable[Deferral], counters: Counters) -> None:
-    """Count requests that wait for another's prefix, each of them once."""
+    """Count requests that wait for another request's prefix, each of them once."""
     for deferral in deferrals:
         timeline = deferral.request.timeline
         if deferral.wait_for is not None and not timeline.has_waited_for_prefix:
@@ -215,7 +215,7 @@ def note_followers(deferrals: Iterable[Deferral], counters: Counters) -> None:
 
 
 def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks) -> None:
-    """Assert that everybody who sleeps waits for something that is about to be there."""
+    """Assert that every sleeping request waits for blocks or states that are about to be published."""
     queues.waiting.check()
     running = {request.request_id: request for request in queues.running}
     for request, prefix_wait in queues.waiting.sleepers():

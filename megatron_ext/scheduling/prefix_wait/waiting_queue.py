@@ -1,8 +1,8 @@
-"""Who waits for admission: awake, to be looked at in each step, or asleep until what it waits for has changed.
+"""Queue of requests waiting for admission: awake and examined in each step, or asleep until their leader progresses.
 
-A request that follows another one sleeps under that leader and the block hash of the last block that it waits for, so
-that thousands of followers cost a step nothing. `published`, `cancelled`, `on_leader_gone` and `forget` wake them;
-waking somebody too early costs a look and changes no plan.
+A follower sleeps under its leader and under the block hash of the last block that it waits for, so that thousands of
+followers cost a step nothing. `published`, `cancelled`, `on_leader_gone` and `forget` wake followers; an early wake-up
+costs an examination and changes no plan.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Key = TypeVar("Key", BlockHash, int)
 
 
 class BlockPins(Protocol):
-    """Whoever keeps blocks for waiting requests: the cache."""
+    """Pins of blocks that waiting requests are to find; implemented by the cache."""
 
     def want(self, block_hash: BlockHash) -> None:
-        """A waiting request is to find this block, and all before it."""
+        """Pin this block and all blocks before it for one waiting request."""
 
     def unwant(self, block_hash: BlockHash) -> None:
-        """It is not waiting for that any more."""
+        """Remove one pin of this block."""
 
     def wanted(self) -> dict[BlockHash, int]:
-        """What is wanted, and by how many."""
+        """Return the pinned block hashes with their number of pins."""
 
 
 @dataclass(frozen=True)
 class PrefixWait:
-    """What a follower waits for, or, once it is published, is to find when it is admitted.
+    """Prefix wait of a follower: blocks that it waits for or, once they are published, will match when admitted.
 
     Args:
-        leader: Id of the request that computes it.
-        block hash: Of the last block of it.
-        blocks: From the start of the sequence.
-        is_published: Somebody has computed it since.
+        leader: Id of the request that computes the blocks.
+        block_hash: Hash of the last of the blocks.
+        blocks: Number of blocks from the start of the sequence.
+        is_published: True once the blocks have been computed and published.
     """
 
     leader: int
@@ -53,10 +53,11 @@ class PrefixWait:
 
 
 class WaitingQueue:
-    """All waiting requests, in order of arrival.
+    """Queue of all waiting requests, in order of arrival.
 
     Args:
-        pins: Is told what followers wait for, from when they fall asleep until they leave or drop their prefix wait.
+        pins: Pins the blocks that followers wait for, from when they fall asleep until they leave or drop the prefix
+            wait.
     """
 
     def __init__(self, pins: BlockPins | None = None) -> None:
@@ -64,7 +65,7 @@ class WaitingQueue:
         self._members: set[Request] = set()
         self._awake: list[Request] = []  # in order of arrival
         self._prefix_waits: dict[Request, PrefixWait] = {}
-        self._sleepers: dict[BlockHash, dict[Request, None]] = {}  # by what they wait for
+        self._sleepers: dict[BlockHash, dict[Request, None]] = {}  # by the block hash that they wait for
         self._followers: dict[int, dict[Request, None]] = {}  # the same, by their leaders' ids
 
     def __iter__(self) -> Iterator[Request]:
@@ -77,13 +78,13 @@ class WaitingQueue:
         return request in self._members
 
     def add(self, request: Request) -> None:
-        """Let `request` wait, awake, at its place."""
+        """Insert `request`, awake, at its place."""
         assert request not in self._members, f"request {request.request_id} is here already"
         self._members.add(request)
         bisect.insort(self._awake, request, key=_ARRIVAL)
 
     def remove(self, request: Request) -> None:
-        """Take `request` out."""
+        """Remove `request`."""
         self._members.remove(request)
         if self.is_asleep(request):
             self._take_out(request)
@@ -92,63 +93,63 @@ class WaitingQueue:
         self._drop_prefix_wait(request)
 
     def _place(self, request: Request) -> int:
-        """Where in the line of those awake it stands."""
+        """Return the index of `request` among the awake requests."""
         return self._awake.index(request, bisect.bisect_left(self._awake, request.arrival, key=_ARRIVAL))
 
-    # Questions
+    # Queries
 
     def line(self) -> Line:
-        """Those awake, in order of arrival."""
+        """Return the awake requests, in order of arrival."""
         return Line(self._awake)
 
     @property
     def first_awake(self) -> Request | None:
-        """Who is looked at first; None if nobody is."""
+        """First awake request; None if no request is awake."""
         return self._awake[0] if self._awake else None
 
     def is_asleep(self, request: Request) -> bool:
-        """Whether it need not be looked at."""
+        """Return whether `request` sleeps, so that steps need not examine it."""
         prefix_wait = self._prefix_waits.get(request)
         return prefix_wait is not None and not prefix_wait.is_published
 
     def promised_blocks(self, request: Request) -> int:
-        """Blocks from its start that have been published for `request` while it waited for them; 0 if none."""
+        """Return the blocks from its start that were published for `request` while it waited for them; 0 if none."""
         prefix_wait = self._prefix_waits.get(request)
         return prefix_wait.blocks if prefix_wait is not None and prefix_wait.is_published else 0
 
     def leaders(self) -> Iterable[int]:
-        """Ids of the requests that somebody sleeps under."""
+        """Return the ids of requests that have sleeping followers."""
         return self._followers.keys()
 
     def followers_of(self, leader: int) -> Iterable[Request]:
-        """Those that sleep under it."""
+        """Return the requests that sleep under `leader`."""
         return self._followers.get(leader, {}).keys()
 
     def sleepers(self) -> Iterator[tuple[Request, PrefixWait]]:
-        """All that sleep, and what they wait for."""
+        """Iterate over sleeping requests with their prefix waits."""
         return (
             (request, prefix_wait)
             for request, prefix_wait in self._prefix_waits.items()
             if not prefix_wait.is_published
         )
 
-    # To sleep and to wake
+    # Sleeping and waking
 
     def sleep(self, request: Request, leader: int, block_hash: BlockHash, blocks: int) -> None:
-        """Do not look at `request` before the leader has published `block_hash`, its block number `blocks`, or left."""
+        """Let `request` sleep until the leader has published `block_hash`, its block number `blocks`, or has left."""
         assert not self.is_asleep(request), f"request {request.request_id} is asleep already"
         del self._awake[self._place(request)]
         previous = self._prefix_waits.get(request)
         self._prefix_waits[request] = PrefixWait(leader, block_hash, blocks)
         if self._pins is not None:
-            self._pins.want(block_hash)  # before the other is let go, which may be all that keeps blocks of this one
+            self._pins.want(block_hash)  # before unpinning the other, which may be all that keeps these blocks
             if previous is not None:
                 self._pins.unwant(previous.block_hash)
         self._sleepers.setdefault(block_hash, {})[request] = None
         self._followers.setdefault(leader, {})[request] = None
 
     def published(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Somebody has computed these blocks: whoever waits for one is to find it. Costs nothing where nobody waits."""
+        """Wake the requests that wait for one of these newly computed blocks; costs nothing if no request sleeps."""
         for block_hash in block_hashes if self._sleepers else ():
             self._published(block_hash)
 
@@ -165,15 +166,15 @@ class WaitingQueue:
             )
 
     def cancelled(self, block_hash: BlockHash) -> None:
-        """Nobody takes the states at the end of this block any more: whoever waits for them must look for others."""
+        """Wake the requests that wait for a cancelled snapshot at the end of this block, to look for another leader."""
         self._requeue(tuple(self._sleepers.get(block_hash, ())))
 
     def on_leader_gone(self, leader: int) -> None:
-        """`leader` computes nothing any more: its followers must look for another one."""
+        """Wake the followers of a leader that computes nothing any more, to look for another one."""
         self._requeue(tuple(self.followers_of(leader)))
 
     def forget(self) -> None:
-        """Nothing that was published can be found any more, and nobody computes anything for others."""
+        """Wake all sleepers and drop all prefix waits, since no published block can be found any more."""
         self._requeue(tuple(request for request, _ in self.sleepers()))
         for request in tuple(self._prefix_waits):
             self._drop_prefix_wait(request)
@@ -195,7 +196,7 @@ class WaitingQueue:
             bisect.insort(self._awake, requests[0], key=_ARRIVAL)
         elif requests:
             self._awake += requests
-            self._awake.sort(key=_ARRIVAL)  # runs in order already are merged
+            self._awake.sort(key=_ARRIVAL)  # merges runs that are already in order
 
     def _take_out(self, request: Request) -> None:
         prefix_wait = self._prefix_waits[request]
@@ -203,7 +204,7 @@ class WaitingQueue:
         _take_from(self._followers, prefix_wait.leader, request)
 
     def check(self) -> None:
-        """Assert that everybody is awake or asleep, and that the indexes and the pins know the same sleepers."""
+        """Assert that each request is awake or asleep, and that the indexes and the pins agree on the sleepers."""
         asleep = dict(self.sleepers())
         assert len(self._awake) + len(asleep) == len(self._members), "awake and asleep, or neither"
         assert {*self._awake, *asleep} == self._members, "somebody is neither awake nor asleep"
@@ -227,7 +228,7 @@ def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request
 
 
 class Line:
-    """Those awake, and sleepers that a plan turns out to concern, in order of arrival."""
+    """Iterator over awake requests, and over sleepers that join during a plan, in order of arrival."""
 
     def __init__(self, awake: Sequence[Request]) -> None:
         self._awake, self._next = awake, 0
@@ -247,7 +248,7 @@ class Line:
         return first
 
     def join(self, requests: Iterable[Request], behind: Request) -> None:
-        """Look at these, too, in their places; those before `behind` have had their turn."""
+        """Add sleepers that arrived after `behind` at their places; earlier ones have had their turn."""
         for request in requests:
             if request.arrival > behind.arrival and request not in self._known:
                 self._known.add(request)

@@ -1,1 +1,1 @@
-"""At which positions a step leaves states, and which of them get a slot."""
+"""Snapshots of recurrent states: positions at which a step takes them, and allocation of slots."""

@@ -1,4 +1,4 @@
-"""What `align` mode, where states are kept at the ends of prefill chunks only, asks of the limits."""
+"""Limits required by `align` mode, which takes snapshots only at the ends of prefill chunks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_REQUESTS = "--inference-dynamic-batching-max-requests"
 
 
 def check_aligned(limits: SchedulerLimits) -> None:
-    """See that prefill chunks can end on the block grid (LA-3).
+    """Check that prefill chunks can end on the block grid (LA-3).
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: Prefill chunks cannot end on the block grid.
     """
     if not limits.chunked_prefill:
         raise ConfigError(
@@ -28,7 +28,7 @@ def check_aligned(limits: SchedulerLimits) -> None:
 
 
 def describe_tight_budget(limits: SchedulerLimits) -> str | None:
-    """Where a block may not fit beside decodes, what that costs and what would do (LA-1); None if it always does."""
+    """Describe a token budget that may not fit a block and decodes, its cost and a remedy (LA-1); None if it does."""
     enough = limits.block_size + limits.max_requests
     if limits.max_tokens >= enough:
         return None

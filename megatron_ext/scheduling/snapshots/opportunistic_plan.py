@@ -1,8 +1,8 @@
-"""Which states a step leaves in slots that are free anyway (SI-1): of prefills, at boundaries that nobody asked for.
+"""Opportunistic checkpoints: states that prefills leave in otherwise free slots, at boundaries not requested (SI-1).
 
-Where a request leaves them is decided when it is admitted, for its whole prompt, because that depends on how many slots
-there are; in each step those are taken that its chunk passes, as far as slots are still free. With aligned chunks there
-are none: every boundary at which a chunk ends is kept already.
+Positions are chosen for the whole prompt when a request is admitted, because they depend on the number of slots. Each
+step takes the checkpoints that its chunk passes, as far as slots are still free. Aligned chunks have none: every
+boundary at which a chunk ends has a snapshot already.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def place_opportunistic(
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> list[Admission]:
-    """The admissions with the positions of their opportunistic snapshots, for which there is room as things are.
+    """Return the admissions with the positions of their opportunistic checkpoints, as far as slots are free.
 
     Args:
-        admissions: Of the step, in order: the first has the first choice.
-        continued: Chunks of prefills that have begun, which are to leave some yet.
-        wanted: The step's other snapshots, which have their slots first.
-        limits: The engine's.
-        cache: Which slots are free, and where requests have parted.
+        admissions: Admissions of the step, in order: the first has the first choice.
+        continued: Chunks of prefills that have begun and have planned checkpoints left.
+        wanted: Other snapshots of the step, which get their slots first.
+        limits: Limits of the engine.
+        cache: Prefix cache, with the free slots and the depths at which requests diverged.
     """
     if not admissions or not _is_on(limits, cache):
         return list(admissions)
@@ -56,7 +56,7 @@ def plan_opportunistic(
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> tuple[SnapshotRequest, ...]:
-    """Those that the step's prefills pass, as far as slots are free; they get theirs behind all others."""
+    """Return the planned checkpoints that the step's prefills pass, as far as slots are free after all others."""
     if not (continued or admissions) or not _is_on(limits, cache):
         return ()
     passed: list[SnapshotRequest] = []
@@ -75,7 +75,7 @@ def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
 
 
 def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
-    """Slots that neither hold anything nor are asked for in this step, as far as the limit goes."""
+    """Return the slots, within the limit, that are empty and not reserved for other snapshots of this step."""
     assert states is not None, "there are states"
     taken = sum(states.find(one.block_hash) is None and not states.is_reserved(one.block_hash) for one in wanted)
     free_slots, most = states.free_count - taken, limits.opportunistic.most

@@ -1,18 +1,19 @@
-"""At which boundaries of a prompt states are left in case that somebody parts there (SI-1).
+"""Placement of opportunistic checkpoints: boundaries of a prompt at which other requests may diverge (SI-1).
 
-Whoever shares d blocks with a prompt resumes at the last of its snapshots p_1 < p_2 < ... that is at most d. With S(p)
-the share of those who part at p or behind it, m snapshots behind `first`, where states are anyway, save
+A request that shares d blocks with a prompt resumes at the last of its snapshots p_1 < p_2 < ... that is at most d.
+With S(p) the share of requests that diverge at p or after it, m snapshots after `first`, where a snapshot exists
+anyway, save
 
     sum over i of (p_i - p_(i-1)) * S(p_i),    p_0 = first,
 
-on average. Where that is largest a dynamic program finds: the best i snapshots that end at p_j extend the best i - 1
-that end before it, and what p_j adds is, as a function of S(p_j), the upper hull of lines (one for each end before it):
-O(m N) for N boundaries (placement of checkpoints under a distribution of overlap depths: Shirokikh and Nikolenko,
-arXiv 2605.05219). Only boundaries at which somebody may part are looked at: a snapshot between two of them saves less
+on average. A dynamic program finds the maximum: the best i snapshots that end at p_j extend the best i - 1 that end
+before it, and what p_j adds is, as a function of S(p_j), the upper hull of lines (one for each end before it): O(m N)
+for N boundaries (placement of checkpoints under a distribution of overlap depths: Shirokikh and Nikolenko, arXiv
+2605.05219). Only boundaries at which a request may diverge are considered: a snapshot between two of them saves less
 than one at the next.
 
-What is not known is taken to be even: the boundaries of a grid count as one parting each, all of them together as much
-as `PRIOR` that were seen. So without a record snapshots are spaced evenly.
+Unknown divergence is taken to be uniform: each boundary of a grid counts as one divergence, all of them together as
+much as `PRIOR` recorded ones. So without a record snapshots are spaced evenly.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from functools import lru_cache
 from megatron_ext.prefix_cache.divergence import Depths
 
 PRIOR = 16  # divergences
-FEW = 4  # that a request may declare however short it is
+FEW = 4  # declared checkpoints allowed for a request of any length
 
 
 @dataclass(frozen=True)
 class OpportunisticRules:
-    """How many snapshots are left that nobody asked for, and where; the same on all ranks.
+    """Rules for opportunistic checkpoints: number and spacing; equal on all ranks.
 
     Attributes:
-        most: In all, at a time; None is as many as slots are free, 0 is off.
-        spacing: Blocks for each of them, on average at least. A snapshot costs a copy of the states, which is to be
-            little beside what the tokens between two of them cost.
-        max_a_prompt: However long it is, beside declared ones: longer ones are spaced wider, so that whoever parts
-            computes at most a share of the prompt again, and the slots last for more prompts (docs/policies.md).
-        is_learned: Whether it counts where requests have parted.
+        most: Maximum number at a time, over all requests; None allows as many as slots are free, 0 disables them.
+        spacing: Minimum average number of blocks per checkpoint. A checkpoint costs a copy of the states, which should
+            be small compared with computing the tokens between two of them.
+        max_a_prompt: Maximum per prompt of any length, in addition to declared ones: checkpoints of longer prompts are
+            spaced wider, so that a diverging request recomputes at most a share of the prompt, and the slots last for
+            more prompts (docs/policies.md).
+        is_learned: True to weight boundaries by recorded divergences.
     """
 
     most: int | None = None
@@ -53,15 +55,15 @@ AS_MANY_AS_FREE = OpportunisticRules()
 def place(
     first: int, last: int, free_slots: int, declared: Sequence[int], known: Depths, rules: OpportunisticRules
 ) -> list[int]:
-    """Boundaries to leave states at, in blocks, those first that are to be given up first.
+    """Return boundaries for checkpoints, in blocks, those first that are to be evicted first.
 
     Args:
-        first: Where computing begins.
-        last: Where states are left anyway, at or near the end of the prompt.
-        room: Slots.
-        declared: Boundaries where somebody says that others may part. They come before all others.
-        known: Where requests have parted.
-        rules: See there.
+        first: Block at which computing begins.
+        last: Block at or near the end of the prompt where a snapshot is taken anyway.
+        free_slots: Number of free slots.
+        declared: Boundaries declared by the request as possible divergences; they have priority over all others.
+        known: Recorded depths of divergence, with counts.
+        rules: Rules of number and spacing.
     """
     most = (last - first) // rules.spacing
     named = [block for block in dict.fromkeys(declared) if first < block < last][: min(free_slots, max(FEW, most))]
@@ -72,14 +74,14 @@ def place(
 
 
 def _thinned(blocks: Sequence[int]) -> list[int]:
-    """Every second one first, then every second one of those that are left, and so on: what stays is spaced evenly."""
+    """Order blocks: every second one, then every second one of the rest, and so on; what stays is spaced evenly."""
     order = sorted(range(1, len(blocks) + 1), key=lambda number: (number & -number, number))
     return [blocks[number - 1] for number in order]
 
 
 @lru_cache(maxsize=256)
 def _best(first: int, last: int, count: int, known: Depths, rules: OpportunisticRules) -> tuple[int, ...]:
-    """`count` boundaries between `first` and `last`, or fewer if there are no more to choose from."""
+    """Return the best `count` boundaries between `first` and `last`, or all candidates if there are fewer."""
     step = max(rules.spacing, -(-(last - first) // min(rules.max_a_prompt, count + 1)))
     grid = range((first // step + 1) * step, last, step)
     seen = [(depth, times) for depth, times in known if first < depth < last]
@@ -93,16 +95,16 @@ def _best(first: int, last: int, count: int, known: Depths, rules: Opportunistic
 
 
 def best_depths(first: int, depths: Sequence[int], weights: Sequence[int], count: int) -> list[int]:
-    """The `count` of `depths`, ascending, at which snapshots save most; see the module.
+    """Return the `count` of `depths`, ascending, at which snapshots save most; see the module.
 
     Args:
-        first: Where states are anyway, before all depths.
-        depths: Ascending; at least `count`.
-        weights: How many part there.
-        count: At least one.
+        first: Depth before all others where a snapshot exists anyway.
+        depths: Candidate depths, ascending; at least `count`.
+        weights: Number of divergences at each depth.
+        count: Number of depths to choose; at least one.
     """
     behind = _sums_from_the_end(weights)
-    saved = [(depth - first) * share for depth, share in zip(depths, behind, strict=True)]  # with one that ends there
+    saved = [(depth - first) * share for depth, share in zip(depths, behind, strict=True)]  # with one snapshot there
     choices: list[list[int]] = []
     for _ in range(1, count):
         saved, before = _one_more(depths, behind, saved)
@@ -110,7 +112,7 @@ def best_depths(first: int, depths: Sequence[int], weights: Sequence[int], count
     at = max(range(len(depths)), key=lambda i: saved[i])
     found = [at]
     for before in reversed(choices):
-        if before[at] >= 0:  # otherwise there are not so many before it
+        if before[at] >= 0:  # otherwise fewer snapshots before it are best
             at = before[at]
             found.append(at)
     return [depths[i] for i in reversed(found)]
@@ -125,10 +127,10 @@ def _sums_from_the_end(weights: Sequence[int]) -> list[int]:
 
 
 def _one_more(depths: Sequence[int], behind: Sequence[int], saved: Sequence[int]) -> tuple[list[int], list[int]]:
-    """What one snapshot more saves, by the last of them, and which one is before that; -1 and as before if none is.
+    """Return savings with one more snapshot, by the last one, and its predecessor; unchanged and -1 if none helps.
 
-    Lines y = saved[i] - depths[i] * x get steeper with i, and are asked at x = behind[j], which falls with j: both the
-    hull and the place on it only move on.
+    Lines y = saved[i] - depths[i] * x get steeper with i and are evaluated at x = behind[j], which falls with j: both
+    the hull and the position on it only move forward.
     """
     more, before = list(saved), [-1] * len(depths)
     hull: deque[int] = deque()
@@ -150,7 +152,7 @@ def _at(i: int, share: int, depths: Sequence[int], saved: Sequence[int]) -> int:
 
 
 def _is_under(left: int, middle: int, right: int, depths: Sequence[int], saved: Sequence[int]) -> bool:
-    """Whether the middle one of three lines is nowhere the highest: the outer two meet above it."""
+    """Return whether the middle one of three lines is nowhere the highest: the outer two meet above it."""
     return (saved[right] - saved[left]) * (depths[middle] - depths[left]) >= (saved[middle] - saved[left]) * (
         depths[right] - depths[left]
     )

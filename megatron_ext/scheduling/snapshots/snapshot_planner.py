@@ -1,4 +1,4 @@
-"""Which states a step should leave behind, in the order in which slots are given out for them."""
+"""Snapshot planning: states that a step should leave, in the order in which slots are reserved for them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def plan_snapshots(
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> tuple[SnapshotRequest, ...]:
-    """What followers wait for, then what prefills leave, then what decodes leave, as far as slots go.
+    """Plan snapshots for followers, then of prefills, then of decodes; slots are reserved in this order.
 
-    What is there already, or is being taken, takes no slot (see `StateIndex.reserve_all`); which snapshots those are
-    is known when the step's blocks have been allocated, because an evicted block takes its snapshot along.
+    A snapshot that exists or is being taken needs no slot (see `StateIndex.reserve_all`). These are known only after
+    the step's blocks have been allocated, because an evicted block takes its snapshot along.
 
     Args:
-        chunks: Of the step, decodes first.
-        admissions: Of the step; what they match they share.
-        deferrals: Those of followers say what their leaders are to leave.
-        limits: The engine's.
-        cache: To see whether there are states at all, and in which epoch.
+        chunks: Chunks of the step, decodes first.
+        admissions: Admissions of the step, with the cached blocks that they share.
+        deferrals: Deferrals of the step; those of followers name the snapshots that their leaders are to take.
+        limits: Limits of the engine.
+        cache: Prefix cache; says whether there are states at all, and the current epoch.
     """
     if cache.states is None:
         return ()
@@ -40,7 +40,7 @@ def plan_snapshots(
         is_decode = chunk.is_decode
         if is_decode and chunk.end % limits.block_size != 0:
             continue
-        if chunk.drafts:  # whether they come is not known; see `Drafts.commit`
+        if chunk.drafts:  # their acceptance is unknown yet; see `Drafts.commit`
             continue
         sequence = chunk.request.sequence
         if sequence.chain is None:

@@ -1,4 +1,4 @@
-"""At which positions of a sequence the states are worth a snapshot."""
+"""Positions of a sequence at which the states are worth a snapshot."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Snapshot:
 
 @dataclass
 class SnapshotPlan:
-    """What a request leaves on its way.
+    """Snapshots planned for a request along its sequence.
 
     Attributes:
-        opportunistic: Positions of snapshots that nobody asked for, of the whole prompt; the first goes first.
-        decode: The last one that was asked for while decoding.
+        opportunistic: Positions of opportunistic checkpoints of the whole prompt, in order of priority.
+        decode: Block hash of the last snapshot planned in decode; None if no such snapshot exists.
     """
 
     opportunistic: tuple[int, ...] = ()
@@ -33,24 +33,24 @@ class SnapshotPlan:
 
 
 def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
-    """Block boundaries in (start, end] at which a prefill should leave its states (HY-4), the most useful first.
+    """Return block boundaries in (start, end] at which a prefill should leave its states (HY-4), the most useful first.
 
-    The end of the matched run, because whoever wrote it and this request part there, and others may; the last boundary
-    below the end of the sequence, so that the same prompt can resume; the end itself if it is one, for what continues
-    it.
+    The boundaries are: the end of the matched run, because the request that wrote it and this one diverge there, and
+    others may; the last boundary before the end of the sequence, so that the same prompt can resume; and the end itself
+    if it is a boundary, for sequences that continue it.
 
     Args:
-        start: First token of the chunk that is computed now.
-        end: Behind its last token.
+        start: Position of the first token of the chunk that is computed now.
+        end: Position after the last token of the chunk.
         length: Tokens of the whole sequence to prefill.
-        shared_end: Tokens in the run of cached blocks that it was admitted with.
-        block_size: Tokens.
+        shared_end: Tokens in the run of cached blocks that the request was admitted with.
+        block_size: Tokens of a block.
     """
     return [position for position in prefill_stops(length, shared_end, block_size) if start < position <= end]
 
 
 def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
-    """The positions of `prefill_positions` in the whole sequence."""
+    """Return the positions of `prefill_positions` in the whole sequence."""
     wanted = [shared_end, last_boundary(length, block_size)]
     if length % block_size == 0:
         wanted.append(length)
@@ -58,29 +58,29 @@ def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
 
 
 def max_snapshots(length: int, block_size: int, *, is_aligned: bool) -> int:
-    """The most snapshots that a prompt of `length` tokens can leave, and the one that its decode keeps (LA-4).
+    """Return the maximum number of snapshots of a prompt of `length` tokens, including the one of its decode (LA-4).
 
-    Where `prefill_stops` are. With aligned chunks any boundary can be the end of one, depending on what else is in the
-    batch.
+    Prefills leave snapshots at `prefill_stops`. With aligned chunks a chunk can end at any boundary, depending on the
+    other requests in the batch.
     """
     boundaries = length // block_size
     return (boundaries if is_aligned else min(3, boundaries)) + 1
 
 
 def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_size: int) -> int:
-    """Where a chunk [start, end) ends at the latest if states are left behind only at the ends of chunks (LA-1).
+    """Return the latest end of a chunk [start, end) if only the ends of chunks leave snapshots (LA-1).
 
-    That is the next of `stops`, or else the last boundary in reach; the end of the sequence is one as well. A chunk
-    that reaches no boundary, because decodes and older prefills leave it less than a block, ends inside one and leaves
-    no states; one of those that follow catches up with the grid. (To keep room for a whole block instead, decodes would
-    have to wait; if they do so in every other step, that takes as many steps or more.)
+    The result is the next of `stops`, or else the last boundary in reach; the end of the sequence counts as a boundary.
+    A chunk that reaches no boundary, because decodes and older prefills leave it less than a block, ends inside a block
+    and leaves no snapshot; a later chunk returns to the grid. (To keep room for a whole block instead, decodes would
+    have to wait; if they did so in every other step, that would take as many steps or more.)
 
     Args:
-        start: First token of the chunk, on the block grid or inside a block.
-        end: Where it would end without this.
+        start: Position of the first token, on the block grid or inside a block.
+        end: Position where the chunk would end without alignment.
         length: Tokens of the whole sequence to prefill.
-        stops: Positions at which states are wanted; block boundaries.
-        block_size: Tokens.
+        stops: Positions where snapshots are wanted; block boundaries.
+        block_size: Tokens of a block.
     """
     end = min([end, *(stop for stop in stops if stop > start)])
     boundary = end // block_size * block_size
@@ -88,9 +88,9 @@ def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_s
 
 
 def common_blocks(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
-    """Blocks that two sequences have in common from their start.
+    """Return the number of blocks that two sequences have in common from their start.
 
-    Block hashes are chained: two that differ have different successors, so that halving finds where they part.
+    Block hashes are chained: two that differ have different successors, so that bisection finds the divergence.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -1,1 +1,1 @@
-"""Drafts of decoding requests: how many are verified, which are accepted, where their states lie."""
+"""Speculative decoding in the scheduler: number of drafts to verify, acceptance, and slots for their states."""

@@ -1,4 +1,4 @@
-"""How many drafts were verified, and how many came, by their position behind the last known token (SP-7)."""
+"""Counts of verified and accepted drafts, by position after the last known token (SP-7)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class SpeculationUse:
-    """What became of drafts since the engine started.
+    """Draft statistics since the engine started.
 
     Attributes:
-        max_drafts: Of a request in a step.
-        verifications: Steps of a request that had drafts.
-        drafted: By position, the first draft first.
-        accepted: Those of them that came.
+        max_drafts: Maximum number of drafts of a request in a step.
+        verifications: Number of verified chunks with drafts.
+        drafted: Verified drafts by position, the first draft first.
+        accepted: Accepted drafts by position.
     """
 
     max_drafts: int
@@ -25,7 +25,7 @@ class SpeculationUse:
 
     @classmethod
     def total(cls, parts: Sequence[SpeculationUse]) -> SpeculationUse:
-        """Of several engines with the same settings."""
+        """Return the sum over several engines with the same settings."""
         return cls(
             parts[0].max_drafts,
             sum(part.verifications for part in parts),
@@ -34,7 +34,7 @@ class SpeculationUse:
         )
 
     def shown(self) -> dict[str, object]:
-        """The `speculation` object of the JSON output."""
+        """Return the `speculation` object of the JSON output."""
         return {
             "num_speculative_tokens": self.max_drafts,
             "verification_count": self.verifications,
@@ -46,27 +46,27 @@ class SpeculationUse:
 
 
 class DraftCounts:
-    """Counts verifications by how many drafts they had, and how many came.
+    """Counts of verifications by number of drafts and by number of accepted ones.
 
     Args:
-        max_drafts: Of a request in a step.
+        max_drafts: Maximum number of drafts of a request in a step.
     """
 
     def __init__(self, max_drafts: int) -> None:
         self._drafted, self._accepted = [0] * (max_drafts + 1), [0] * (max_drafts + 1)  # by number of drafts
 
     def note(self, drafted: int, accepted: int) -> None:
-        """A verification."""
+        """Count a verification."""
         self._drafted[drafted] += 1
         self._accepted[accepted] += 1
 
     def use(self) -> SpeculationUse:
-        """All of them, by position: a draft stands at position i where there were more than i."""
+        """Return the statistics by position: a verification with n drafts has one at each position below n."""
         return SpeculationUse(
             len(self._drafted) - 1, sum(self._drafted), _more_than(self._drafted), _more_than(self._accepted)
         )
 
 
 def _more_than(counts: Sequence[int]) -> tuple[int, ...]:
-    """For i = 0, 1, ... how many counted more than i."""
+    """Return, for i = 0, 1, ..., the number of verifications that counted more than i."""
     return tuple(accumulate(reversed(counts[1:])))[::-1]

@@ -1,4 +1,4 @@
-"""What becomes of drafts between a scheduler's steps: proposed, lent slots, accepted or not, their states kept."""
+"""Drafts between a scheduler's steps: proposals, reserved slots, acceptance and states to keep."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_ext.scheduling.step import ScheduledChunk
 
 @dataclass(frozen=True)
 class SpecDecodeResult:
-    """Drafts of a request in one step, and how many of them came, from the first on."""
+    """Number of verified drafts of a request in one step, and number of accepted ones, from the first on."""
 
     request_id: int
     drafted: int
@@ -37,19 +37,19 @@ class SpecDecodeResult:
 
 
 class Drafts:
-    """A part of the scheduler, which calls it at the places of a step where drafts make a difference.
+    """Part of the scheduler that handles drafts; called at each point of a step where drafts matter.
 
     Args:
-        limits: The engine's.
-        cache: Whose snapshots some states become.
-        counters: Of the scheduler.
+        limits: Limits of the engine.
+        cache: Prefix cache, in which some of the states become snapshots.
+        counters: Counters of the scheduler.
 
     Attributes:
         proposals: Drafts for the next step.
-        verified: What the last step verified.
-        unsettled: Requests with drafts in the step that is being committed, until each is settled.
-        slots: For states behind drafts.
-        by_position: What became of drafts.
+        verified: Results of the last step's verification.
+        unsettled: Requests with drafts in the step being committed, until `commit` is called for each.
+        slots: Slots for the states after drafts.
+        by_position: Counts of verified and accepted drafts.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
@@ -65,14 +65,14 @@ class Drafts:
 
     @property
     def budget(self) -> DraftBudget:
-        """What the next step may verify."""
+        """Budget of drafts for the next step."""
         return DraftBudget(self.proposals, self.slots.free_count)
 
     def reserve(self, chunks: Sequence[Chunk]) -> None:
-        """Slots for the states behind the tokens of the step's drafts.
+        """Reserve slots for the states after the tokens of the step's drafts.
 
-        What a request goes on from is copied to its running state slot before any slot is written, so its own is free
-        by then.
+        The state that a request continues from is copied to its running state slot before any slot is written, so its
+        own slot is free by then.
         """
         if not self._is_on:
             return
@@ -84,7 +84,7 @@ class Drafts:
                 chunk.request.sequence.draft_states = draft_states(chunk, self.slots, self._block_size)
 
     def release(self, request: Request) -> None:
-        """The request needs none of them any more."""
+        """Free the slots of the request's draft states."""
         sequence = request.sequence
         if sequence.draft_states:
             self.slots.give_back(one.slot for one in sequence.draft_states)
@@ -97,16 +97,16 @@ class Drafts:
         sampled: Mapping[int, int],
         target_tokens: TokensById,
     ) -> tuple[list[int], Mapping[int, int]]:
-        """The drafts that came are tokens of their requests, as if each had come in a step of its own.
+        """Append accepted drafts to their requests, as if each had come in a step of its own.
 
         Args:
-            requests: Of the chunks.
-            chunks: Of the step.
-            sampled: Request id -> the token behind its last known one.
-            target_tokens: Request id -> the tokens behind its drafts, where it has some.
+            requests: Requests of the chunks.
+            chunks: Chunks of the step.
+            sampled: Request id -> token sampled after its last known one.
+            target_tokens: Request id -> target tokens after its drafts, if it has drafts.
 
         Returns:
-            Where each chunk ends, what came of it counted, and the last token of each request that got any.
+            End of each chunk after its accepted tokens, and the last token of each request that got any.
         """
         self.verified = []
         if not self._is_on:
@@ -136,10 +136,10 @@ class Drafts:
         self.unsettled.add(request.request_id)
 
     def commit(self, request: Request) -> list[BlockHash]:
-        """The request stands behind its last accepted token, and its blocks are published: what it keeps.
+        """Commit a request after its last accepted token, once its blocks are published: keep states, free the rest.
 
-        Of states the one there, from which it goes on, and those at the boundaries that it has passed, as decode leaves
-        them; nothing is copied for these. All other slots are free again, and blocks that nothing accepted lies in.
+        The state after the last token is kept to continue from, and those at the boundaries that were passed become
+        snapshots as in decode, without a copy. All other slots are freed, and so are blocks without accepted tokens.
 
         Returns:
             Block hashes of the snapshots that can be found now.
@@ -178,7 +178,7 @@ class Drafts:
         return shown
 
     def _become_snapshot(self, request: Request, state: Snapshot) -> SlotId | None:
-        """Let others find the state; the slot that was reserved for it, or None if none could be had."""
+        """Publish the state as a snapshot; return the slot given in exchange, or None if it gets none."""
         sequence, states = request.sequence, self._cache.states
         assert states is not None, "states of a model without recurrent layers"
         if sequence.cache_epoch != self._cache.epoch:
@@ -196,7 +196,7 @@ class Drafts:
         return slot
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Assert that every slot is lent once or free, and that who has one goes on from it (between steps)."""
+        """Assert that every slot is reserved once or free, and that its request continues from it (between steps)."""
         owned = [(request, state) for request in requests for state in request.sequence.draft_states]
         index = () if self._cache.states is None else self._cache.states.slots
         self.slots.check([state.slot for _, state in owned], index)

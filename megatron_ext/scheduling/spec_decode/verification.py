@@ -1,12 +1,12 @@
-"""Drafts of decoding requests: how many a step may verify, where their states are kept, and which of them came.
+"""Verification of drafts: number of drafts in a step, slots of their states, and acceptance.
 
-A chunk with drafts begins with the request's last known token. Behind that one and behind each draft a token is drawn
-as without speculation; a draft is accepted if it is that token. What stands behind a draft that is not is thrown away.
+A chunk with drafts begins with the request's last known token. After that token and after each draft a target token is
+sampled as without speculation; a draft is accepted if it equals that token. Tokens after a rejected draft are dropped.
 
     position        start      start + 1   start + 2   start + 3
     computed        known      draft 1     draft 2     draft 3
-    drawn behind it a          b           c           d
-    accepted                   if a is it  if b is     if c is
+    sampled after   a           b           c           d
+    accepted                   if == a     if == b     if == c
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NO_TOKENS: TokensById = {}
 
 @dataclass(frozen=True)
 class DraftBudget:
-    """What may be verified in a step.
+    """Budget of drafts for one step.
 
     Attributes:
-        proposals: Drafts by request id.
-        free_states: Slots for the states behind them.
+        proposals: Proposed drafts by request id.
+        free_states: Free slots for the states after drafts.
     """
 
     proposals: TokensById
@@ -45,11 +45,11 @@ NO_DRAFT_BUDGET = DraftBudget({})
 
 
 def max_drafts(request: Request, limits: SchedulerLimits) -> int:
-    """The most drafts that the next chunk of a decoding request can have, whatever else is in the step.
+    """Return the maximum number of drafts in the next chunk of a decoding request, whatever else is in the step.
 
-    Room for its last token is left. Chunks of `align` end on the next block boundary, as prefills do. The blocks and
-    snapshots of a request that ends by a word are those up to that word, which only rank 0 knows, and after the
-    commit: it crosses a boundary with one token at a time.
+    Room for the last token of the request is left. Chunks of `align` end on the next block boundary, as prefills do.
+    The blocks and snapshots of a request that ends by a stop word are those up to that word, which only rank 0 knows,
+    and only after the commit: such a request crosses a boundary with one token at a time.
     """
     sequence, size = request.sequence, limits.block_size
     params = request.params
@@ -57,7 +57,7 @@ def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     most = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
     most = min(most, params.num_tokens_to_generate - request.generated_count - 1)
     if sequence.chain is not None:
-        left = size - 1 - sequence.computed_end % size  # known token's block: tokens behind it
+        left = size - 1 - sequence.computed_end % size  # tokens after the known token in its block
         if params.stop_words:
             most = min(most, left - 1)
         elif limits.aligned_chunks:
@@ -67,11 +67,11 @@ def max_drafts(request: Request, limits: SchedulerLimits) -> int:
 
 @dataclass
 class _Room:
-    """What a step has left when everybody else has what they need."""
+    """Capacity that a step has left for drafts after everything else."""
 
     tokens: int
-    blocks: int  # free ones: nothing cached goes for a draft
-    states: int | None  # None: there are none to keep
+    blocks: int  # free ones: no cached block is evicted for a draft
+    states: int | None  # None without recurrent layers
 
 
 def with_drafts(
@@ -81,15 +81,15 @@ def with_drafts(
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> list[Chunk]:
-    """The chunks of a step, those that decode with as many of their drafts as there is room for, older ones first.
+    """Return the step's chunks, with as many drafts on decodes as capacity allows, older requests first.
 
     Args:
-        chunks: All that the step computes.
-        admissions: Of the step; they take blocks.
-        offer: Drafts, of which no more than `max_drafts` are taken, and slots for their states, beside those that the
-            chunks' requests have from the step before.
-        limits: The engine's.
-        cache: Its free blocks.
+        chunks: All chunks of the step.
+        admissions: Admissions of the step, which take blocks.
+        draft_budget: Proposed drafts, of which at most `max_drafts` are used, and slots for their states, in addition
+            to those that the requests hold from the step before.
+        limits: Limits of the engine.
+        cache: Prefix cache, with the free blocks.
     """
     if not draft_budget.proposals:
         return list(chunks)
@@ -114,7 +114,7 @@ def _missing(request: Request, end: int, limits: SchedulerLimits) -> int:
 
 
 def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, room: _Room) -> Chunk:
-    """The chunk with as many drafts as fit; `room` is what is left then."""
+    """Return the chunk with as many drafts as fit, and take their share from `room`."""
     count = max(0, min(len(drafts), max_drafts(chunk.request, limits), room.tokens))
     have = max(len(chunk.request.block_table), limits.blocks_for(chunk.end))
     while count:
@@ -130,18 +130,18 @@ def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, ro
 
 
 def states_behind(request: Request, start: int, end: int, block_size: int) -> int:
-    """Slots that a chunk with drafts needs: for the state behind each token but the last, and for its snapshots.
+    """Return the slots for a chunk with drafts: for the state after each token but the last, and for its snapshots.
 
-    A state that is to be a snapshot has a slot of its own, since the request may go on from there, too.
+    A state that is to become a snapshot has an additional slot, since the request may continue from that position.
     """
     boundaries = 0 if request.sequence.chain is None else end // block_size - start // block_size
     return end - start - 1 + boundaries
 
 
 def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snapshot, ...]:
-    """Where the states behind a chunk's tokens go, in order; see `states_behind`.
+    """Return the slots of the states after a chunk's tokens, in order; see `states_behind`.
 
-    A boundary's has the block hash that the block will have if its drafts come, the others have names of their own.
+    A state at a boundary has the hash that the block gets if its drafts are accepted; others have unique names.
     """
     states = [Snapshot(position, slots.name(), slots.take()) for position in range(chunk.start + 1, chunk.end)]
     if chunk.request.sequence.chain is not None:
@@ -152,7 +152,7 @@ def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snap
 
 
 def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:
-    """Of the blocks from `first` on that the chunk completes, if its drafts come."""
+    """Return the hashes of blocks from `first` on that the chunk completes if its drafts are accepted."""
     sequence = chunk.request.sequence
     assert sequence.chain is not None, "it has keys"
     parent = sequence.block_hashes[first - 1] if first else sequence.chain.root
@@ -161,12 +161,12 @@ def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:
 
 
 def accepted_tokens(request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The next tokens of a request, at least one: as many as without speculation, until one ends it.
+    """Return the next tokens of a request, at least one: the same as without speculation, until one ends it.
 
     Args:
-        request: Its tokens before.
-        drafts: That were verified.
-        drawn: The tokens behind the last known one and behind each draft.
+        request: Request before these tokens are appended.
+        drafts: Drafts that were verified.
+        drawn: Target tokens after the last known token and after each draft.
     """
     came = [drawn[0]]
     for draft, following in zip(drafts, drawn[1:], strict=True):
