@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes drafts, and what becomes of proposals."""
+"""Speculative decoding: drafters and checks of their proposals."""

@@ -1,14 +1,15 @@
-"""How many drafts are worth verifying: by what became of a request's drafts so far, and by what a step costs.
+"""Adaptive number of drafts: by the acceptance of a request's drafts so far and by the cost of a step.
 
-Pure: counts in, counts out, no clock. A request's estimate `a` says how likely a draft comes when those before it came;
-its i-th draft then comes with `a**i`, and is one more token of a step. All drafts that could be verified are ranked by
-that, and the first so many are taken whose tokens a step are most, for what the step costs (`config.draft_costs`):
+The computation is pure: counts in, counts out, no clock. A request's estimate `a` is the probability that a draft is
+accepted, given that those before it were; its i-th draft is then accepted with probability `a**i`, and adds one more
+token to a step. All drafts that could be verified are ranked by this probability, and the first m are taken that give
+the most tokens for the cost of the step (`config.draft_costs`):
 
     tokens per cost = (R + sum of the m likeliest) / (1 + fixed + each / R * m),  against R / 1 for none
 
-A request whose drafts are not worth it is tried with one draft, and again after 32, 64, ... steps, which shows when its
-text begins to repeat itself. Trials of all requests together cost a hundredth of the steps at most, and what they
-bring: they are put off until that is saved up, so that a large batch pays for them no more than a small one.
+A request whose drafts do not pay is tried with one draft, and again after 32, 64, ... steps, which shows when its text
+begins to repeat itself. Trials of all requests together cost at most a hundredth of the steps, plus what they gain:
+they are postponed until that much is saved, so that a large batch pays no more for them than a small one.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from dataclasses import dataclass, replace
 from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
-_MEMORY = 4.0  # drafts: what is known from before weighs as much as so many, beside those of a verification
-_ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # how likely a draft is taken to come before anything is known, and its weight
+_MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
+_ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
-TRIAL_SHARE = 0.01  # of all steps, what trials may cost
-_BEST_DEPTHS = 2.0  # steps, or what a trial of everybody costs; an engine begins with them
+TRIAL_SHARE = 0.01  # maximum share of all steps that trials may cost
+_BEST_DEPTHS = 2.0  # steps, or the cost of a trial of all requests; initial savings
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of one request's drafts.
+    """Acceptance statistics of one request's drafts.
 
     Attributes:
-        came: Drafts that came, the older ones for less.
-        tried: Drafts that could have come: those, and the first one that did not.
-        pause: Steps between two trials while drafts are not worth it.
-        due: The step from which on one may be made.
+        came: Accepted drafts, the older ones with less weight.
+        tried: Drafts that could have been accepted: the accepted ones, and the first rejected one.
+        pause: Steps between two trials while drafts do not pay.
+        due: First step in which a trial is allowed.
     """
 
     came: float = _ASSUMED * _ASSUMED_WEIGHT
@@ -44,18 +45,18 @@ class Acceptance:
 
     @property
     def likelihood(self) -> float:
-        """How likely a draft comes when those before it came."""
+        """Probability that a draft is accepted, given that those before it were."""
         return self.came / self.tried
 
     def as_assumption(self, now: int) -> Acceptance:
-        """What to assume in step `now` of a request that nothing is known of, if this is known of others."""
+        """Return the prior for an unknown request in step `now`, given this estimate from other requests."""
         return Acceptance(self.likelihood * _ASSUMED_WEIGHT, _ASSUMED_WEIGHT, FIRST_PAUSE, now)
 
     def verified(self, drafted: int, accepted: int, now: int) -> Acceptance:
-        """After a verification of `drafted` drafts in step `now`, of which the first `accepted` came.
+        """Return the statistics after step `now` verified `drafted` drafts and accepted the first `accepted`.
 
-        One draft of a trial that came makes up for much of the past, so that a text that begins to repeat itself has
-        its drafts back within a few steps; one that did not doubles the pause.
+        One accepted draft of a trial outweighs much of the past, so that a text that begins to repeat itself has its
+        drafts back within a few steps; a rejected one doubles the pause.
         """
         kept = min(1.0, _MEMORY / self.tried)
         came, tried = self.came * kept + accepted, self.tried * kept + min(drafted, accepted + 1)
@@ -65,13 +66,13 @@ class Acceptance:
 
 
 def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, costs: CostTable) -> list[int]:
-    """Of each request how many drafts are worth verifying in the next step.
+    """Return the number of drafts of each request that is worth verifying in the next step.
 
     Args:
-        likelihoods: See `Acceptance`.
-        limits: At most so many.
-        requests: That decode in this step, those without any drafts included.
-        costs: Of steps.
+        likelihoods: Acceptance probability of each request; see `Acceptance`.
+        limits: Maximum number of drafts of each request.
+        requests: Number of requests that decode in this step, including those without drafts.
+        costs: Costs of steps.
     """
     allotted = [0] * len(limits)
     if not any(limits):
@@ -93,13 +94,13 @@ def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, co
 
 
 class AdaptiveDrafter:
-    """Lets another drafter propose as much as is worth verifying.
+    """Drafter that limits the proposals of another drafter to the number worth verifying.
 
     Args:
-        drafter: Who proposes.
-        costs: Of verification.
-        guesses_are_free: Whether proposing costs next to nothing: then it is asked for all, and what it has is cut;
-            otherwise it is asked for no more than will be verified.
+        drafter: Drafter that makes the proposals.
+        costs: Costs of verification.
+        guesses_are_free: True if proposing costs next to nothing: then the maximum is requested and cut afterwards;
+            otherwise no more is requested than will be verified.
     """
 
     def __init__(self, drafter: Drafter, costs: CostTable, *, guesses_are_free: bool) -> None:
@@ -107,13 +108,13 @@ class AdaptiveDrafter:
         self._costs = costs
         self._guesses_are_free = guesses_are_free
         self._known: dict[int, Acceptance] = {}
-        self._everybody = Acceptance()  # of all requests so far, the last ones
+        self._everybody = Acceptance()  # over the latest results of all requests
         self._saved = _BEST_DEPTHS  # steps, for trials
         self._requests = 1  # of the last proposal
         self._now = 0  # proposals so far
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
-        """See `Drafter`. How many drafts one request has rests on what became of others' drafts, too."""
+        """Propose drafts; see `Drafter`. The number for one request depends on the acceptance of others, too."""
         self._now += 1
         self._requests = max(1, len(asks))
         self._save(TRIAL_SHARE)
@@ -134,7 +135,7 @@ class AdaptiveDrafter:
         return dict(self._drafter.propose(cut)) if cut else {}
 
     def _counts(self, asks: Sequence[DraftAsk], limits: Sequence[int]) -> list[int]:
-        """How many drafts each has: what is worth it, and one for each trial that is due, if they can be paid for."""
+        """Return the number of drafts per request: those that pay, and one per trial that is due and affordable."""
         if not any(limits):
             return list(limits)
         known = [self._known[ask.request_id] for ask in asks]
@@ -153,7 +154,7 @@ class AdaptiveDrafter:
         self._saved = min(max(_BEST_DEPTHS, row.fixed + row.each), self._saved + steps)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """See `Drafter`."""
+        """Update the statistics; see `Drafter`."""
         known, now = self._known.get(request_id) or self._everybody.as_assumption(self._now), self._now
         if now >= known.due:
             self._save(accepted / self._requests)
@@ -162,6 +163,6 @@ class AdaptiveDrafter:
         self._drafter.accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:
-        """See `Drafter`."""
+        """Drop the statistics of a request; see `Drafter`."""
         self._known.pop(request_id, None)
         self._drafter.forget(request_id)

@@ -1,15 +1,15 @@
-"""A smaller model guesses: it reads what the large one has accepted, and goes on from there, greedily (SP-1).
+"""Draft model: a smaller model reads the tokens that the large one has accepted, and continues them greedily (SP-1).
 
-Of each request it keeps K/V and one state per recurrent layer, after exactly the tokens that it has read. Drafts are
-decoded on top of a copy of that state; whatever becomes of them, the next proposal starts again from what is kept and
-reads the tokens that were accepted meanwhile, so nothing has to be taken back:
+For each request the drafter keeps K/V and one state per recurrent layer, after exactly the tokens that it has read.
+Drafts are decoded on top of a copy of that state. Whether or not they are accepted, the next proposal starts from what
+is kept and reads the tokens accepted meanwhile, so nothing has to be rolled back:
 
     kept at        len(tokens)      len + limit - 1
-      |--- catch up ---|------ drafts -----|          live state: restored from the kept one if drafts moved it on
+      |--- catch up ---|------ drafts -----|          running state: restored from the kept one after drafts
                        ^ kept from now on
 
-It computes with messages of its own (`ScheduledStep`), one for catching up and one for each draft but the first, all
-requests together.
+The drafter computes with messages of its own (`ScheduledStep`), one for catching up and one for each draft but the
+first, with all requests together.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _GREEDY = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=
 
 @dataclass(frozen=True)
 class DraftRoom:
-    """What the draft model's pools hold.
+    """Capacity of the draft model's pools.
 
     Attributes:
         block_size: Tokens of a block.
-        blocks: Of K/V.
-        requests: Live states, and as many kept ones.
-        step_tokens: That a step computes at most.
-        longest: Positions that the model has learned.
-        has_states: Whether it has recurrent layers.
+        blocks: Number of K/V blocks.
+        requests: Number of running states, and of kept ones.
+        step_tokens: Maximum number of tokens of a step.
+        longest: Maximum number of positions of the model.
+        has_states: True if the model has recurrent layers.
     """
 
     block_size: int
@@ -55,14 +55,14 @@ class DraftRoom:
 
 @dataclass
 class _Reader:
-    """How far the model has read one request.
+    """Progress of the model in reading one request.
 
     Attributes:
-        slot: Of its live state, and of its kept one.
-        blocks: Of its K/V, in order.
-        kept: Tokens that have been read: K/V and the kept state are those behind them.
-        live: Tokens behind which the live state is.
-        next_token: What the model expects behind the kept ones, if it has been asked.
+        slot: Slot of the running state, and of the kept one.
+        blocks: K/V blocks, in order.
+        kept: Tokens that have been read; K/V and the kept state are those after them.
+        live: Tokens after which the running state is.
+        next_token: Prediction after the kept tokens, if it has been computed.
     """
 
     slot: RunningSlot
@@ -74,22 +74,22 @@ class _Reader:
 
 @dataclass
 class _Guess:
-    """Drafts that are being made."""
+    """Drafts of one request in preparation."""
 
     ask: DraftAsk
     reader: _Reader
     drafts: list[int]
-    most: int  # drafts that there is room for
+    most: int  # maximum number of drafts, given the capacity
 
 
 class DraftModelDrafter:
-    """Proposes what a model of its own finds likeliest.
+    """Drafter that proposes the greedy continuation of a draft model.
 
-    If computing fails, it forgets what it has read of the requests at hand, since its pools may hold anything for them.
+    If a computation fails, the drafter forgets the requests at hand, whose pool contents are undefined then.
 
     Args:
-        room: Its pools.
-        execute: Computes with them.
+        room: Capacity of the pools.
+        execute: Function that computes steps with the pools.
     """
 
     def __init__(self, room: DraftRoom, execute: Execute) -> None:
@@ -97,10 +97,10 @@ class DraftModelDrafter:
         self._execute = execute
         self._slots = RunningSlots(room.requests)
         self._free = [BlockId(block) for block in reversed(range(room.blocks))]
-        self._readers: dict[int, _Reader] = {}  # those asked for last at the end
+        self._readers: dict[int, _Reader] = {}  # those requested last at the end
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
-        """See `Drafter`. A long prompt is read over several proposals, and has no drafts until it has been."""
+        """Propose drafts; see `Drafter`. A long prompt is read over several proposals, and has no drafts until then."""
         try:
             guesses = self._catch_up(asks)
             self._go_on(guesses)
@@ -111,31 +111,31 @@ class DraftModelDrafter:
         return {guess.ask.request_id: tuple(guess.drafts) for guess in guesses}
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Nothing: the tokens that came are read at the next proposal."""
+        """Ignore the result: accepted tokens are read at the next proposal."""
 
     def forget(self, request_id: int) -> None:
-        """What was read of a request goes, with its blocks and slots."""
+        """Free the blocks and slots of a request and forget what was read of it."""
         reader = self._readers.pop(request_id, None)
         if reader is not None:
             self._free += reversed(reader.blocks)
             self._slots.give_back(reader.slot)
 
     def reset(self) -> None:
-        """The pools have lost their contents."""
+        """Forget all requests, since the pools have lost their contents."""
         for request_id in list(self._readers):
             self.forget(request_id)
 
     def check(self) -> None:
-        """Assert that each block and each slot is free or somebody's."""
+        """Assert that each block and each slot is free or owned by one request."""
         owned = [block for reader in self._readers.values() for block in reader.blocks]
         assert sorted([*self._free, *owned]) == list(range(self._room.blocks)), "blocks"
         self._slots.check([reader.slot for reader in self._readers.values()])
 
-    # Room
+    # Capacity
 
     def _places(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
-        """Who is asked for and has room for what it reads and a draft; those with the least to read first."""
-        for ask in asks:  # nobody asked for gives way to anybody asked for
+        """Return the requests with capacity for what they read and a draft; those with the least to read first."""
+        for ask in asks:  # move requested ones to the end, so that others give way first
             reader = self._readers.pop(ask.request_id, None)
             if reader is not None:
                 self._readers[ask.request_id] = reader
@@ -152,7 +152,7 @@ class DraftModelDrafter:
         return len(ask.tokens) - (reader.kept if reader else 0)
 
     def _has_blocks(self, ask: DraftAsk, tokens: int, keep: set[int]) -> bool:
-        """See that a request has a slot, and blocks for so many tokens; others lose theirs for it unless kept."""
+        """Return whether a slot and blocks for `tokens` tokens were allocated, evicting requests not in `keep`."""
         has_slot = ask.request_id in self._readers
         has = len(self._readers[ask.request_id].blocks) if has_slot else 0
         wanted = -(-tokens // self._room.block_size) - has
@@ -171,7 +171,7 @@ class DraftModelDrafter:
     # Computing
 
     def _catch_up(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
-        """Read what is new; those that are at their end then have their first draft."""
+        """Read new tokens; return the requests that are read to their end, with their first draft."""
         budget = self._room.step_tokens
         chunks: list[ScheduledChunk] = []
         placed = self._places(asks)
@@ -207,7 +207,7 @@ class DraftModelDrafter:
                 guess.drafts.append(tokens[guess.ask.request_id])
 
     def _chunk(self, guess: _Guess, token_ids: Sequence[int], start: int, *, keeps: bool) -> ScheduledChunk:
-        """One request's part of a step; the state behind it is kept if that is asked for."""
+        """Return one request's chunk of a step; the state after it is kept if `keeps`."""
         reader, request_id, end = guess.reader, guess.ask.request_id, start + len(token_ids)
         restore = None
         if self._room.has_states and start and reader.live != start:
@@ -232,7 +232,7 @@ class DraftModelDrafter:
         )
 
     def _compute(self, chunks: Sequence[ScheduledChunk]) -> Mapping[int, int]:
-        """One step, if there is anything to compute; decodes come first in it."""
+        """Compute one step of `chunks`, decodes first; do nothing if there are no chunks."""
         if not chunks:
             return {}
         ordered = sorted(chunks, key=lambda chunk: not chunk.is_decode)
@@ -240,5 +240,5 @@ class DraftModelDrafter:
 
 
 def _name(request_id: int, position: int) -> BlockHash:
-    """What a kept state is known by: whose it is, and behind which token."""
+    """Return the name of a kept state: its request and position."""
     return BlockHash(f"draft {request_id} {position}".encode())

@@ -1,4 +1,4 @@
-"""The drafter that an engine was built with, put together: who guesses, and how much of it is verified."""
+"""Assembly of the drafter that an engine was built with: source of drafts and limit of their number."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megatron_ext.speculation.ngram import NgramDrafter
 
 
 class DraftPools(Drafter, Protocol):
-    """A drafter with pools of its own, which come and go with the engine's."""
+    """Drafter with pools of its own, which are freed and allocated together with the engine's."""
 
     def reset(self) -> None:
-        """Everything that was read is forgotten."""
+        """Forget everything that was read."""
 
     def suspend(self) -> None:
         """Free the pools."""
 
     def resume(self) -> None:
-        """Allocate them again."""
+        """Allocate the pools again."""
 
 
 class Drafting:
-    """A drafter that begins anew with its engine.
+    """Drafter of an engine, reset together with the engine.
 
     Args:
-        config: With a method.
-        costs: Of verification, until there are others.
-        model: That drafts; None for n-grams.
+        config: Speculation config with a method.
+        costs: Initial costs of verification.
+        model: Draft model; None for n-grams.
     """
 
     def __init__(self, config: SpeculationConfig, costs: CostTable, model: DraftPools | None = None) -> None:
@@ -52,48 +52,48 @@ class Drafting:
 
     @property
     def costs(self) -> CostTable:
-        """Of verification."""
+        """Costs of verification."""
         return self._costs
 
     def use(self, costs: CostTable) -> None:
-        """Verification costs something else; whatever is known of requests is forgotten."""
+        """Set new costs of verification, and forget all requests."""
         self._costs = costs
         self.reset()
 
     def probe(self, drafts: int) -> None:
-        """Until the next `use`: each request has so many drafts, whatever becomes of them, for measuring."""
+        """Propose a fixed number of drafts for each request until the next `use`, for measurements."""
         self.reset()
         self._drafter = _Probe(drafts, self._model)
 
-    # As a drafter
+    # Drafter interface
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
-        """See `Drafter`."""
+        """Propose drafts; see `Drafter`."""
         return self._drafter.propose(asks)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """See `Drafter`."""
+        """Pass on the result of a verification; see `Drafter`."""
         self._drafter.accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:
-        """See `Drafter`."""
+        """Forget a request; see `Drafter`."""
         self._drafter.forget(request_id)
 
-    # With the engine's pools
+    # Life of the pools
 
     def reset(self) -> None:
-        """All requests are forgotten."""
+        """Forget all requests."""
         if self._model is not None:
             self._model.reset()
         self._drafter = self._made()
 
     def suspend(self) -> None:
-        """The engine frees its pools."""
+        """Free the draft model's pools, together with the engine's."""
         if self._model is not None:
             self._model.suspend()
 
     def resume(self) -> None:
-        """The engine allocates its pools again.
+        """Allocate the draft model's pools again, together with the engine's.
 
         Raises:
             ConfigError: There is less memory than seemed to be free.
@@ -103,11 +103,11 @@ class Drafting:
 
 
 class _Probe:
-    """Proposes the same number of drafts for each request: the draft model's, or the request's last token again.
+    """Drafter with a fixed number of drafts: the draft model's, or repetitions of the request's last token.
 
     Args:
-        drafts: How many; 0 is none.
-        model: That drafts.
+        drafts: Number of drafts per request; 0 proposes none.
+        model: Draft model; None repeats the last token.
     """
 
     def __init__(self, drafts: int, model: Drafter | None) -> None:

@@ -1,7 +1,8 @@
-"""Prompt lookup: what came behind the same few tokens before, in the request's own prompt and answer.
+"""Prompt lookup: propose the tokens that followed the same n-gram before in the request's own prompt and output.
 
-No model, and one pass: each n-gram is hashed once, when a token has come behind it, so a step costs as many hashes as
-there are new tokens (SP-1). Texts that repeat themselves (edits, extraction, code) are guessed right for long.
+The lookup needs no model and one pass: each n-gram is hashed once, when a token has followed it, so a step costs as
+many hashes as there are new tokens (SP-1). Texts that repeat themselves (edits, extraction, code) have long correct
+drafts.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from megatron_ext.speculation.drafter import DraftAsk
 
-LONGEST, SHORTEST = 4, 2  # tokens of an n-gram, unless it is said
-KEPT_TOKENS = 16_384  # of one request in each of two generations: the last 16,384 to 32,768 tokens are looked at
-MAX_AT_ONCE = 8_192  # tokens that one request's index takes in at a time; a long prompt takes several steps
+LONGEST, SHORTEST = 4, 2  # default n-gram lengths, in tokens
+KEPT_TOKENS = 16_384  # per generation of a request's index; two generations cover its last 16,384 to 32,768 tokens
+MAX_AT_ONCE = 8_192  # tokens that one request's index takes in per step; a long prompt takes several steps
 
 
 class NgramDrafter:
-    """Guesses that what came behind the longest known n-gram comes again; the most recent occurrence counts.
+    """Drafter that repeats what followed the longest known n-gram; the most recent occurrence counts.
 
     Args:
-        longest: Tokens of the longest n-gram that is looked for.
-        shortest: Of the shortest.
+        longest: Tokens of the longest n-gram to look for.
+        shortest: Tokens of the shortest n-gram to look for.
     """
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
@@ -29,7 +30,7 @@ class NgramDrafter:
         self._indexes: dict[int, NgramIndex] = {}
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
-        """See `Drafter`. One request's drafts depend on nothing but its own tokens."""
+        """Propose drafts; see `Drafter`. One request's drafts depend on nothing but its own tokens."""
         return {ask.request_id: self._guess(ask) for ask in asks}
 
     def _guess(self, ask: DraftAsk) -> tuple[int, ...]:
@@ -40,15 +41,15 @@ class NgramDrafter:
         return index.guess(ask.tokens, ask.limit)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Nothing is learned of it: the tokens themselves say it at the next proposal."""
+        """Ignore the result: the tokens themselves show it at the next proposal."""
 
     def forget(self, request_id: int) -> None:
-        """The request's index goes."""
+        """Drop the request's index."""
         self._indexes.pop(request_id, None)
 
 
 class NgramIndex:
-    """Where the n-grams of one sequence were last followed by something; two generations, so that it is bounded.
+    """Last positions at which the n-grams of one sequence were followed by a token, bounded by two generations.
 
     Args:
         lengths: Tokens of the n-grams, the longest first.
@@ -56,28 +57,28 @@ class NgramIndex:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
-        self._young: dict[int, int] = {}  # hash of an n-gram -> the position behind it
+        self._young: dict[int, int] = {}  # hash of an n-gram -> position after it
         self._old: dict[int, int] = {}
-        self._ending: tuple[int, list[int]] = 0, []  # where `guess` looked last, and the hashes of the n-grams there
-        self._begun_at = 0  # the first position of the young generation
-        self._end = 0  # n-grams that end at it or before it are known, and all of them are followed by a token
+        self._ending: tuple[int, list[int]] = 0, []  # where `guess` looked last, and hashes of the n-grams there
+        self._begun_at = 0  # first position of the young generation
+        self._end = 0  # n-grams that end at or before this position are indexed; a token follows each of them
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def take_in(self, tokens: Sequence[int]) -> None:
-        """Hash the n-grams that tokens follow by now. `tokens` begins with what it was before."""
+        """Index the n-grams that a token follows by now. `tokens` begins with the tokens of the previous call."""
         end = min(len(tokens) - 1, self._end + MAX_AT_ONCE)
         if end <= self._end:
             return
         if end - self._begun_at > KEPT_TOKENS:
             self._old, self._young, self._begun_at = self._young, {}, self._end
-        if self._ending[0] == end == self._end + 1:  # as it is when a token a step comes
+        if self._ending[0] == end == self._end + 1:  # usual case of one new token per step
             self._young.update(dict.fromkeys(self._ending[1], end))
             self._end = end
             return
         for n in self._lengths:
-            first = max(n, self._end + 1)  # the position behind the first new n-gram of n tokens
+            first = max(n, self._end + 1)  # position after the first new n-gram of n tokens
             if first <= end:
                 run = tokens[first - n : end]
                 grams = zip(*(run[i : len(run) - n + 1 + i] for i in range(n)), strict=True)
@@ -85,9 +86,9 @@ class NgramIndex:
         self._end = end
 
     def guess(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that came behind the longest n-gram that `tokens` ends with; none if none is known.
+        """Return at most `limit` tokens that followed the longest known n-gram at the end of `tokens`; or empty.
 
-        A repetition that reaches up to the end is taken to go on: behind "a b a b" comes "a b a b".
+        A repetition that reaches up to the end is continued: "a b a b" follows "a b a b".
         """
         last = tuple(tokens[-self._lengths[0] :])
         endings = [last[len(last) - n :] for n in self._lengths if n <= len(last)]
@@ -95,12 +96,12 @@ class NgramIndex:
         self._ending = len(tokens), keys
         for ending, key in zip(endings, keys, strict=True):
             position = self._young.get(key) or self._old.get(key)
-            if position is not None and tuple(tokens[position - len(ending) : position]) == ending:  # not the hash only
+            if position is not None and tuple(tokens[position - len(ending) : position]) == ending:  # no collision
                 return _going_on(tokens[position : position + limit], limit)
         return ()
 
 
 def _going_on(found: Sequence[int], limit: int) -> tuple[int, ...]:
-    """What was found, again and again where it ends: it ends at the end of all tokens."""
+    """Return `found`, which ends at the last token of the sequence if it is short, repeated up to `limit` tokens."""
     times = -(-limit // len(found))
     return (tuple(found) * times)[:limit]

@@ -1,4 +1,4 @@
-"""A drafter's answers, asked for and checked before a step is planned. Whatever is wrong with one costs its drafts."""
+"""Proposals of a drafter, requested and checked before a step is planned. A faulty proposal costs its drafts only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megatron_ext.scheduling.spec_decode.drafts import SpecDecodeResult
 from megatron_ext.scheduling.spec_decode.verification import max_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
-PATIENCE = 10.0  # seconds that a drafter may take for a step; a long prompt that a model reads takes some
-FIRST_REST, LONGEST_REST = 16, 4096  # steps in which one that took longer is not asked
+PATIENCE = 10.0  # seconds that a drafter may take per step; a model that reads a long prompt takes some
+FIRST_REST, LONGEST_REST = 16, 4096  # steps without a call after one that took longer
 
 
 class DraftError(ValueError):
-    """A drafter has answered what no drafts are."""
+    """Error: a drafter has returned something that is not a list of drafts."""
 
 
 class Proposals:
-    """A drafter, as an engine uses it.
+    """Checked access of an engine to its drafter.
 
     Args:
-        drafter: May raise, and answer anything.
-        has_tokens: Whether all of these ids, plain integers, are tokens of the model.
-        clock: Seconds.
+        drafter: Drafter; may raise, and return anything.
+        has_tokens: Returns whether all of these ids, plain integers, are tokens of the model.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class Proposals:
         self._drafter = drafter
         self._has_tokens = has_tokens
         self._clock = clock
-        self._rest = 0  # steps in which it is not asked
+        self._rest = 0  # steps left without a call of the drafter
         self._next_rest = FIRST_REST
 
     def ask(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
-        """Drafts for the requests that decode in the next step.
+        """Request drafts for the requests that decode in the next step.
 
         Returns:
-            Those that are drafts, by request id; and what is wrong with the others.
+            Valid drafts by request id, and the errors of invalid ones.
 
         Raises:
-            Exception: Whatever the drafter raises.
+            Exception: Any error of the drafter.
         """
         asks = [ask for request in _decoding(scheduler) if (ask := _ask(request, scheduler)) is not None]
         if not asks:
@@ -75,10 +75,10 @@ class Proposals:
         return drafts, errors
 
     def _checked(self, ask: DraftAsk, answers: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-        """The drafts of a request as plain integers.
+        """Return the drafts of a request as plain integers.
 
         Raises:
-            DraftError: They are none.
+            DraftError: The proposal is not a valid list of drafts.
         """
         try:
             answer = answers.get(ask.request_id, ())
@@ -92,19 +92,19 @@ class Proposals:
         return given
 
     def tell(self, verified: Iterable[SpecDecodeResult]) -> None:
-        """What became of drafts in a step.
+        """Report the results of a step's verification to the drafter.
 
         Raises:
-            Exception: Whatever the drafter raises.
+            Exception: Any error of the drafter.
         """
         for one in verified:
             self._drafter.accepted(one.request_id, one.drafted, one.accepted)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """These requests have ended.
+        """Tell the drafter that these requests have ended.
 
         Raises:
-            Exception: Whatever the drafter raises.
+            Exception: Any error of the drafter.
         """
         for request in requests:
             self._drafter.forget(request.request_id)
