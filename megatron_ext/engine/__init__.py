@@ -1,1 +1,1 @@
-"""Requests in, one step at a time, records out; without torch or megatron, which `mcore` brings."""
+"""Engine: add requests, compute one step at a time, return records; does not import torch or megatron."""

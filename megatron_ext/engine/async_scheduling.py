@@ -1,4 +1,4 @@
-"""One step more than the one that is waited for: launched before its tokens are known (CU-6)."""
+"""Asynchronous scheduling: launch one more step before the tokens of the current one are known (CU-6)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megatron_ext.scheduling.step import describe_ahead
 
 
 class AsyncScheduling:
-    """At most one launched step beyond the one whose tokens are read next.
+    """Launcher and holder of at most one step beyond the one whose tokens are read next.
 
-    While it is under way nothing is planned: the next step is this one. What happens to its requests meanwhile makes
-    rows discarded (see `InFlightStep`), and leaves the order of launches as it was: whatever is written to blocks and
-    slots that a discarded row still writes is launched later, so it comes later.
+    While that step is in flight nothing else is planned: it is the next step. Requests that end meanwhile make rows
+    discarded (see `InFlightStep`) and do not change the order of launches: a discarded row still writes blocks and
+    slots, and whatever is written there next is launched, and therefore written, later.
 
     Args:
-        scheduler: Foresees steps.
-        executor: Launches them, if it can before the tokens of others are known.
-        is_on: Whether nothing but a request's last token is needed for its next step; drafters need the token.
+        scheduler: Scheduler that plans steps ahead.
+        executor: Executor of the steps; asynchronous scheduling needs an `AsyncExecutor`.
+        is_on: True if a request's next step needs nothing but its last token; drafters need the token's value.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, is_on: bool) -> None:
         self._scheduler = scheduler
         self._executor = executor if is_on and isinstance(executor, AsyncExecutor) else None
         self._in_flight: InFlightStep | None = None
-        self._unread: Computing | None = None  # of a step that was dropped, and may still be computed
+        self._unread: Computing | None = None  # result of a dropped step that may still be computed
 
     def take(self) -> InFlightStep | None:
-        """The step that is under way, which is the next one; None if there is none, or nobody is left in it."""
+        """Return the step in flight, which is the next one; None if there is no such step or no living row in it."""
         self.forget_discarded()
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
@@ -42,7 +42,7 @@ class AsyncScheduling:
         return in_flight.living()
 
     def launch_next(self, in_flight: InFlightStep) -> None:
-        """Launch the step behind this one, if it is certain enough. If that raises, nothing of the two counts."""
+        """Launch the step after `in_flight` if it is certain enough. If that raises, both steps are void."""
         executor = self._executor
         if executor is None or not executor.can_launch_next:
             return
@@ -61,19 +61,19 @@ class AsyncScheduling:
             )  # computed before this one
 
     def land(self) -> None:
-        """Wait until the device is at rest; what comes of the step is taken by the next call of the engine's step."""
+        """Wait until the device is idle; the next engine step takes the result."""
         if self._unread is not None:
-            with contextlib.suppress(Exception):  # nobody wants what comes of it
+            with contextlib.suppress(Exception):  # the result is not needed
                 self._unread.result()
             self._unread = None
         if self._in_flight is not None:
             self._in_flight = self._in_flight.landed()
 
     def drop(self, failed: InFlightStep | None = None) -> None:
-        """Nothing of the step counts: its requests have ended, or compute anew what it computed.
+        """Drop the step in flight: its requests have ended, or recompute what it computed.
 
         Args:
-            failed: The step before it, of which nothing counts, either; it may still be computed.
+            failed: The step before it, which is void, too, and may still be computed.
         """
         self._scheduler.async_planner.forgo()
         last = self._in_flight or failed
@@ -82,6 +82,6 @@ class AsyncScheduling:
             self._unread = last.computing
 
     def forget_discarded(self) -> None:
-        """Keep nothing of requests that have ended, if all have."""
+        """Drop the step in flight if all its requests have ended."""
         if self._in_flight is not None and self._in_flight.living() is None:
             self.drop()

@@ -1,7 +1,7 @@
 """Engine client: one thread that steps an engine core, for callers in any thread.
 
-The client owns the thread, the heartbeat to other ranks, retries of failed steps, giving up, and delivery. The server,
-the Python interface and offline runs are its callers.
+The client owns the thread, the heartbeat to other ranks, retries of failed steps, giving up, and delivery. Its callers
+are the server, the Python interface and offline runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.scheduling.request import Request
 
 Result = TypeVar("Result")
 
-FAILED_STEPS = 3  # in a row: then the requests are given up
+FAILED_STEPS = 3  # in a row, before the requests are given up
 
 
 class ClientListener:
@@ -39,22 +39,22 @@ class ClientListener:
         """Handle the end of a step or of a call between two steps."""
 
     def on_failed_step(self, error: Exception) -> None:
-        """Handle a step that failed; its requests are tried again or given up."""
+        """Handle a failed step; its requests are retried or given up."""
 
     def on_lost_ranks(self, error: RankError) -> None:
-        """Handle the loss of other ranks: nothing can be computed any more."""
+        """Handle the loss of other ranks, after which nothing can be computed."""
 
 
 class EngineClient:
-    """Takes requests and calls from any thread, and steps as long as there is something to compute or to report.
+    """Client of an engine core: accepts requests and calls from any thread, and steps while the core is busy.
 
-    A step that fails is tried again, with its requests; after `FAILED_STEPS` in a row all requests end as FAILED.
+    A failed step is retried with its requests; after `FAILED_STEPS` failures in a row all requests end as FAILED.
 
     Args:
-        core: Without requests. No other thread may call it from now on.
+        core: Engine core without requests. No other thread may call it from now on.
         listener: Observer of steps and deliveries.
-        steps_itself: Whether steps follow each other as long as there are requests. Otherwise `step` takes each one,
-            and an error of a step is its caller's.
+        steps_itself: True if the client steps as long as there are requests. Otherwise `step` takes each step and
+            raises its errors.
     """
 
     def __init__(self, core: EngineCore, listener: ClientListener | None = None, *, steps_itself: bool = True) -> None:
@@ -66,7 +66,7 @@ class EngineClient:
         self._is_closed = False
         self._abandoned: deque[EngineRequest] = deque()
         self._closed = threading.Event()
-        # From here on the engine's thread's own.
+        # All fields below belong to the engine's thread.
         self._ids = itertools.count()
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._has_turn = False  # a turn is under way or submitted
@@ -75,14 +75,14 @@ class EngineClient:
             beat = threading.Thread(target=self._beat, args=(core.workers.heartbeat,), name="heartbeat", daemon=True)
             beat.start()
 
-    # Called by any thread
+    # Methods for any thread
 
     def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
-        """Hand requests to the engine, all or none.
+        """Submit requests to the engine, all or none.
 
         Returns:
-            Done when the engine has them. Its errors: `EngineSuspended`, and `ConfigError` for a request that makes no
-            sense.
+            Future that is done when the engine has the requests. Its errors: `EngineSuspended`, and `ConfigError` for
+            an invalid request.
 
         Raises:
             EngineClosed: The client is closed.
@@ -103,7 +103,7 @@ class EngineClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would compute or report anything."""
+        """True if a step would compute or report anything."""
         return self._core.is_busy
 
     def suspend(self) -> None:
@@ -115,12 +115,12 @@ class EngineClient:
         self.call(self._core.resume).result()
 
     def step(self) -> StepOutput:
-        """Take one step and wait for it, where the client does not step by itself; errors are those of the core."""
+        """Take one step and wait for it, if the client does not step by itself; raises the errors of the core."""
         assert not self._steps_itself, "steps follow each other by themselves"
         return self.call(self._step).result()
 
     def abort(self, requests: Iterable[EngineRequest], *, at_once: bool = False) -> None:
-        """Free whatever these requests own before anything else is computed or asked; return at once.
+        """End abandoned requests and free what they own before the next computation or call; return at once.
 
         Without `at_once` no lock is taken, so that the garbage collector may call it at any moment in any thread; a
         suspended engine then frees them with the next call.
@@ -136,7 +136,7 @@ class EngineClient:
         """End all requests with `EngineClosed`, wait for the step in flight, and end the thread.
 
         Returns:
-            Whether this call did so; False if the client was closed before.
+            True if this call closed the client; False if it was closed before.
         """
         with self._closing:
             if self._is_closed:
@@ -155,12 +155,12 @@ class EngineClient:
             raise EngineClosed("the engine is closed; load another one")
 
     def _beat(self, seconds: float) -> None:
-        """Send other ranks signs of life: they wait for this one, and give it up after a while."""
+        """Send heartbeats to other ranks, which give this rank up after a while without any."""
         while not self._closed.wait(seconds / 2):
             with contextlib.suppress(EngineClosed):
                 self.call(self._idle)
 
-    # Called by the engine's thread
+    # Methods of the engine's thread
 
     def _between_steps(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
         self._drop_abandoned()
@@ -253,7 +253,7 @@ class EngineClient:
         self._notify(changed)
 
     def _has_update(self, request: Request) -> bool:
-        """Collect what is new of a request that goes on; an error ends that request only."""
+        """Collect new output of a request that continues; an error ends that request only."""
         try:
             return request.request_id in self._pending and self._pending[request.request_id].collect()
         except Exception as error:
@@ -261,7 +261,7 @@ class EngineClient:
             return False
 
     def _notify(self, changed: Sequence[EngineRequest]) -> None:
-        """Tell the readers; a request whose reader cannot be told any more is aborted."""
+        """Notify the readers; a request whose reader cannot be notified is aborted."""
         for one in changed:
             if one.notify is None:
                 continue
@@ -277,9 +277,9 @@ class EngineClient:
                 self._listener.on_delivery(changed)
 
     def _note_failed_step(self, error: Exception) -> None:
-        """Count a failed step: its requests wait for the next one; after several in a row all requests end.
+        """Count a failed step: its requests are retried; after several failures in a row all requests end.
 
-        What several ranks cannot do together is not tried again.
+        A `RankError` is not retried.
         """
         is_lost = isinstance(error, RankError)
         self._failures = FAILED_STEPS + 1 if is_lost else self._failures + 1
@@ -297,7 +297,7 @@ class EngineClient:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests with this error, without a record."""
+        """End all requests with `error`, without a record."""
         ended = list(self._pending.values())
         self._pending.clear()
         for one in ended:
@@ -316,4 +316,4 @@ def _end(one: EngineRequest, outcome: RequestRecord | Exception) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing; the call alone has abandoned requests ended."""
+    """Do nothing; the call itself ends abandoned requests."""

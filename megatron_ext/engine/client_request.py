@@ -15,20 +15,20 @@ from megatron_ext.scheduling.request import Request
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A request on its way into the engine, in it, or out of it.
+    """Request of a client before, while and after the engine has it.
 
     Attributes:
         tokens: Prompt token ids.
         params: Sampling parameters.
         text: Text of the prompt, for the record.
-        turn: See `EngineCore.add`.
-        is_streamed: Whether updates are collected while it runs.
-        notify: Called by the engine's thread after new updates and after the end.
-        updates: Updates not yet taken out by the reader.
-        record: Outcome: the record, or the error that left it without one.
-        step_error: The error of the steps that failed in a row, where that ended the request.
-        request: The engine's request, once the engine has it.
-        is_abandoned: Whether its caller has left.
+        turn: Turn of the replica; see `EngineCore.add`.
+        is_streamed: True to collect updates while the request runs.
+        notify: Function that the engine's thread calls after new updates and after the end.
+        updates: Updates that the reader has not taken yet.
+        record: Future of the record, or of the error that prevented one.
+        step_error: Error of repeatedly failed steps, if that ended the request.
+        request: Request in the engine, once it has been added.
+        is_abandoned: True if its caller has left.
     """
 
     tokens: Sequence[int]
@@ -42,13 +42,13 @@ class EngineRequest:
     step_error: Exception | None = None
     request: Request | None = None
     is_abandoned: bool = False
-    delivered: int = 0  # generated tokens in updates; the engine thread's own
+    delivered: int = 0  # generated tokens in updates; used by the engine's thread only
 
     def collect(self) -> bool:
         """Append an update with what is new, if the request is streamed; called by the engine's thread.
 
         Returns:
-            Whether there was anything new.
+            True if there was new output.
         """
         request = self.request
         if not self.is_streamed or request is None or request.generated_count <= self.delivered:

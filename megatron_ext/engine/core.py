@@ -1,4 +1,4 @@
-"""Engine core: requests in, steps, records out. One replica of the model, or several that step together."""
+"""Engine core: add requests, compute steps, return records, for one model replica or several that step together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from megatron_ext.speculation.proposals import Proposals
 
 @dataclass(frozen=True)
 class EngineStep:
-    """A step after its commit and before its output.
+    """Committed step whose output has not been processed yet.
 
-    Attributes:
+    parts: Steps of the replicas.
         parts: One step of each replica.
         seconds: Time to plan, execute and commit.
     """
@@ -43,7 +43,7 @@ class EngineStep:
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """Chunks that were scheduled, of all replicas."""
+        """Scheduled chunks of all replicas."""
         return [chunk for part in self.parts for chunk in part.plan.chunks]
 
 
@@ -52,7 +52,7 @@ class StepOutput:
     """Outcome of one step.
 
     Attributes:
-        active: Requests that computed something in the step and go on.
+        active: Requests that computed a chunk in the step and continue.
         records: Records of all requests that have ended since the last step.
         seconds: Time to plan, execute and commit.
     """
@@ -67,17 +67,17 @@ def _no_host_work() -> None:
 
 
 class EngineCore:
-    """The engine: takes requests in, computes them step by step, hands records out.
+    """Engine core: adds requests, computes them step by step and returns records.
 
     Not thread-safe: `EngineClient` makes every call from one thread.
 
     Args:
-        parts: Scheduler and executor of each replica, without requests. That of replica 0 computes on this rank.
-        door: Settings that requests are made with.
-        proposals: Drafts for decoding requests (SP-1); None for no speculation.
-        workers: The other ranks; by default there are none.
-        resources: Weights and pools of the model; by default there are none.
-        logging_interval: Log one line every so many steps; 0 for never.
+        parts: Scheduler and executor of each replica, without requests; those of replica 0 compute on this rank.
+        input_settings: Settings of the input processor.
+        proposals: Drafts for decoding requests (SP-1); None without speculation.
+        workers: Workers on the other ranks; by default there are no other ranks.
+        resources: Weights and pools of the model; by default there is no model.
+        logging_interval: Steps between two log lines; 0 disables the log.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class EngineCore:
             tokens: Prompt token ids, from `tokenize`.
             params: Sampling parameters.
             text: Text of the prompt, for its record.
-            turn: The replica `turn` modulo R serves the request; by default requests go round.
+            turn: Index of the replica, modulo their number; by default replicas take turns.
 
         Raises:
-            ConfigError: The id is in use, or the parameters make no sense for this model.
+            ConfigError: The id is in use, or the parameters are invalid for this model.
         """
         self.check_free(request_id)
         index = (next(self._turns) if turn is None else turn) % len(self.replicas)
@@ -158,7 +158,7 @@ class EngineCore:
         """Return a request that has not been reported.
 
         Raises:
-            KeyError: There is none with this id.
+            KeyError: No such request has this id.
         """
         return self.output.get(request_id)
 
@@ -166,26 +166,26 @@ class EngineCore:
         """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).
 
         Returns:
-            Whether it was alive.
+            True if the request was alive.
         """
         return self.output.abort(request)
 
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
-        """End a request as FAILED, with an error that is counted and logged unless it has been."""
+        """End a request as FAILED; count and log the error unless `is_noted`."""
         self.output.fail(request, error, is_noted=is_noted)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step would compute or report anything."""
+        """True if a step would compute or report anything."""
         return bool(self.output)
 
     def waiting(self) -> Sequence[Request]:
-        """Return requests that wait for admission, and ended ones that the next step reports."""
+        """Return requests that wait for admission, and ended ones that the next step will report."""
         queued = [request for replica in self.replicas for request in replica.scheduler.queues.waiting]
         return [*queued, *self.output.ended]
 
     def cancel(self) -> None:
-        """Forget all requests without a record; the core is not used any more."""
+        """Forget all requests without a record; the core must not be used any more."""
         for replica in self.replicas:
             replica.ahead.drop()
             replica.structured.forget(self.output.requests())
@@ -198,8 +198,8 @@ class EngineCore:
 
         Raises:
             EngineSuspended: The pools have been freed; call `resume` first.
-            RankError: With several ranks, one has failed; no further step can succeed.
-            Exception: Executing failed. The step's requests wait again; a later step computes them.
+            RankError: One of several ranks has failed; no further step can succeed.
+            Exception: The execution failed. The step's requests are requeued; a later step computes them.
         """
         step = self.compute()
         records = self.report(step)
@@ -211,7 +211,7 @@ class EngineCore:
             raise EngineSuspended("the engine is suspended; call resume() before a step")
         self._notice_new_weights()
         started = time.perf_counter()
-        for replica in self.replicas:  # before other ranks are told what is proposed
+        for replica in self.replicas:  # before the other ranks receive the proposals
             replica.propose()
         is_idle = not any(replica.has_other_work for replica in self.replicas)
         for replica in self.replicas:
@@ -229,7 +229,7 @@ class EngineCore:
         return step
 
     def report(self, step: EngineStep) -> list[RequestRecord]:
-        """Turn a step's tokens into scores, texts and records; nothing in here raises.
+        """Turn a step's tokens into scores, texts and records; raises no errors.
 
         Returns:
             Records of all requests that have ended since the last report.
@@ -247,11 +247,11 @@ class EngineCore:
         return records
 
     def idle(self) -> None:
-        """Send other ranks a sign of life if one is due."""
+        """Send a heartbeat to other ranks if one is due."""
         self.workers.idle()
 
     def close(self) -> None:
-        """Wait until the device is at rest and have other ranks leave; no step follows."""
+        """Wait until the device is idle and stop the workers; no step may follow."""
         for replica in self.replicas:
             replica.close()
         self.workers.stop()
@@ -259,14 +259,14 @@ class EngineCore:
     # Cache, weights, pools
 
     def reset_prefix_cache(self) -> None:
-        """Empty the cache: nothing cached before is matched after; running requests publish nothing."""
+        """Empty the prefix cache: no earlier block is matched again, and running requests publish nothing."""
         for replica in self.replicas:
             replica.scheduler.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """Take note that the model's weights were written in place: the cache is emptied."""
+        """Handle an in-place change of the model's weights: the prefix cache is emptied."""
         self.resources.mark_new_weights()
-        self.resources.has_new_weights(is_caching=True)  # so that the next step does not see them again
+        self.resources.has_new_weights(is_caching=True)  # so that the next step does not detect them again
         self._use_new_weights()
 
     def _notice_new_weights(self) -> None:
@@ -279,7 +279,7 @@ class EngineCore:
         self.resources.use_new_weights()
 
     def suspend(self) -> None:
-        """Free the pools' memory. Requests keep their tokens and wait; nothing steps until `resume`."""
+        """Free the pools' memory. Requests are requeued with their tokens; no step may follow until `resume`."""
         if self.is_suspended:
             return
         for replica in self.replicas:
@@ -289,7 +289,7 @@ class EngineCore:
         self.is_suspended = True
 
     def resume(self) -> None:
-        """Allocate the pools again; requests compute what they had computed before, and go on."""
+        """Allocate the pools again; requests recompute what they had computed before, and continue."""
         if not self.is_suspended:
             return
         self.resources.allocate()
@@ -297,7 +297,7 @@ class EngineCore:
         self.is_suspended = False
         self.workers.resume()
 
-    # Numbers
+    # Statistics
 
     @property
     def scheduler(self) -> Scheduler:
@@ -306,22 +306,22 @@ class EngineCore:
 
     @property
     def is_caching(self) -> bool:
-        """Whether prefix caching is on."""
+        """True if prefix caching is on."""
         return self.scheduler.cache.is_enabled
 
     @property
     def counters(self) -> Counters:
-        """Counters of all replicas together."""
+        """Sum of the counters of all replicas."""
         found = [replica.scheduler.counters for replica in self.replicas]
         return found[0] if len(found) == 1 else Counters.total(found)
 
     def statistics(self) -> EngineStatistics:
-        """Return current sizes and counters of all replicas together."""
+        """Return current sizes and counters, summed over all replicas."""
         parts = [EngineStatistics.of(replica.scheduler) for replica in self.replicas]
         return EngineStatistics.total(parts, ended=self.output.reported_count, steps=self.step_count)
 
     def hottest(self, count: int) -> list[CachedPrefix]:
-        """Return the cached prefixes that most requests resumed from, the hottest first."""
+        """Return the `count` cached prefixes from which most requests resumed, the hottest first."""
         found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
         return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(self.replicas) > 1 else found
 
@@ -335,5 +335,5 @@ class EngineCore:
 
 
 def active_requests(step: EngineStep) -> list[Request]:
-    """Return the requests of a reported step that go on."""
+    """Return the requests of a reported step that continue."""
     return [chunk.request for chunk in step.chunks if not chunk.request.is_ended]

@@ -1,4 +1,4 @@
-"""Errors that must stop nobody but whom they concern: counted, logged once, and put into words."""
+"""Error isolation: errors that end only the request or task that they concern are counted and logged once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MAX_CHARACTERS = 500
 
 
 def describe(error: BaseException) -> str:
-    """An error's class and words in one line, for records and events; bounded, and no error itself."""
+    """Return an error's class and message in one line of bounded length, for records and events; never raises."""
     try:
         words = " ".join(str(error).split())
-    except Exception:  # its own class cannot say it
+    except Exception:  # the error's own class fails to format it
         words = ""
     name = type(error).__name__
     return f"{name}: {words[:_MAX_CHARACTERS]}" if words else name
 
 
 class ErrorIsolation:
-    """What went wrong beside the steps themselves.
+    """Counter and log of errors outside of the steps themselves.
 
     Args:
-        owner: Who goes on in spite of it, for the log.
+        owner: Component that continues in spite of the error, for the log.
     """
 
     def __init__(self, owner: str) -> None:
@@ -41,9 +41,9 @@ class ErrorIsolation:
         """Count an error and log it.
 
         Args:
-            what: What has failed.
-            error: With its traceback.
-            once: Log it the first time only that `what` fails with an error of this class.
+            what: Name of what has failed.
+            error: Error with its traceback.
+            once: Log only the first error of this class for the same `what`.
         """
         self.count += 1
         key = what, type(error)
@@ -51,17 +51,17 @@ class ErrorIsolation:
             return
         self._logged.add(key)
         try:
-            if isinstance(error, CheckpointError):  # a file of others: our traceback explains nothing
+            if isinstance(error, CheckpointError):  # a fault in an external file: our traceback explains nothing
                 logger.error("%s failed; %s goes on: %s", what, self._owner, error)
             else:
                 logger.error("%s failed; %s goes on", what, self._owner, exc_info=error)
-        except Exception:  # the log is what is broken
-            with contextlib.suppress(OSError, ValueError):  # and so may be standard error
+        except Exception:  # logging itself is broken
+            with contextlib.suppress(OSError, ValueError):  # standard error may be closed, too
                 traceback.print_exception(error, file=sys.stderr)
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Within it an error ends nothing but the rest of the block. It is logged once, however often it comes back."""
+        """Catch an error, which ends the block only; each `what` and class of error is logged once."""
         try:
             yield
         except Exception as error:

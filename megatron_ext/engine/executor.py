@@ -1,4 +1,4 @@
-"""Who computes the steps that an engine plans."""
+"""Executor protocols: run a scheduled step and return its tokens."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 
 class Executor(Protocol):
-    """Computes steps, one at a time, from their messages alone."""
+    """Executor of steps, one at a time, from their messages alone."""
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Compute a step, snapshots included. If anything raises, nothing of it counts."""
+        """Compute a step, including snapshots. If that raises, the step is void."""
 
     def idle(self) -> None:
-        """A step without anything to compute; ranks that share experts take part in what others compute."""
+        """Take part in a step without chunks; ranks that share experts take part in the computation of others."""
 
 
 class Computing(Protocol):
-    """A step that may still be computed."""
+    """Handle of a step that may still be computed."""
 
     def result(self) -> StepResult:
-        """Wait for it, once. If that raises, nothing of the step counts."""
+        """Wait for the result, once. If that raises, the step is void."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A step that has been."""
+    """Handle of a step that has been computed."""
 
     found: StepResult
 
     def result(self) -> StepResult:
-        """See `Computing`."""
+        """Return the result; see `Computing`."""
         return self.found
 
 
 @runtime_checkable
 class Launching(Protocol):
-    """An executor that lets the host do something else while it computes."""
+    """Executor that lets the host do other work while it computes."""
 
     def launch(self, step: ScheduledStep) -> Computing:
-        """Begin a step. If anything raises, nothing of it counts; steps are computed in the order of their launches."""
+        """Launch a step. If that raises, the step is void; steps are computed in the order of launches."""
 
 
 @runtime_checkable
 class AsyncExecutor(Launching, Protocol):
-    """One that can begin a step while the one before is computed, whose tokens it then takes from where they are."""
+    """Executor that can launch a step while the one before, whose tokens it uses on the device, is computed."""
 
     @property
     def can_launch_next(self) -> bool:
-        """Whether the step that was launched last leaves its tokens where another one finds them."""
+        """True if the tokens of the step launched last are available to another step on the device."""
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
-        """Begin a step of decodes of `LAST_SAMPLED`, each a request's of the step that was launched last.
+        """Launch a step of decodes of `LAST_SAMPLED`, each of a request in the step launched last.
 
         Returns:
-            None if this step cannot be begun before that one's tokens are known; then nothing has been done.
+            None if this step cannot be launched before the tokens of that one are known; then nothing was done.
         """
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        """Snapshots of a step that has been launched, whose block hashes were not known then."""
+        """Set the block hashes of snapshots of a launched step, which were not known then."""
 
 
 def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:
-    """How steps are begun; with an executor that knows no launch a step has been computed when it has been begun."""
+    """Return the function that launches steps; without `Launching`, a step is computed when its launch returns."""
     if isinstance(executor, Launching):
         return executor.launch
     return lambda step: Computed(executor.execute(step))

@@ -1,4 +1,4 @@
-"""A step between its launch and the commit of what came of it."""
+"""Step in flight: between its launch and the commit of its result."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 @dataclass(frozen=True)
 class Lost:
-    """A step whose computation has raised."""
+    """Step whose computation has raised an error."""
 
     error: Exception
 
     def result(self) -> StepResult:
-        """See `Computing`."""
+        """Raise the error; see `Computing`."""
         raise self.error
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that has been launched.
+    """Launched step whose result has not been committed.
 
-    Requests can end while it is under way, if it was launched before the tokens of the step before were known: their
-    rows are *discarded*, and what comes of them is nobody's. Rows are told apart by their request and not by its id,
-    which may be another one's by then.
+    Requests can end while the step is in flight, if it was launched before the tokens of the step before were known:
+    their rows are *discarded*, and so are the results. Rows are matched by request object and not by id, because
+    another request may have the id by then.
 
     Attributes:
-        plan: What it does.
-        step: The message that is computed.
-        computing: What is waited for.
+        plan: Plan of the step.
+        step: Message that is computed.
+        computing: Handle of the computation.
     """
 
     plan: StepPlan
@@ -44,11 +44,11 @@ class InFlightStep:
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """What it computes, in the order of the message."""
+        """Chunks that the step computes, in the order of the message."""
         return self.plan.chunks
 
     def living(self) -> InFlightStep | None:
-        """The same without discarded rows; None if it has no other ones."""
+        """Return the step without discarded rows; None if no other rows are left."""
         alive = [not chunk.request.is_ended for chunk in self.chunks]
         if all(alive):
             return self
@@ -60,16 +60,16 @@ class InFlightStep:
         return InFlightStep(dataclasses.replace(self.plan, chunks=chunks), step, self.computing)
 
     def landed(self) -> InFlightStep:
-        """The same when it has been computed, or cannot be any more: `result` waits no longer."""
+        """Return the step after its computation has succeeded or failed: `result` does not wait any more."""
         try:
             return dataclasses.replace(self, computing=Computed(self.computing.result()))
-        except Exception as error:  # for whoever asks for the result
+        except Exception as error:  # raised again by `result`
             return dataclasses.replace(self, computing=Lost(error))
 
     def result(self) -> StepResult:
-        """Wait for what came of its rows.
+        """Wait for the results of its rows.
 
-        If that raises, nothing of the step counts.
+        If that raises, the step is void.
         """
         result = self.computing.result()
         names = {chunk.request_id for chunk in self.step.chunks}

@@ -1,4 +1,4 @@
-"""From what a caller hands in to a request: everything about it that can be refused at the door."""
+"""Input processor: makes requests from callers' input and rejects invalid input."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class InputSettings:
-    """What requests are made with.
+    """Settings of the input processor.
 
     Attributes:
-        tokenize: Text, and whether to begin with the token that begins a document, to ids.
-        vocabulary: Says which ids can be served.
+        tokenize: Function from a text, and whether to prepend the BOS token, to token ids.
+        vocabulary: Vocabulary; checks which ids can be served.
         ends: Tokens that end a document, unless a request names another one.
-        seed: Requests without a seed of their own get one derived from it and their id.
-        word_tokens: The ways in which a word that must not come can be tokens.
-        matcher: Compiles a form of answers, unless it is compiled; a `ConfigError` says why it cannot be.
-        max_drafts: Of a request in a step.
-        mask_thread: Computes masks of structured outputs.
+        seed: Seed from which, with their ids, requests without a seed of their own derive one.
+        word_tokens: Function from a bad word to its possible tokenizations.
+        matcher: Function that compiles a response format, unless it is compiled; raises `ConfigError` if it cannot.
+        max_drafts: Maximum number of drafts of a request in a step.
+        mask_thread: Thread that computes masks of structured outputs.
     """
 
     tokenize: Callable[[str, bool], Sequence[int]]
@@ -42,17 +42,17 @@ class InputSettings:
 
 
 class InputProcessor:
-    """Makes requests, and counts them."""
+    """Input processor: makes requests and numbers them in order of arrival."""
 
     def __init__(self, input_settings: InputSettings) -> None:
         self._settings = input_settings
         self._next_arrival = 0
 
     def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Raises:
-            ConfigError: It is empty, or has an id that is no token.
+            ConfigError: The prompt is empty, or contains an id that is not a token.
         """
         tokens = plain_ids(self._settings.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
         if not tokens:
@@ -61,11 +61,11 @@ class InputProcessor:
         return tokens
 
     def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
-        """A request of token ids, and the text that they were if it is known.
+        """Make a request of token ids, with their text if it is known.
 
         Raises:
-            ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token, a form that
-                answers cannot be given, a checkpoint behind the prompt, more drafts than there can be.
+            ConfigError: The tokenizer cannot read a bad word, a biased id is not a token, the response format cannot be
+                compiled, a checkpoint lies after the prompt, or there are more drafts than allowed.
         """
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
@@ -90,7 +90,7 @@ class InputProcessor:
         return Request(submission)
 
     def _end_ids(self, params: RequestParams) -> tuple[int, ...]:
-        """Tokens that end a request: those of a document unless it names another or ignores them, and its own."""
+        """Return the tokens that end a request: those of a document unless replaced or ignored, and its own."""
         usual = self._settings.ends if params.termination_id is None else (params.termination_id,)
         return tuple(dict.fromkeys((*(() if params.ignore_eos else usual), *params.stop_token_ids)))
 
@@ -104,18 +104,18 @@ def _check_checkpoints(positions: Sequence[int], length: int) -> None:
 
 
 def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    """Token ids as Python's own integers, whatever they were; all at once where they can be packed."""
+    """Return token ids as Python integers, whatever type they had; all at once if they can be packed."""
     try:
         return tuple(packed_tokens(ids))
-    except (TypeError, OverflowError):  # texts, fractions, ids below zero: what can be served is decided elsewhere
+    except (TypeError, OverflowError):  # texts, fractions, negative ids: other code decides what can be served
         return tuple(map(int, ids))
 
 
 def check_drafts(params: RequestParams, most: int) -> None:
-    """See that a request asks for no more drafts than there can be.
+    """Check that a request asks for at most `most` drafts.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The request asks for more.
     """
     asked = params.num_speculative_tokens
     if asked is not None and asked > most:

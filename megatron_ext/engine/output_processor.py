@@ -1,7 +1,7 @@
 """Output processor: scores, stop words, texts and records of requests.
 
-All of it comes after `Scheduler.commit`, one request at a time. An error here ends the request that it concerns as
-FAILED, with the error's words, and nothing else: no other request's tokens, blocks or record depend on it.
+All processing comes after `Scheduler.commit`, one request at a time. An error here ends only the request that it
+concerns, as FAILED with the error's message: no other request's tokens, blocks or record depend on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 
 class ScoringError(RuntimeError):
-    """A request's log-probs could not be computed."""
+    """Error: a request's log-probs could not be computed."""
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class _Output:
 
     Attributes:
         scheduler: Scheduler that has the request.
-        taken: Generated tokens that were looked at; with drafts a step brings several.
+        taken: Generated tokens that were processed; with drafts a step adds several.
     """
 
     request: Request
@@ -39,11 +39,11 @@ class _Output:
 
 
 class OutputProcessor:
-    """Follows every request from its arrival to its record.
+    """Output processor of every request, from its arrival to its record.
 
     Args:
-        vocabulary: Turns tokens into text.
-        faults: Counts errors.
+        vocabulary: Vocabulary that turns tokens into text.
+        error_isolation: Counts errors.
     """
 
     def __init__(self, vocabulary: Vocabulary, error_isolation: ErrorIsolation) -> None:
@@ -60,21 +60,21 @@ class OutputProcessor:
         return request_id in self._outputs
 
     def get(self, request_id: int) -> Request:
-        """A living request, or one that has ended and is still to be reported."""
+        """Return a living request, or one that has ended and is not reported yet."""
         return self._outputs[request_id].request
 
     def requests(self) -> list[Request]:
-        """All of them."""
+        """Return all requests that are not reported yet."""
         return [output.request for output in self._outputs.values()]
 
     def open(self, request: Request, scheduler: Scheduler) -> None:
-        """Begin to follow a request of a scheduler."""
+        """Begin to process the output of a request of a scheduler."""
         words = request.params.stop_words
         matcher = StopWordMatcher(words, self._detokenize(request)) if words else None
         self._outputs[request.request_id] = _Output(request, scheduler, matcher)
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
-        """The requests of a step have what it computed: note scores, look for stop words."""
+        """Process the output of a step's requests: store scores and match stop words."""
         for request in requests:
             output = self._outputs[request.request_id]
             new = request.generated_count - output.taken if request.request_id in result.tokens else 0
@@ -91,7 +91,7 @@ class OutputProcessor:
                     request.cut(stopped_at)
 
     def _meets_stop_word(self, output: _Output, new: int) -> int | None:
-        """Which of the newest tokens completes one, counted from the first generated; a token that ends comes first."""
+        """Return which token completes a stop word, counted from the first generated one; None if none does."""
         request, matcher = output.request, output.stop_words
         assert matcher is not None, "nobody asks else"
         known = len(request.tokens) - new
@@ -104,11 +104,11 @@ class OutputProcessor:
         return None
 
     def refuse(self, request: Request, error: BaseException) -> None:
-        """End a request as FAILED, with its tokens so far, because its grammar cannot be followed any further.
+        """End a request as FAILED with its tokens so far, because its output cannot satisfy its grammar.
 
         Args:
-            request: Is alive.
-            error: Of the matcher; other errors than `ValueError` are logged as faults, too.
+            request: Living request.
+            error: Error of the matcher; errors other than `ValueError` are logged, too.
         """
         if not isinstance(error, ValueError):
             self._error_isolation.note(f"the grammar of request {request.request_id}", error)
@@ -122,7 +122,7 @@ class OutputProcessor:
         return True
 
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
-        """End a request as FAILED, with an error that is counted and logged unless it has been."""
+        """End a request as FAILED; count and log the error unless `is_noted`."""
         if not is_noted:
             self._error_isolation.note(f"request {request.request_id}", error)
         self._end(request, Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
@@ -156,7 +156,7 @@ class OutputProcessor:
             record = request.to_record(self._generated_text(request))
         except Exception as error:
             self._error_isolation.note(f"the record of request {request.request_id}", error)
-            if request.status is not Status.FAILED:  # else it has its error
+            if request.status is not Status.FAILED:  # otherwise it keeps its own error
                 request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
             record = request.bare_record()
         return record
@@ -178,7 +178,7 @@ class OutputProcessor:
 
 
 def _note_scores(request: Request, result: StepResult, new: int) -> None:
-    """Those of the prompt, and of so many new tokens."""
+    """Store the scores of the prompt's tokens, and of `new` generated tokens."""
     name = request.request_id
     if name in result.failures:
         raise ScoringError(result.failures[name])

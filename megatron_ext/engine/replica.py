@@ -1,4 +1,4 @@
-"""One model replica in the engine core: plan, execute and commit its steps."""
+"""Model replica in the engine core: plan, execute and commit its steps."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class ReplicaStep:
 class Replica:
     """Scheduler and executor of one copy of the model.
 
-    If executing a step raises, its requests wait again and the error is passed on; the commit cannot fail.
+    If a step's execution raises, its requests are requeued and the error is passed on; the commit cannot fail.
 
     Args:
-        scheduler: Without requests.
-        executor: Computes steps; on rank 0 the one of another replica waits for that replica's result.
-        door: Settings that requests are made with.
-        output: Receives requests that end in a step, and reports them.
-        faults: Counts what goes wrong beside steps.
-        proposals: Drafts for decoding requests (SP-1); None for no speculation.
+        scheduler: Scheduler without requests.
+        executor: Executor of steps; on rank 0, that of another replica waits for that replica's result.
+        input_settings: Settings of the input processor, with the grammar matcher.
+        output: Output processor; receives requests that end in a step, and reports them.
+        error_isolation: Counts errors outside of steps.
+        proposals: Drafts for decoding requests (SP-1); None without speculation.
 
     Attributes:
         structured: Structured outputs of the requests.
@@ -69,16 +69,16 @@ class Replica:
         self._output = output
         self._error_isolation = error_isolation
         self._proposals = proposals
-        self._drafts = NO_TOKENS  # proposed for the step that is planned next
-        self._in_flight: InFlightStep | None = None  # the next step, where it has been launched
+        self._drafts = NO_TOKENS  # proposals for the step that is planned next
+        self._in_flight: InFlightStep | None = None  # the next step, if it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
-        """Ask the drafter for the next step and begin missing masks, unless that step has been launched.
+        """Call the drafter for the next step and begin missing masks, unless that step has been launched.
 
-        A fault of the drafter costs its drafts only.
+        An error of the drafter costs its drafts only.
         """
         self._in_flight = self.ahead.take()
         if self._in_flight is not None:
@@ -93,15 +93,15 @@ class Replica:
 
     @property
     def has_other_work(self) -> bool:
-        """Whether the next step may compute something for requests that wait for no mask."""
+        """True if the next step may compute something for requests that wait for no mask."""
         return self._last_seconds is not None and self.structured.has_other_work
 
     def prepare(self, share: float, *, is_idle: bool) -> None:
-        """Wait for masks within bounds; give the scheduler those that are ready, and the drafts (SE-10).
+        """Wait for masks within bounds; pass those that are ready, and the drafts, to the scheduler (SE-10).
 
         Args:
-            share: Part of the longest wait that this replica may use.
-            is_idle: Whether no replica has other work.
+            share: Share of the maximum wait that this replica may use.
+            is_idle: True if no replica has other work.
         """
         if self._in_flight is not None:
             return
@@ -117,10 +117,10 @@ class Replica:
     def compute(self, host_work: Callable[[], None]) -> ReplicaStep:
         """Plan, execute and commit one step, after `propose` and `prepare`.
 
-        Where the executor can, the next step is launched before the tokens of this one are read.
+        If the executor supports it, the next step is launched before the tokens of this one are read.
 
         Args:
-            host_work: Called while the device computes; it may add requests, and change nothing else.
+            host_work: Function to call while the device computes; it may add requests, and change nothing else.
         """
         in_flight, self._in_flight = self._in_flight, None
         plan = self._plan() if in_flight is None else in_flight.plan
@@ -144,7 +144,7 @@ class Replica:
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)
-        else:  # no draft is to come
+        else:  # the next step has no drafts
             self.structured.begin(NO_TOKENS)
         return ReplicaStep(plan, result)
 
@@ -158,7 +158,7 @@ class Replica:
         return InFlightStep(plan, step, self._launch(step))
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
-        """Send the requests of a failed step, and of the one launched after it, back to wait."""
+        """Requeue the requests of a failed step, and drop the step launched after it."""
         self.ahead.drop(in_flight)
         self.scheduler.abandon(chunks, describe(error))
         if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
@@ -167,16 +167,16 @@ class Replica:
             states.drop(BlockHash(error.block_hash))
 
     def _overlap(self, host_work: Callable[[], None]) -> None:
-        """Hash waiting prompts and take requests in while the device computes (CU-6).
+        """Hash waiting prompts and accept requests while the device computes (CU-6).
 
-        Nothing here may touch what the step is computed from: no plan, no end of a request, no change of the cache.
+        No code here may modify the inputs of the step: no planning, no end of a request, no change of the cache.
         """
         with self._error_isolation.guard("what the host does while a step is computed"):
             self.scheduler.hash_ahead()
             host_work()
 
     def forget(self, ended: Sequence[Request]) -> None:
-        """Drop what is kept of requests that have been reported."""
+        """Drop all state of requests that have been reported."""
         self.ahead.forget_discarded()
         self.structured.forget(ended)
         if self._proposals is not None:
@@ -184,17 +184,17 @@ class Replica:
                 self._proposals.forget(ended)
 
     def weights_changed(self) -> None:
-        """Match nothing that was cached with the old weights."""
+        """Invalidate everything cached with the old weights."""
         self.ahead.land()
         self.scheduler.weights_changed()
 
     def suspend(self) -> None:
-        """Make every request wait, and forget cached blocks: the pools are about to be freed."""
+        """Requeue all requests and forget cached blocks before the pools are freed."""
         self.ahead.land()
         self.ahead.drop()
         self.scheduler.suspend()
 
     def close(self) -> None:
-        """Wait until the device is at rest."""
+        """Wait until the device is idle."""
         self.ahead.land()
         self.ahead.drop()

@@ -1,4 +1,4 @@
-"""Model resources as the engine core uses them: weights that may change, pools that come and go."""
+"""Model resources as used by the engine core: weights that may change, pools that are allocated and freed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ class ModelResources(Protocol):
     """Weights and pools of the model on this rank."""
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
-        """Return whether the weights have changed since the last call; False where no cached result depends on them.
+        """Return whether the weights changed since the last call; False if no cached result depends on them.
 
         Args:
-            is_caching: Whether the engine keeps KV blocks or states that were computed with the weights.
+            is_caching: True if the engine keeps KV blocks or states that were computed with the weights.
         """
 
     def mark_new_weights(self) -> None:
-        """Record that the weights were written in place; every engine around the model sees it."""
+        """Record an in-place write of the weights; every engine around the model detects it."""
 
     def use_new_weights(self) -> None:
         """Drop everything on the device that was derived from the old weights, such as captured graphs."""

@@ -1,4 +1,4 @@
-"""Steps of an engine and what computing them gives."""
+"""Result of computing a step: tokens and scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Score:
-    """The log-prob of a token, and the best alternatives (empty if nobody asked)."""
+    """Log-prob of a token, and its top-n alternatives (empty if not requested)."""
 
     log_prob: float
     top_n: TopN
@@ -21,17 +21,16 @@ class Score:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step's computation gave, by request id.
+    """Result of a step's computation, by request id.
 
     Attributes:
-        tokens: The token that each chunk yielded, if it did.
-        generated: Scores of these tokens, where asked for.
-        prompt: Scores of prompt tokens, where asked for and computed in this step.
-        failures: Requests whose scores found no memory, and the error's words.
-        sampled: The tokens where they were computed, for a step that is staged before they are known on the host.
-        target_tokens: Of chunks with drafts the tokens behind each of these, that one among `tokens` behind the last
-            known one.
-        target_scores: Scores of these, where asked for.
+        tokens: Token that each chunk yielded, if it yielded one.
+        generated: Scores of these tokens, if requested.
+        prompt: Scores of prompt tokens, if requested and computed in this step.
+        failures: Error messages of requests whose scores found no memory.
+        sampled: The tokens on the device, for a step that is prepared before they are known on the host.
+        target_tokens: Target tokens after each draft of a chunk; the one after the last known token is in `tokens`.
+        target_scores: Scores of the target tokens, if requested.
     """
 
     tokens: dict[int, int]
@@ -43,7 +42,7 @@ class StepResult:
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
-        """What it gave to some of the requests."""
+        """Return the result for some of the requests only."""
         return StepResult(
             tokens=_only(self.tokens, names),
             generated=_only(self.generated, names),

@@ -1,4 +1,4 @@
-"""What there is and what has happened in an engine: read once, for the JSON output, metrics, status page and log."""
+"""Statistics of an engine, read once for the JSON output, metrics, status page and log."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Numbers of an engine between two steps.
+    """Statistics of an engine between two steps.
 
     Attributes:
         running: Requests in the batch.
         waiting: Requests that wait for admission.
         paused: Requests without a block for their next token.
         ended: Requests that have been reported as ended.
-        steps: Computed since the engine started.
-        is_caching: Whether anything is cached.
-        use: Of blocks and snapshot slots.
-        counters: What has happened; a copy.
-        speculation: What became of drafts; None if there can be none.
+        steps: Steps computed since the engine started.
+        is_caching: True if prefix caching is on.
+        use: Use of blocks and snapshot slots.
+        counters: Copy of the counters.
+        speculation: Draft statistics; None without speculation.
     """
 
     running: int
@@ -44,7 +44,7 @@ class EngineStatistics:
 
     @classmethod
     def of(cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0) -> EngineStatistics:
-        """Read the numbers of one replica, in the thread that steps."""
+        """Read the statistics of one replica, in the engine's thread."""
         queues = scheduler.queues
         return cls(
             running=len(queues.running),
@@ -60,7 +60,7 @@ class EngineStatistics:
 
     @classmethod
     def total(cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int) -> EngineStatistics:
-        """Sum the numbers of replicas that step together."""
+        """Return the sum over replicas that step together."""
         uses = [part.speculation for part in parts if part.speculation is not None]
         return cls(
             running=sum(part.running for part in parts),
@@ -75,7 +75,7 @@ class EngineStatistics:
         )
 
     def prefix_cache(self) -> dict[str, int] | None:
-        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
+        """Return the `prefix_cache` object of the JSON output; None if caching is off."""
         if not self.is_caching:
             return None
         use, counters = self.use, self.counters
@@ -100,7 +100,7 @@ class EngineStatistics:
         }
 
     def prefix_cache_lost(self) -> dict[str, int] | None:
-        """The `prefix_cache_lost` object of the JSON output (SI-6); None if nothing is cached."""
+        """Return the `prefix_cache_lost` object of the JSON output (SI-6); None if caching is off."""
         if not self.is_caching:
             return None
         counters = self.counters
@@ -112,7 +112,7 @@ class EngineStatistics:
         }
 
     def value(self, path: str) -> int:
-        """A number by its dotted name."""
+        """Return a number by its dotted name."""
         found: object = self
         for name in path.split("."):
             found = getattr(found, name)
@@ -121,7 +121,7 @@ class EngineStatistics:
 
 
 def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: float) -> None:
-    """One line about a step of these chunks that took so long, and what there is after it."""
+    """Log one line about a step of `chunks` that took `seconds`, and the state after it."""
     use, counters = statistics.use, statistics.counters
     computed, skipped = counters.prefill_tokens, counters.skipped_tokens
     logger.info(

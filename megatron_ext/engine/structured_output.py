@@ -1,10 +1,10 @@
-"""Masks of structured outputs, computed beside the steps, so that a grammar slows its own request only (SE-10).
+"""Structured outputs: token masks computed beside the steps, so that a grammar slows its own request only (SE-10).
 
     engine's thread   commit n | report | wait a little | plan and compute n + 1 | commit ...
     mask thread                | masks of the tokens after step n ------------------- ...
 
-A request whose mask is not ready when a step is planned is left out of that step, and the others go on. What is ready
-is decided here, on rank 0 alone; the schedulers of other ranks are given the masks themselves (`Scheduler.allow`).
+A request whose mask is not ready when a step is planned is left out of that step, and the others continue. Rank 0 alone
+decides which masks are ready; the schedulers of other ranks receive the masks themselves (`Scheduler.allow`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megatron_ext.text.grammars import Matcher
 
 WAIT_SHARE = 0.25
 """Of the time that the step before took: the longest wait of a step for masks while other requests can go on."""
-IDLE_WAIT = 0.05  # seconds, where no other request can: then calls between steps are due
-_DELAY = 64  # seconds that a mask may wait for cheaper ones, per second that it is expected to take
-_NICENESS = 10  # more than that of the process
+IDLE_WAIT = 0.05  # seconds, if no other request can run: calls between steps must not starve
+_DELAY = 64  # maximum seconds that a mask may wait for cheaper ones, per second of its expected time
+_NICENESS = 10  # in addition to that of the process
 
 
 class Job:
-    """The masks of one request's next tokens: the part that the mask thread computes.
+    """Job of the mask thread: masks of one request's next tokens.
 
     Args:
-        start: Of the answer; used if there is no other matcher. It is not modified.
-        matcher: Of the answer so far but for `tokens`; the job's own until it is done.
-        tokens: That follow.
-        drafts: Proposed after these.
-        ends: Tokens that end the answer.
+        start: Matcher at the start of the output; used without `matcher`. It is not modified.
+        matcher: Matcher after the output so far except `tokens`; owned by the job until it is done.
+        tokens: Tokens of the output after those of `matcher`.
+        drafts: Drafts proposed after `tokens`.
+        ends: Tokens that end the output.
 
     Attributes:
-        matcher: After `tokens`.
-        drafts: The first ones, as far as the grammar allows them and a token after them.
-        masks: Of the next token, and after each of these drafts.
-        error: Why there are none.
+        matcher: Matcher after `tokens`.
+        drafts: The first drafts, as far as the grammar allows them and a token after them.
+        masks: Masks of the next token, and of the token after each of these drafts.
+        error: Error that prevented the masks; None if there is no error.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Job:
         self._start, self._tokens, self._ends = start, tokens, ends
 
     def run(self) -> None:
-        """Compute the masks, or note why there are none."""
+        """Compute the masks, or store the error."""
         try:
             if not self.is_cancelled:
                 self._compute()
-        except BaseException as error:  # a panic of the library is no Exception; the engine's thread reports it
+        except BaseException as error:  # a panic of the library is not an Exception; the engine's thread reports it
             self.error = error
 
     def _compute(self) -> None:
@@ -79,18 +79,18 @@ class Job:
             try:
                 probe.take([draft])
                 masks.append(probe.allowed(self._ends))
-            except ValueError:  # neither this draft nor those after it can come
+            except ValueError:  # the grammar rejects this draft, so those after it are useless
                 break
         self.drafts, self.masks = self.drafts[: len(masks) - 1], tuple(masks)
 
 
 class MaskThread:
-    """One thread of low priority that computes masks, those of cheap grammars first. It starts with the first job."""
+    """Thread of low priority that computes masks, those of cheap grammars first; starts with the first job."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "masks", initializer=_lower_priority)
         self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int, Job]] = []  # a heap, by when each is due
+        self._waiting: list[tuple[float, int, Job]] = []  # heap, ordered by due time
         self._count = itertools.count()
 
     def submit(self, job: Job) -> None:
@@ -109,31 +109,31 @@ class MaskThread:
             self._changed.notify_all()
 
     def wait(self, is_enough: Callable[[], bool], seconds: float) -> bool:
-        """Wait until enough jobs are done, at most so long; whether they are."""
+        """Wait at most `seconds` until enough jobs are done; return whether they are."""
         with self._changed:
             return self._changed.wait_for(is_enough, seconds)
 
 
 def _lower_priority() -> None:
-    """Let this thread give way to others of the process, where the system has priorities of threads."""
+    """Lower the priority of this thread within the process, on systems with thread priorities."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS  # the system cuts it at its greatest
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS  # the system limits it to its maximum
         os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 @dataclass(eq=False)
 class _Output:
-    """A structured output.
+    """State of one structured output.
 
     Attributes:
-        request: Whose it is.
-        start: Matcher of an empty answer, which does not change.
-        matcher: After the first `taken` generated tokens; None while a job has it, and for a request that waits.
-        taken: See above.
-        known: Generated tokens after which the masks were given to the scheduler.
-        drafts: That these masks are for, too.
-        job: Computes the masks of more tokens.
+        request: Request of the output.
+        start: Matcher at the start of the output; never modified.
+        matcher: Matcher after the first `taken` generated tokens; None while a job owns it or the request waits.
+        taken: Generated tokens that the matcher has read.
+        known: Generated tokens after which the scheduler's masks apply.
+        drafts: Drafts that these masks cover.
+        job: Job that computes the masks of more tokens; None if there is no job.
     """
 
     request: Request
@@ -147,11 +147,11 @@ class _Output:
 
 @dataclass
 class Ready:
-    """What is known before a step is planned.
+    """Results of finished jobs, before a step is planned.
 
     Attributes:
-        masks: Requests, and their masks.
-        errors: Requests whose outputs cannot be continued, and why.
+        masks: Requests with their masks.
+        errors: Requests whose outputs cannot be continued, with the errors.
     """
 
     masks: list[tuple[Request, Masks]] = field(default_factory=list)
@@ -159,12 +159,12 @@ class Ready:
 
 
 class StructuredOutputs:
-    """Follows the structured outputs of one engine, and has their masks computed.
+    """Manager of the structured outputs of one engine; has their masks computed.
 
     Args:
-        scheduler: Of the engine.
-        start: Makes the matcher of an empty answer, whose mask is known.
-        thread: Computes masks; engines may share it.
+        scheduler: Scheduler of the engine.
+        start: Function that makes the matcher at the start of an output, whose mask is known.
+        thread: Mask thread; engines may share one.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class StructuredOutputs:
         self._outputs: dict[int, _Output] = {}
 
     def add(self, request: Request) -> None:
-        """Take in a request of the scheduler's; the mask of its first token is known."""
+        """Add a request of the scheduler; the mask of its first token is known."""
         if request.params.form is not None:
             start = self._start(request.params.form)
             self._outputs[request.request_id] = _Output(request, start)
             self._scheduler.allow(request, (start.allowed(request.submission.end_ids),))
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Drop requests that have ended; masks that are still to be computed for them are not."""
+        """Drop requests that have ended, and cancel their jobs."""
         if self._outputs:
             for request in requests:
                 output = self._outputs.pop(request.request_id, None)
@@ -191,7 +191,7 @@ class StructuredOutputs:
                     output.job.is_cancelled = True
 
     def begin(self, drafts: TokensById) -> None:
-        """Have the missing masks computed.
+        """Submit jobs for the missing masks.
 
         Args:
             drafts: Proposals for the next step, by request id.
@@ -200,7 +200,7 @@ class StructuredOutputs:
             request, count = output.request, output.request.generated_count
             if output.job is not None or request.is_ended:
                 continue
-            if request.sequence.running_slot is None:  # it waits: its matcher would take memory
+            if request.sequence.running_slot is None:  # it waits: the matcher would only take memory
                 output.matcher, output.taken = None, 0
             if output.known != count:
                 new = request.generated_tokens[output.taken :]
@@ -210,7 +210,7 @@ class StructuredOutputs:
                 self._thread.submit(output.job)
 
     def wait(self, step_seconds: float, *, has_other_work: bool) -> None:
-        """Wait for masks: for all of them a share of a step's time, and for one longer if there is no other work."""
+        """Wait for all masks a share of a step's time, and for the first one longer if there is no other work."""
         jobs = [output.job for output in self._outputs.values() if output.job is not None]
         if not jobs:
             return
@@ -220,7 +220,7 @@ class StructuredOutputs:
 
     @property
     def has_other_work(self) -> bool:
-        """Whether some request of the scheduler needs no mask that is missing."""
+        """True if some request of the scheduler needs no missing mask."""
         return not self._outputs or any(not request.lacks_mask for request in self._scheduler.queues)
 
     def take(self) -> Ready:
@@ -238,7 +238,7 @@ class StructuredOutputs:
         return ready
 
     def allowed_drafts(self, drafts: TokensById) -> TokensById:
-        """Proposals, where an output is structured those that its masks are for."""
+        """Return the proposals, limited for structured outputs to drafts that their masks cover."""
         if not self._outputs:
             return drafts
         found = {}

@@ -1,4 +1,4 @@
-"""The engine's thread, which makes every call of an engine core, one after the other."""
+"""Thread of the engine, which makes every call of an engine core, one after the other."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class _Call:
-    """A call that waits for the thread.
+    """Call in the queue of the thread.
 
     Attributes:
-        run: Called between two steps.
-        take_in: Called while a step is computed; None if the call has to wait for the end of the step.
+        run: Function to call between two steps.
+        take_in: Function to call while a step is computed; None if the call has to wait for the end of the step.
         future: Result or error of the call.
     """
 
@@ -30,24 +30,24 @@ class _Call:
     future: Future[Any]
 
     def answer(self, function: Callable[[], object]) -> None:
-        """Run it, unless its future was cancelled."""
+        """Run `function` and set the future, unless the future was cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             self.future.set_result(function())
-        except BaseException as error:  # passed to the waiting thread, as executors do it
+        except BaseException as error:  # passed to the waiting thread, as executors do
             self.future.set_exception(error)
 
 
 class EngineThread:
-    """A thread that runs calls in the order of submission.
+    """Thread that runs calls in the order of submission.
 
-    Calls that arrive during a step run when it ends, before the next one is planned; but requests may be taken in while
+    Calls that arrive during a step run when it ends, before the next one is planned; but requests may be added while
     the device computes, if no other call came before them (CU-6). With several ranks they wait for the end of the step,
-    since every rank must see them at the same place.
+    since every rank must add them at the same point.
 
     Args:
-        core: Without requests. No other thread may call it from now on.
+        core: Engine core without requests. No other thread may call it from now on.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -68,12 +68,12 @@ class EngineThread:
     def submit_requests(
         self, add: Callable[..., Result], arguments: tuple[object, ...], between_steps: Callable[..., Result]
     ) -> Future[Result]:
-        """Run `between_steps(add, arguments)` as any other call, or `add(*arguments)` during a step.
+        """Run `between_steps(add, arguments)` like any other call, or `add(*arguments)` during a step.
 
         Args:
-            add: Adds requests to the engine, and does nothing else to it.
+            add: Function that adds requests to the engine, and does nothing else to it.
             arguments: Arguments of `add`.
-            between_steps: Wrapper for where no step is under way.
+            between_steps: Wrapper for calls outside of a step.
 
         Raises:
             RuntimeError: The thread is closed, or the interpreter ends.
@@ -92,12 +92,12 @@ class EngineThread:
 
     def _run_next(self) -> None:
         with self._submitting:
-            call = self._waiting.popleft() if self._waiting else None  # it may have been taken in
+            call = self._waiting.popleft() if self._waiting else None  # the call may have been taken in already
         if call is not None:
             call.answer(call.run)
 
     def take_in(self) -> None:
-        """Take in waiting requests while a step is computed, up to the first call of another kind."""
+        """Run waiting calls that add requests while a step is computed, up to the first call of another kind."""
         while True:
             with self._submitting:
                 is_next = bool(self._waiting) and self._waiting[0].take_in is not None
@@ -108,5 +108,5 @@ class EngineThread:
             call.answer(call.take_in)
 
     def close(self) -> None:
-        """Wait for the calls that have been submitted, and end the thread."""
+        """Wait for all submitted calls, and end the thread."""
         self._calls.shutdown()

@@ -42,7 +42,7 @@ class Update:
 
 
 class Progress:
-    """Output of a living request so far: its updates put together. The names are those of `RequestRecord`."""
+    """Output of a living request so far: the sum of its updates. The attributes are named as in `RequestRecord`."""
 
     def __init__(self, prompt_tokens: tuple[int, ...]) -> None:
         self.prompt_tokens = prompt_tokens
@@ -53,7 +53,7 @@ class Progress:
         self.prompt_top_n_log_probs: list[dict[int, float]] = []
 
     def add(self, update: Update) -> None:
-        """Append an update; updates come in order, and none may be left out."""
+        """Append an update; updates must come in order and without gaps."""
         assert update.start == len(self.generated_tokens), "an update is missing"
         self.generated_tokens += update.generated_tokens
         self.generated_log_probs += update.generated_log_probs

@@ -1,4 +1,4 @@
-"""Other ranks of the world, as rank 0's engine core tells them what to do."""
+"""Workers: the other ranks, as commanded by rank 0's engine core."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ class Workers(Protocol):
     """Ranks that repeat each step of the engine core.
 
     Attributes:
-        heartbeat: Seconds after which the ranks must hear of rank 0; None if there are none.
+        heartbeat: Maximum seconds between two messages of rank 0 to the ranks; None if there are no other ranks.
     """
 
     heartbeat: float | None
 
     def begin_step(self) -> None:
-        """Send the commands since the last message, and have all ranks take a step.
+        """Send the commands since the last message, and make all ranks take a step.
 
         Raises:
             RankError: A rank cannot be reached, or an earlier step failed.
         """
 
     def idle(self) -> None:
-        """Send a sign of life if the last message is older than the heartbeat."""
+        """Send a heartbeat if the last message is older than its interval."""
 
     def suspend(self) -> None:
-        """Have all ranks free their pools now."""
+        """Make all ranks free their pools now."""
 
     def resume(self) -> None:
-        """Have all ranks allocate their pools before the next step."""
+        """Make all ranks allocate their pools before the next step."""
 
     def stop(self) -> None:
-        """Have all ranks leave; no step follows."""
+        """Stop all ranks; no step may follow."""
 
     def step_error(self, error: Exception) -> Exception:
         """Return the error to raise after a step failed on rank 0.
 
-        With several ranks that is a `RankError`, and no further step is taken.
+        With several ranks this is a `RankError`, and no further step is taken.
         """
 
 
@@ -61,5 +61,5 @@ class NoWorkers:
         """See `Workers`."""
 
     def step_error(self, error: Exception) -> Exception:
-        """See `Workers`."""
+        """Return the error unchanged; see `Workers`."""
         return error
