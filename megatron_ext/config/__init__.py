@@ -1,6 +1,6 @@
-"""Every setting, in frozen dataclasses. Defaults live here, once; `arguments/` binds them to flags.
+"""All settings, as frozen dataclasses with the only copy of their defaults; `arguments/` binds them to flags.
 
-A `None` default means "decided later", and the comment says from what.
+A default of `None` means that the value is derived later; the comment says from what.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may ask a server for what."""
+"""Access settings of a server: keys, hosts, origins, admin routes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ CONTROL_TOKENS = ("text", "parse")
 
 @dataclass(frozen=True)
 class AccessConfig:
-    """Whom the server lets in, what they are shown, and what their messages can say."""
+    """Authentication, allowed hosts and origins, visible cache counts, and control tokens in messages."""
 
-    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY, or the file, or everybody is let in
+    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY, else the file, else no key
     api_key_file: str | None = None
     admin_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys
     hide_cache_counts: bool = False
-    chat_control_tokens: str = "text"  # of CONTROL_TOKENS
-    cors_allowed_origins: tuple[str, ...] = ()  # of web pages; default: none
+    chat_control_tokens: str = "text"  # one of CONTROL_TOKENS
+    cors_allowed_origins: tuple[str, ...] = ()  # origins of web pages; default: none
     enable_admin_routes: bool = False
-    weights_root: str | None = None  # new weights are read below it only; default: none are
+    weights_root: str | None = None  # directory of new weights; default: weights cannot be replaced
 
     def __post_init__(self) -> None:
         if self.api_key is not None:
@@ -55,9 +55,9 @@ class AccessConfig:
 
 
 def key_problem(key: str) -> str | None:
-    """What keeps a text from being a key, without the text itself; None if nothing does.
+    """Return why a text cannot be a key, without the text itself; None if it can.
 
-    Headers are bytes: what lies outside ASCII would depend on the client's encoding.
+    Headers are bytes: characters outside ASCII would depend on the client's encoding.
     """
     if key.isascii() and key.isprintable() and key.strip() == key != "":
         return None

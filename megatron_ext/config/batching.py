@@ -1,4 +1,4 @@
-"""What an engine is built for: limits, memory, and the prefix cache."""
+"""Engine settings: batch limits, memory, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
 OPERATOR_BACKENDS = ("auto", "reference", "triton")  # auto: on CUDA Triton, on CPUs C++, else plain torch
-# Where the user gives none, by type of device.
+# Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
-DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
-DEFAULT_MAX_REQUESTS = 64  # or as many as a step's tokens, where fewer are asked for
-# Where `max_prefills_per_step` is not given: a step with so many prefill tokens begins no other; docs/batching.md.
+DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
+DEFAULT_MAX_REQUESTS = 64  # or the maximum of tokens per step, if that is smaller
+# Without `max_prefills_per_step`: a step with so many prefill tokens starts no other prefill; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
-MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
+MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
 GRAPH_IMPLS = ("none", "local")
 DEFAULT_GRAPHS = 16
-# Sizes of steps with prefills in them for which there are programs: how many prefill, and their tokens together.
+# Sizes of the captured graphs of steps with prefills: number of prefills, and their total tokens.
 MIXED_STEPS = ((4, 64), (4, 256))
 
 
 class EvictionPolicyName(str, enum.Enum):
-    """What happens to cached blocks that nobody uses (KV-4)."""
+    """Policy for cached blocks that no request uses (KV-4)."""
 
-    LRU = "lru"  # kept until memory is needed: the least recently used goes first, never a block before its children
+    LRU = "lru"  # kept until memory is needed; the least recently used first, never a block before its children
     REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
-    FLOPS = "flops"  # kept as by lru, but what saves more compute for its bytes stays longer; snapshots too
+    FLOPS = "flops"  # as lru, but entries that save more compute per byte stay longer; snapshots too
 
 
 class SnapshotMode(str, enum.Enum):
-    """How the states at a block boundary inside a prompt come to be kept (LA-1)."""
+    """Method to capture the states at a block boundary inside a prompt (LA-1)."""
 
-    KERNEL = "kernel"  # out of the middle of a prefill, from the states between kernel chunks
-    ALIGN = "align"  # prefill chunks end on the boundary, and the live states are copied
+    KERNEL = "kernel"  # in the middle of a prefill, from the states between kernel chunks
+    ALIGN = "align"  # prefill chunks end on the boundary, and the running states are copied
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class BatchingConfig:
     """Memory and batch limits of the dynamic engine."""
 
     buffer_size_gb: float | None = None  # see `buffer_gb_on`
-    block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
+    block_count: int | None = None  # exact number of usable KV blocks, instead of buffer_size_gb
     paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
     block_size: int = 64  # tokens
     max_requests: int | None = None  # see `effective_max_requests`
-    max_tokens: int | None = None  # a step; see `max_tokens_on`
+    max_tokens: int | None = None  # per step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
     max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
-    operator_backend: str = OPERATOR_BACKENDS[0]  # what computes the operators of a step
-    cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; on a CPU "local" pads steps alike
-    num_cuda_graphs: int = DEFAULT_GRAPHS  # sizes of decode batches; -1 is the default number, as in Megatron
+    operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
+    cuda_graph_impl: str = GRAPH_IMPLS[0]  # default: off; on a CPU "local" pads steps in the same way
+    num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
@@ -97,44 +97,44 @@ class BatchingConfig:
 
     @property
     def has_input_buffers(self) -> bool:
-        """Whether steps are padded and computed in fixed places, where they fit."""
+        """True if steps are padded and computed in static input buffers, if they fit."""
         return self.cuda_graph_impl != GRAPH_IMPLS[0]
 
     @property
     def graph_sizes(self) -> int:
-        """Sizes of decode batches at most."""
+        """Maximum number of decode batch sizes."""
         return DEFAULT_GRAPHS if self.num_cuda_graphs == -1 else self.num_cuda_graphs
 
     @property
     def effective_max_requests(self) -> int:
-        """Requests that run at the same time: unless it is said, not more than a step has tokens."""
+        """Maximum number of running requests; by default not more than a step has tokens."""
         if self.max_requests is not None:
             return self.max_requests
         return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
 
     def buffer_gb_on(self, device_type: str) -> float:
-        """GiB for KV blocks and live states."""
+        """Return the GiB for KV blocks and running state slots."""
         return DEFAULT_BUFFER_GB[device_type] if self.buffer_size_gb is None else self.buffer_size_gb
 
     def max_tokens_on(self, device_type: str) -> int:
-        """Tokens in a step: enough for every running request to decode."""
+        """Return the maximum tokens of a step: enough for every running request to decode."""
         return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.effective_max_requests)
 
     def enough_prefill_tokens_on(self, device_type: str) -> int | None:
-        """Tokens of prefill with which a step begins no other one; None if nothing but the token budget ends it."""
+        """Return the prefill tokens after which a step starts no other prefill; None if only the budget limits it."""
         return None if self.max_prefills_per_step is not None else ENOUGH_PREFILL_TOKENS.get(device_type)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Prefix caching."""
+    """Settings of the prefix cache."""
 
     enable_prefix_caching: bool = True
     eviction_policy: str = EvictionPolicyName.LRU.value
     snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
-    snapshot_slots: int | None = None  # exactly so many instead
+    snapshot_slots: int | None = None  # exact number of slots instead
     snapshot_mode: str = SnapshotMode.KERNEL.value
-    provisional_slots: int | None = None  # snapshots that nobody asked for; 0: none; default: as many as slots are free
+    provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
 
     def __post_init__(self) -> None:
@@ -166,10 +166,10 @@ class CacheConfig:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether states are kept at the ends of prefill chunks only."""
+        """True if states are kept at the ends of prefill chunks only."""
         return self.snapshot_mode == SnapshotMode.ALIGN.value
 
     @property
     def policy(self) -> EvictionPolicyName | None:
-        """The eviction policy; None if nothing is cached."""
+        """Eviction policy; None if prefix caching is off."""
         return EvictionPolicyName(self.eviction_policy) if self.enable_prefix_caching else None

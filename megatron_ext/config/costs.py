@@ -1,7 +1,7 @@
-"""What computing tokens costs, and what keeping them takes: what an eviction weighs, and a simulation adds up.
+"""Compute and memory costs of cached tokens, for eviction policies and for the simulation.
 
-The formulas count multiplications and additions of a forward (two for each parameter that a token meets), as Marconi
-(MLSys 2025) does for whole models; here nothing is subtracted, and the recurrence counts its inner width as it is.
+The formulas count multiplications and additions of a forward (two for each parameter that a token uses), as Marconi
+(MLSys 2025) does for whole models; here nothing is subtracted, and the recurrence is counted with its actual width.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model import ModelConfig
 
-_STATE_OPERATIONS = 6  # for each number of a state and token: decayed, added to, read; a product and a sum each
+_STATE_OPERATIONS = 6  # for each state element and token: decay, update, read; a product and a sum each
 
 
 @dataclass(frozen=True)
 class EntryCosts:
-    """Costs of cached tokens; the same on every rank, because they decide.
+    """Costs of cached tokens; equal on every rank, because evictions depend on them.
 
     Attributes:
         block_size: Tokens of a block.
-        token_flops: Of one token, wherever it stands.
-        position_flops: Of one token for each token before it.
-        block_bytes: Of one block, on all ranks together.
-        state_bytes: Of one snapshot, on all ranks together; 0 without recurrent layers.
+        token_flops: Operations for one token at any position.
+        position_flops: Operations for one token and each token before it.
+        block_bytes: Bytes of one block, on all ranks together.
+        state_bytes: Bytes of one snapshot, on all ranks together; 0 without recurrent layers.
     """
 
     block_size: int = 1
@@ -33,25 +33,25 @@ class EntryCosts:
     state_bytes: int = 1
 
     def flops(self, start: int, end: int) -> float:
-        """Of computing the tokens [start, end)."""
+        """Return the operations to compute the tokens [start, end)."""
         return (end - start) * (self.token_flops + self.position_flops * (start + end - 1) / 2)
 
     def block_flops(self, first: int, last: int) -> float:
-        """Of computing the blocks [first, last) of a sequence."""
+        """Return the operations to compute the blocks [first, last) of a sequence."""
         return self.flops(first * self.block_size, last * self.block_size)
 
 
-NEUTRAL_COSTS = EntryCosts()  # every token and every byte as much as any other
+NEUTRAL_COSTS = EntryCosts()  # equal cost of all tokens and of all bytes
 
 
 def entry_costs(config: ModelConfig, block_size: int, block_bytes: int, state_bytes: int) -> EntryCosts:
-    """Of a model whose blocks and states are of these sizes.
+    """Return the costs of a model with blocks and states of these sizes.
 
     Args:
-        config: Its architecture.
-        block_size: Tokens.
-        block_bytes: See `EntryCosts`, as the next one.
-        state_bytes: 0 without recurrent layers.
+        config: Architecture of the model.
+        block_size: Tokens of a block.
+        block_bytes: Bytes of one block; see `EntryCosts`.
+        state_bytes: Bytes of one snapshot; 0 without recurrent layers.
     """
     pattern = config.hybrid_override_pattern
     per_key = 4.0 * config.num_attention_heads * config.head_channels  # a score and a weighted sum
@@ -67,7 +67,7 @@ def entry_costs(config: ModelConfig, block_size: int, block_bytes: int, state_by
 
 
 def _layer_flops(config: ModelConfig, letter: str) -> float:
-    """Of one token in one layer, without the keys that attention meets."""
+    """Return the operations for one token in one layer, without the products with keys and values."""
     flops = 0.0
     if is_recurrent(letter):
         flops += 2.0 * config.recurrent.parameter_count(config) + _STATE_OPERATIONS * config.recurrent.state_size(
@@ -81,7 +81,7 @@ def _layer_flops(config: ModelConfig, letter: str) -> float:
 
 
 def _projected_heads(config: ModelConfig) -> int:
-    """Query, key, value and output; the output's gate."""
+    """Return the number of projected heads: query, key, value, output, and the output's gate."""
     return (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
 
 
@@ -90,7 +90,7 @@ def _mlp_parameters(config: ModelConfig, width: int, inner: int) -> int:
 
 
 def _expert_parameters(config: ModelConfig) -> int:
-    """Those that one token meets: the router, its experts, the shared ones, projections to a latent width."""
+    """Count the parameters that one token uses: router, routed and shared experts, latent projections."""
     assert config.num_experts is not None, "a pattern with E has been checked"
     width = config.moe_latent_size or config.hidden_size
     routed = config.moe_router_topk * _mlp_parameters(config, width, config.expert_ffn_size)

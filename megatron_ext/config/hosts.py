@@ -1,4 +1,4 @@
-"""Hosts as the `Host` and `Origin` headers of HTTP and `--allowed-hosts` name them."""
+"""Parsing of hosts and origins from HTTP's `Host` and `Origin` headers and from `--allowed-hosts`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _USUAL_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class HostName:
-    """A name or an address, in one spelling, and a port; None is any port, or the usual one."""
+    """Normalized name or address, and a port; a port of None means any port, or the default one."""
 
     name: str
     port: int | None = None
 
 
 def parse_host(text: str) -> HostName | None:
-    """A host as in `localhost`, `models.example:8443`, `[::1]:8000`; None for what is no host.
+    """Parse a host such as `localhost`, `models.example:8443` or `[::1]:8000`; return None if it is not valid.
 
-    Upper and lower case are the same, so are a name with the dot of the root behind it and without, and an address in
-    its long and its short form.
+    Names are normalized: to lower case, without the final dot of the root, and IPv6 addresses to their short form.
     """
     name, port = _split(text)
     if not name or (port is not None and not _is_port(port)):
@@ -42,24 +41,24 @@ def parse_host(text: str) -> HostName | None:
 
 @dataclass(frozen=True)
 class Origin:
-    """What the pages of one server have in common."""
+    """Origin of web pages: scheme, host and port."""
 
     scheme: str
     host: HostName  # with its port
 
     @property
     def usual_port(self) -> int:
-        """What an address without a port means."""
+        """Default port of the scheme."""
         return _USUAL_PORTS[self.scheme]
 
     @property
     def has_usual_port(self) -> bool:
-        """Whether an address without a port would mean the same."""
+        """True if the port is the scheme's default port."""
         return self.host.port == self.usual_port
 
 
 def parse_origin(text: str) -> Origin | None:
-    """An origin as in `https://app.example` or `http://[::1]:3000`; None for what is none, `null` too."""
+    """Parse an origin such as `https://app.example` or `http://[::1]:3000`; return None if invalid or `null`."""
     scheme, mark, rest = text.lower().partition("://")
     try:
         parts = urlsplit(text)
@@ -72,7 +71,7 @@ def parse_origin(text: str) -> Origin | None:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """Name and port; the name of an IPv6 address keeps its brackets."""
+    """Split a text into name and port; an IPv6 address keeps its brackets."""
     if text.startswith("["):
         name, bracket, rest = text.partition("]")
         port = rest[1:] if rest.startswith(":") else None
@@ -93,7 +92,7 @@ def _address(text: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is this machine's own."""
+    """Return whether an address to listen on is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

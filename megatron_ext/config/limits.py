@@ -1,4 +1,4 @@
-"""What one client may take of the server."""
+"""Limits on the resources that one client may use."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ KB, MB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds of a request's body and of connections. Times are in seconds."""
+    """Limits on request bodies and connections. Times are in seconds."""
 
     max_body_mb: float = 8.0  # of 2**20 bytes
     max_connections: int = 1024
     header_timeout: float = 10.0  # from the connection, or a request's first byte, to the end of its headers
     body_timeout: float = 60.0  # for all of the body
-    idle_timeout: float = 75.0  # between two requests, and for a client that does not read its answer
+    idle_timeout: float = 75.0  # between two requests, and for a client that does not read its response
     max_schema_kb: float = 64.0  # of 2**10 bytes: a JSON schema, or a regular expression
-    grammar_timeout: float = 5.0  # to compile one
+    grammar_timeout: float = 5.0  # to compile a schema or a regular expression
 
     def __post_init__(self) -> None:
         size, connections = self.max_body_mb, self.max_connections
@@ -35,10 +35,10 @@ class ServerLimits:
 
     @property
     def schema_bytes(self) -> int:
-        """The longest schema or regular expression."""
+        """Maximum bytes of a schema or a regular expression."""
         return int(self.max_schema_kb * KB)
 
     @property
     def body_bytes(self) -> int:
-        """The longest body."""
+        """Maximum bytes of a body."""
         return int(self.max_body_mb * MB)

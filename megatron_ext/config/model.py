@@ -1,4 +1,4 @@
-"""The architecture of a model: the fields of its layers, and of the stack that they make up."""
+"""Architecture of a model: the fields of its layers and of the whole stack."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_ext.config.layers.stack import check_norms
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields, RecurrentKind
 
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
-# What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
+# Bounds far above any real model: larger values are mistakes, or attempts to exhaust resources (SE-1).
 MAX_LAYERS = 4096
 LARGEST_SIZE = 2**24  # of every dimension and count
 
 
 @dataclass(frozen=True)
 class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
-    """The architecture: what a checkpoint saves and a builder needs. Defaults: a tiny hybrid."""
+    """Model architecture, as saved with a checkpoint and used to build the model. Defaults: a tiny hybrid."""
 
     hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
     recurrent_layer: str = RECURRENT_LAYERS[0]  # what an M in the pattern is
@@ -81,31 +81,31 @@ class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
 
     @property
     def recurrent(self) -> RecurrentKind:
-        """What is to be known of its kind of recurrent layers."""
+        """Record of the model's kind of recurrent layers."""
         return RECURRENT_KINDS[self.recurrent_layer]
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer is a mixture of experts."""
+        """True if any layer is a mixture of experts."""
         return "E" in self.hybrid_override_pattern
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether any layer carries a recurrent state."""
+        """True if any layer carries a recurrent state."""
         return any(map(is_recurrent, self.hybrid_override_pattern))
 
     @property
     def scan_chunk_size(self) -> int:
-        """Tokens that recurrent layers take together; at inference at most that, see `memory.budget`."""
+        """Tokens of a chunk of recurrent layers; at inference the maximum, see `memory.budget`."""
         return self.recurrent.chunk_size(self)
 
     @property
     def layer_count(self) -> int:
-        """Layers, of every kind."""
+        """Number of layers of all kinds."""
         return len(self.hybrid_override_pattern)
 
     def to_dict(self) -> dict[str, object]:
-        """A plain dictionary, as saved with a checkpoint."""
+        """Return the fields as a plain dictionary, as saved with a checkpoint."""
         return dataclasses.asdict(self)
 
 

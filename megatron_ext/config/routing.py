@@ -1,4 +1,4 @@
-"""How a coordinator chooses between replicas."""
+"""Routing settings: how a coordinator chooses a replica for a request."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from megatron_ext.config.checks import require
 
 
 class RoutingPolicyName(str, enum.Enum):
-    """What decides where a request runs (RP-2)."""
+    """Policy that decides which replica runs a request (RP-2)."""
 
-    LONGEST_PREFIX = "longest_prefix"  # tokens that are skipped there, against tokens that are to be computed before
-    FIRST_PREFIX_BLOCK = "first_prefix_block"  # the same, as if who has the prompt's first block had all of it
+    LONGEST_PREFIX = "longest_prefix"  # tokens skipped there against tokens queued there
+    FIRST_PREFIX_BLOCK = "first_prefix_block"  # the same; a cached first block counts as the whole prompt
     LOAD_BALANCED = "load_balanced"  # fewest tokens yet to be computed
     ROUND_ROBIN = "round_robin"  # in turn
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """The policy, and its weight between affinity and load."""
+    """Routing policy, and its weight between affinity and load."""
 
     policy: str = RoutingPolicyName.LONGEST_PREFIX.value
-    # 1: affinity alone decides, and load between equals; 0: the other way round. 0.5: the fewest tokens to compute
-    # before this request has its first one.
+    # 1: affinity decides, with load as the tie-breaker; 0: the reverse. 0.5: fewest tokens to compute before the
+    # request's first token.
     alpha: float = 0.5
 
     def __post_init__(self) -> None:

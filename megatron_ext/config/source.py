@@ -1,4 +1,4 @@
-"""Where a model comes from: weights, tokenizer, and what of it flags decide."""
+"""Source of a model: its weights, its tokenizer, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from megatron_ext.config.tokenizer import TokenizerConfig
 
 AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG = "auto", "none"
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
-INFERENCE_OPTIMIZED = "inference_optimized"  # Megatron's name of layers for inference; the local ones are
+INFERENCE_OPTIMIZED = "inference_optimized"  # Megatron's name for inference layers; the local ones serve as such
 TRANSFORMER_IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE, INFERENCE_OPTIMIZED)
 GENERATION_CONFIGS = (AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG)
 
 
 @dataclass(frozen=True)
 class SourceConfig(TokenizerConfig):
-    """Where the weights and the tokenizer come from, and in which type they live."""
+    """Source of the weights and the tokenizer, and the type of the parameters."""
 
     load: str | None = None
     load_hf: str | None = None
     save: str | None = None
     model_config: str | None = None  # a YAML file of flags
-    use_checkpoint_args: bool = False  # the checkpoint decides over flags of the model
-    model_provider: str | None = None  # of MODEL_PROVIDERS; default: whatever the checkpoint has
+    use_checkpoint_args: bool = False  # the checkpoint's values override model flags
+    model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
-    generation_config: str = NO_GENERATION_CONFIG  # of GENERATION_CONFIGS: whose sampling defaults are taken
-    transformer_impl: str = LOCAL  # of TRANSFORMER_IMPLEMENTATIONS: whose linear layers and norms
+    generation_config: str = NO_GENERATION_CONFIG  # one of GENERATION_CONFIGS: source of sampling defaults
+    transformer_impl: str = LOCAL  # one of TRANSFORMER_IMPLEMENTATIONS, for linear layers and norms
     bf16: bool = False
     fp16: bool = False
     seed: int = 1234

@@ -1,4 +1,4 @@
-"""Which tokenizer reads the texts."""
+"""Tokenizer settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_TYPES = (
     GPT2_TOKENIZER,
 )
 TIKTOKEN_PATTERNS = ("v1", "v2")
-# Flags for one kind of tokenizer, by kind.
+# Flags that apply to one kind of tokenizer, by kind.
 _OF_KIND = {
     TIKTOKEN_TOKENIZER: ("tiktoken_pattern", "tiktoken_num_special_tokens"),
     GPT2_TOKENIZER: ("vocab_file", "merge_file"),
@@ -28,13 +28,13 @@ _OF_KIND = {
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """The kind of tokenizer, its files, and what they do not say."""
+    """Kind of tokenizer, its files, and settings that the files do not contain."""
 
-    tokenizer_type: str | None = None  # of TOKENIZER_TYPES; default: what the checkpoint has
+    tokenizer_type: str | None = None  # one of TOKENIZER_TYPES; default: the checkpoint's
     tokenizer_model: str | None = None  # a directory, a file, or a name on the Hugging Face hub
-    vocab_file: str | None = None  # of a GPT2BPETokenizer
+    vocab_file: str | None = None  # for GPT2BPETokenizer
     merge_file: str | None = None  # the same
-    tiktoken_pattern: str | None = None  # of a TikTokenizer; default: v2
+    tiktoken_pattern: str | None = None  # for TikTokenizer; default: v2
     tiktoken_num_special_tokens: int | None = None  # the same; default: 1000
     use_tokenizer_model_from_checkpoint_args: bool = True
 

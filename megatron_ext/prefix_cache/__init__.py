@@ -1,1 +1,1 @@
-"""What is cached: blocks of KV and snapshots of states, found by content. Standard library only, no torch."""
+"""Prefix cache: KV blocks and snapshots of recurrent states, found by content. Standard library only, no torch."""

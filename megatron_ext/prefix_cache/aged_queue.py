@@ -1,4 +1,4 @@
-"""A queue whose order is a number for each item, the smallest first; among equal ones the oldest."""
+"""Priority queue with a numeric key for each item, the smallest first; among equal keys the oldest first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
-_SPARE = 64  # stale places that a heap may have before it is made anew
+_SPARE = 64  # stale entries that a heap may have before it is rebuilt
 
 
 class AgedQueue(Generic[Item]):
-    """A heap in which items can be moved and taken out; every operation takes O(log n), on average over many.
+    """Heap whose items can be moved and removed; every operation takes O(log n), amortized.
 
-    Places that an item has left stay in the heap until they come up, or until half of the heap is stale.
+    Stale entries of an item stay in the heap until they come up, or until half of the heap is stale.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class AgedQueue(Generic[Item]):
         return iter(self._places)
 
     def put(self, item: Item, key: float) -> None:
-        """Let `item` stand at `key`, wherever it stood before."""
+        """Insert `item` at `key`, or move it there."""
         place = key, next(self._serial)
         self._places[item] = place
         heappush(self._heap, (*place, item))
@@ -42,15 +42,15 @@ class AgedQueue(Generic[Item]):
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        """Take `item` out, if it is there."""
+        """Remove `item` if it is in the queue."""
         self._places.pop(item, None)
 
     def pop(self, key_now: Callable[[Item], float] | None = None) -> tuple[Item, float]:
-        """Take out the item with the smallest key.
+        """Remove and return the item with the smallest key, and that key.
 
         Args:
-            key_now: Keys that have grown since they were put are looked at again only when their items come up.
-                None where keys stay as they were put.
+            key_now: Function that returns an item's current key, for keys that may have grown since `put`; called only
+                for items that come up. None if keys do not change.
         """
         assert self._places, "nothing is in line"
         while True:
@@ -64,11 +64,11 @@ class AgedQueue(Generic[Item]):
             self.put(item, now)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all items."""
         self._places.clear()
         self._heap.clear()
 
     def check(self) -> None:
-        """Assert that every item has its place in the heap."""
+        """Assert that every item is in the heap, and that the heap has few stale entries."""
         assert {(*place, item) for item, place in self._places.items()} <= set(self._heap), "an item has no place"
         assert len(self._heap) <= 2 * len(self._places) + _SPARE + 1, "stale places pile up"

@@ -1,4 +1,4 @@
-"""Which block hash is in which block, and which block continues which."""
+"""Index of cached blocks: block hash to block, and each block's parent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 
 class CachedRun(Sequence[BlockId]):
-    """Blocks of a cached run, looked up when asked for; good until something is indexed or forgotten.
+    """Blocks of a cached run, looked up lazily; valid until the index changes.
 
-    A run of thousands of blocks whose length alone decides costs a few look-ups.
+    A run of thousands of blocks costs a few look-ups if only its length is needed.
     """
 
     def __init__(self, blocks: Mapping[BlockHash, BlockId], block_hashes: Sequence[BlockHash], length: int) -> None:
@@ -43,12 +43,12 @@ class CachedRun(Sequence[BlockId]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # how Python says that it has none
+    __hash__ = None  # type: ignore[assignment]  # Python's way to make a class unhashable
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """A cached run of blocks from the start of a sequence, named by the block hash of its last one."""
+    """Cached run of blocks from the start of a sequence, named by the hash of its last block."""
 
     block_hash: BlockHash
     blocks: int
@@ -56,9 +56,9 @@ class CachedPrefix:
 
 
 class BlockIndex:
-    """A forest of block hashes. A block is found by one look-up, and knows how many cached blocks continue it.
+    """Forest of block hashes, with one look-up to find a block, and the number of cached children of each block.
 
-    What is known of a block hash is in a dictionary for each thing, so that a run is indexed by a few updates.
+    Each property of a block hash has a dictionary of its own, so that a run is indexed by a few bulk updates.
     """
 
     def __init__(self) -> None:
@@ -66,40 +66,40 @@ class BlockIndex:
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._parents: dict[BlockHash, BlockHash | None] = {}  # None for the first block of a sequence
         self._depths: dict[BlockHash, int] = {}  # blocks from the start of the sequence, this one included
-        self._children: dict[BlockHash, int] = {}  # of those that have any
+        self._children: dict[BlockHash, int] = {}  # number of children, if any
         self._hits: dict[BlockHash, int] = {}  # requests that resumed at the end of the block, if any did
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __contains__(self, block: BlockId) -> bool:
-        """Whether `block` is indexed."""
+        """Return whether `block` is indexed."""
         return block in self._hash_of
 
     def __iter__(self) -> Iterator[BlockId]:
-        """All indexed blocks."""
+        """Iterate over all indexed blocks."""
         return iter(tuple(self._hash_of))
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """The block that holds `block_hash`, or None."""
+        """Return the block that holds `block_hash`, or None."""
         return self._blocks.get(block_hash)
 
     def among(self, blocks: Iterable[BlockId]) -> list[BlockId]:
-        """Those of `blocks` that are indexed, in their order."""
+        """Return the indexed blocks among `blocks`, in their order."""
         hash_of = self._hash_of
         return [block for block in blocks if block in hash_of]
 
     def hash_of(self, block: BlockId) -> BlockHash:
-        """What the indexed `block` holds."""
+        """Return the block hash of the indexed `block`."""
         return self._hash_of[block]
 
     def longest_run(self, block_hashes: Sequence[BlockHash]) -> CachedRun:
-        """Blocks of the longest indexed run from the start; a hole ends it.
+        """Return the longest indexed run of blocks from the start; a hole ends it.
 
-        An indexed block's parents are indexed (`add` and `remove` see to that), so the end is found by doubling and
-        halving: a look-up for each doubling of the run, not for each block.
+        An indexed block's parents are indexed (`add` and `remove` ensure that), so the end is found by doubling and
+        bisection: O(log n) look-ups for a run of n blocks.
         """
-        blocks, low, high = self._blocks, 0, 1  # `low` blocks are indexed; `high`, once it is found out, are not
+        blocks, low, high = self._blocks, 0, 1  # `low` blocks are indexed; `high` blocks are not, once found
         while high <= len(block_hashes) and block_hashes[high - 1] in blocks:
             low, high = high, 2 * high
         high = min(high, len(block_hashes) + 1)
@@ -109,7 +109,7 @@ class BlockIndex:
         return CachedRun(blocks, block_hashes, low)
 
     def add(self, block_hashes: Sequence[BlockHash], blocks: Sequence[BlockId], parent: BlockHash | None) -> None:
-        """Index a run of at least one block; its first one's parent, if there is one, must be indexed."""
+        """Index a run of at least one block; the parent of the first block, if any, must be indexed."""
         assert self._blocks.keys().isdisjoint(block_hashes), "a digest has one block"
         assert self._hash_of.keys().isdisjoint(blocks), f"each of {blocks} holds one digest"
         depth = 0 if parent is None else self._depths[parent]
@@ -122,7 +122,7 @@ class BlockIndex:
         self._children.update(dict.fromkeys(block_hashes[:-1], 1))
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
-        """Forget `blocks`, each after those that continue it, and tell what they held."""
+        """Remove `blocks`, each after its children, and return their block hashes."""
         return [self._remove(block) for block in blocks]
 
     def _remove(self, block: BlockId) -> BlockHash:
@@ -139,50 +139,50 @@ class BlockIndex:
         return block_hash
 
     def block_hashes(self) -> Iterable[BlockHash]:
-        """All indexed block hashes."""
+        """Return all indexed block hashes."""
         return self._blocks.keys()
 
     def count_hit(self, block: BlockId) -> None:
-        """A request has resumed at the end of `block`."""
+        """Count a request that has resumed at the end of `block`."""
         block_hash = self._hash_of[block]
         self._hits[block_hash] = self._hits.get(block_hash, 0) + 1
 
     def hottest(self, most: int) -> list[CachedPrefix]:
-        """The prefixes that most requests resumed from, the hottest first; among equals the longest."""
+        """Return the prefixes that most requests resumed from, the hottest first; among equals the longest."""
         hit = (CachedPrefix(block_hash, self._depths[block_hash], hits) for block_hash, hits in self._hits.items())
         return nlargest(most, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         for table in (self._blocks, self._hash_of, self._parents, self._depths, self._children, self._hits):
             table.clear()
 
     def depth(self, block_hash: BlockHash) -> int:
-        """Blocks from the start of the sequence to the end of the indexed `block_hash`."""
+        """Return the depth of the indexed `block_hash`: blocks from the start of the sequence to its end."""
         return self._depths[block_hash]
 
     def hits(self, block_hash: BlockHash) -> int:
-        """Requests that have resumed at the end of the indexed `block_hash`."""
+        """Return the number of requests that have resumed at the end of the indexed `block_hash`."""
         return self._hits.get(block_hash, 0)
 
     def ancestors(self, block_hash: BlockHash) -> Iterator[BlockHash]:
-        """What the indexed `block_hash` continues, the nearest first."""
+        """Iterate over the ancestors of the indexed `block_hash`, the nearest first."""
         parent = self._parents[block_hash]
         while parent is not None:
             yield parent
             parent = self._parents[parent]
 
     def children(self, block: BlockId) -> int:
-        """Indexed blocks that continue `block`."""
+        """Return the number of indexed children of `block`."""
         return self._children.get(self._hash_of[block], 0)
 
     def parent(self, block: BlockId) -> BlockId | None:
-        """The block that `block` continues; None for the first of a sequence."""
+        """Return the parent of `block`; None for the first block of a sequence."""
         parent = self._parents[self._hash_of[block]]
         return None if parent is None else self._blocks[parent]
 
     def check(self) -> None:
-        """Assert that the maps agree, every parent is there, and depths and children are counted right."""
+        """Assert that the maps agree, that every parent is indexed, and that depths and child counts are right."""
         assert {block: block_hash for block_hash, block in self._blocks.items()} == self._hash_of
         assert self._blocks.keys() == self._parents.keys() == self._depths.keys(), "a digest is known in part"
         parents = [parent for parent in self._parents.values() if parent is not None]

@@ -9,10 +9,10 @@ BlockId = NewType("BlockId", int)
 
 
 class BlockPool:
-    """Hands out blocks 0 .. total - 1; a block is free when nobody refers to it and it is not kept for its contents.
+    """Allocator of blocks 0 .. total - 1; a block is free if it has no reference and is not kept for its contents.
 
     Args:
-        total: Blocks in the pool (the dummy block that padding may point to is not one of them).
+        total: Blocks in the pool, without the dummy block that padding may point to.
     """
 
     def __init__(self, total: int) -> None:
@@ -24,15 +24,15 @@ class BlockPool:
 
     @property
     def free_count(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Number of blocks that `allocate` can hand out."""
         return len(self._free)
 
     def references(self, block: BlockId) -> int:
-        """How many owners `block` has."""
+        """Return the number of owners of `block`."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` free blocks, one reference each. The planner has made sure that there are as many."""
+        """Take `count` free blocks, one reference each; the planner ensures that so many are free."""
         assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
         first = len(self._free) - count
         blocks = self._free[first:][::-1]
@@ -50,7 +50,7 @@ class BlockPool:
         """Drop one reference per occurrence without freeing anything.
 
         Returns:
-            Those that nobody refers to now, in that order; they are evictable.
+            Blocks without references now, in that order; they are evictable.
         """
         references, unused = self._references, []
         for block in blocks:
@@ -71,7 +71,7 @@ class BlockPool:
         evictable.difference_update(blocks)
 
     def free(self, blocks: Sequence[BlockId]) -> None:
-        """Evictable blocks are free again."""
+        """Move evictable blocks to the free list."""
         assert self.evictable.issuperset(blocks), f"some of {blocks} are not evictable"
         self.evictable.difference_update(blocks)
         self._free += blocks

@@ -1,4 +1,4 @@
-"""The one object that others talk to: match, pin, allocate, publish, release, check."""
+"""Prefix cache facade, the only object that other packages call: match, pin, allocate, publish, release, check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.prefix_cache.state_index import StateIndex
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Blocks of the pool by what they are, and what happened to them since the engine started."""
+    """Statistics of the cache: blocks and slots by state, and events since the engine started."""
 
     blocks_total: int
     blocks_cached: int  # indexed, in use or not
@@ -30,44 +30,44 @@ class CacheUse:
     blocks_evicted: int  # over the engine's life
     slots_total: int  # of snapshots
     slots_used: int
-    slots_evicted: int  # given up for want of a slot; over the engine's life, as the next three
+    slots_evicted: int  # evicted for want of a slot; over the engine's life, as the next three
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
     snapshots_replaced: int  # in decode, by the next one of the same request
-    provisional_slots: int  # with opportunistic snapshots, which none of the numbers above counts
+    provisional_slots: int  # with opportunistic snapshots, which the numbers above leave out
     provisional_taken: int  # over the engine's life, as the next two
     provisional_consumed: int
     provisional_given_up: int
 
     @classmethod
     def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
-        """Of several caches."""
+        """Return the sum of several caches' statistics."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 class PrefixCache:
-    """Blocks with contents that can be found again.
+    """Pool of KV blocks whose contents can be found again by block hash.
 
     Every block is in one of three states: free, in use (referred to by requests; indexed or not), evictable (indexed,
     not in use). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that
-    holds the same contents already, so whoever uses a block uses its parents, and any evictable block may go. Blocks
-    are taken and given in runs: what costs something for each of them is a list, a dictionary or a set as a whole.
+    already holds the same contents, so a request that uses a block uses its parents, and any evictable block may be
+    evicted. Blocks are allocated and released in runs, with bulk operations on lists, dictionaries and sets.
 
-    A block hash can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block
-    and all before it stay cached even if the policy would drop them. They can still be evicted.
+    A block hash can be *wanted* by waiting requests while another request computes it (`want`, `unwant`): then its
+    block and all before it stay cached even if the policy would drop them. They can still be evicted.
 
-    In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and
-    may go alone.
+    In a model with recurrent layers `states` is the index of their snapshots. A snapshot is dropped with its block, and
+    may be dropped alone.
 
-    Without a policy nothing is ever indexed, and this is just the pool.
+    Without a policy no block is ever indexed, and the cache is just the pool.
 
     Args:
-        total: Blocks.
-        policy: What happens to cached blocks nobody uses; None caches nothing.
-        slots: Snapshot slots, of which there may be none; None for a model without recurrent layers.
-        costs: What entries save, and what they take; for policies that weigh them.
-        keeps_tokens: Keep the token ids of cached blocks, for explanations.
+        total: Blocks in the pool.
+        policy: Eviction policy for cached blocks that are not in use; None disables caching.
+        slots: Snapshot slots, 0 or more; None for a model without recurrent layers.
+        costs: Compute that entries save, and bytes that they take; for policies that weigh them.
+        keeps_tokens: Whether to keep the token ids of cached blocks, for explanations.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PrefixCache:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
         self.policy_name = policy
-        self.epoch = 0  # what was begun in an earlier one is not published
+        self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
         policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
         self._policy = policies.blocks
@@ -90,25 +90,25 @@ class PrefixCache:
         self.ghosts = Ghosts()
         self.divergences = Divergences()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
-        self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
-        self._wanted: dict[BlockHash, int] = {}  # by how many
+        self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
+        self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
 
     @property
     def available_count(self) -> int:
-        """Blocks that `allocate` can hand out: free ones, and evictable ones."""
+        """Number of blocks that `allocate` can hand out: free and evictable ones."""
         return self.pool.free_count + len(self._policy)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
-        """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
+        """Return the blocks of the longest cached run from the start. Read-only: pin them before any allocation."""
         return self._index.longest_run(block_hashes)
 
     def depth_of(self, block_hash: BlockHash) -> int:
-        """Blocks from the start of its sequence to the end of the cached one that holds `block_hash`."""
+        """Return the depth of a cached block: blocks from the start of its sequence to its end."""
         return self._index.depth(block_hash)
 
     def is_evictable(self, block: BlockId) -> bool:
-        """Whether pinning `block` would make one block less available."""
+        """Return whether `block` is evictable, so that pinning it leaves one block fewer available."""
         return block in self._policy
 
     def pin(self, blocks: Sequence[BlockId]) -> None:
@@ -119,7 +119,7 @@ class PrefixCache:
         self.pool.retain(blocks)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks of no contents, evicting as many evictable ones as it takes."""
+        """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
         while (missing := count - self.pool.free_count) > 0:
             self._evict(missing if self._policy.keeps_unused else 1)
@@ -131,10 +131,10 @@ class PrefixCache:
         self._note_ghosts(blocks)
         self._drop(blocks)
         self._evicted += count
-        self._drop_unneeded(parent)  # without its end, what was kept for somebody is not
+        self._drop_unneeded(parent)  # its wanted child is gone
 
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
-        """These blocks are about to go, and their snapshots."""
+        """Record the hashes of blocks that are about to be evicted, and of their snapshots."""
         for block_hash in map(self._index.hash_of, blocks):
             self.ghosts.on_block_removed(block_hash)
             states = self.states
@@ -142,26 +142,26 @@ class PrefixCache:
                 self.ghosts.on_snapshot_removed_with_block(block_hash)
 
     def want(self, block_hash: BlockHash) -> None:
-        """A waiting request is to find the block of `block_hash`, once it is computed, and all before it."""
+        """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""
         self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
 
     def unwant(self, block_hash: BlockHash) -> None:
-        """It is not waiting for that any more."""
+        """Undo one `want`: the request no longer waits for the block of `block_hash`."""
         self._wanted[block_hash] -= 1
         if not self._wanted[block_hash]:
             del self._wanted[block_hash]
             self._drop_unneeded(self._index.find(block_hash))
 
     def wanted(self) -> dict[BlockHash, int]:
-        """What is wanted, and by how many."""
+        """Return the wanted block hashes, each with the number of requests that wait for it."""
         return dict(self._wanted)
 
     def _is_needed(self, block: BlockId) -> bool:
-        """Whether a waiting request is to find the cached `block`, or one that continues it is there."""
+        """Return whether the cached `block` is wanted by a waiting request, or has a cached child."""
         return self._index.hash_of(block) in self._wanted or self._index.children(block) > 0
 
     def _drop_unneeded(self, block: BlockId | None) -> None:
-        """Drop `block` if it was kept for waiting requests only and none is left; then the one before it, and so on."""
+        """Drop `block` if it was kept only for waiting requests and none is left; then its parent, and so on."""
         while block is not None and not self._policy.keeps_unused and block in self._policy:
             if self._is_needed(block):
                 return
@@ -173,12 +173,12 @@ class PrefixCache:
     def publish(
         self, block_hashes: Sequence[BlockHash], blocks: Sequence[BlockId], parent: BlockHash | None
     ) -> tuple[BlockId, ...]:
-        """The contents of a run of blocks, which continues `parent`, have been computed: let others find them.
+        """Index a run of blocks, which continues `parent` and has been computed, so that other requests can find it.
 
         Returns:
-            The blocks to use from now on: each itself, or the one that has these contents already; then the caller's
-            reference is to that one, and its own is released. Since an indexed block's parents are indexed, contents
-            that are there already are those of the run's beginning.
+            The blocks to use from now on: each itself, or the cached block with the same contents; then the caller's
+            reference moves to that one, and its own block is released. Since an indexed block's parents are indexed,
+            contents that are cached already are at the start of the run.
         """
         known = list(self._index.longest_run(block_hashes))
         count = len(known)
@@ -193,7 +193,7 @@ class PrefixCache:
         return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId]) -> None:
-        """Drop one reference to each block of a request's table; cached ones nobody uses then are the policy's."""
+        """Drop one reference to each block of a request's table; cached blocks without one pass to the policy."""
         unused = self.pool.let_go(reversed(table))
         kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
         self._policy.hold(kept)
@@ -201,7 +201,7 @@ class PrefixCache:
             self.pool.free([block for block in unused if block not in self._index])
 
     def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
-        """Of blocks that nobody uses, from the end of a sequence to its start, those to hold; others are forgotten."""
+        """Return the blocks to keep of unused ones, given from a sequence's end to its start; forget the others."""
         kept = []
         for block in self._index.among(unused):
             if self._is_needed(block):
@@ -226,7 +226,7 @@ class PrefixCache:
             self.observer.on_blocks_removed(block_hashes)
 
     def reset(self) -> None:
-        """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
+        """Forget all contents: no block cached before is matched, and no block begun before is published."""
         self.pool.free(list(self._policy))
         self._policy.clear()
         self._index.clear()
@@ -240,27 +240,27 @@ class PrefixCache:
         self.epoch += 1
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """See `SnapshotListener`, as the next three."""
+        """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next three."""
         self.ghosts.on_snapshot_stored(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_stored(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Blocks may be weighed by their snapshots."""
+        """Tell the policy, which may rank blocks by their snapshots, and the observer."""
         self._policy.on_snapshot_removed(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_removed(block_hash)
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
-        """More slots would have kept it."""
+        """Record a ghost: more slots would have kept the snapshot."""
         self.ghosts.on_snapshot_removed(block_hash)
 
     def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
-        """More slots would not have kept it."""
+        """Drop the ghost, if any: more slots would not have kept the snapshot."""
         self.ghosts.on_snapshot_stored(block_hash)
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
-        """Blocks that would become available if these tables were released together."""
+        """Return the blocks that would become available if these tables were released together."""
         counts: dict[BlockId, int] = {}
         for table in tables:
             for block in table:
@@ -268,10 +268,10 @@ class PrefixCache:
         return {block for block, count in counts.items() if self.pool.references(block) == count}
 
     def note_divergence(self, matched: Sequence[BlockId], start: int) -> None:
-        """A request that shares these blocks is about to resume behind `start` of them.
+        """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them.
 
-        It is noted if what is cached goes on otherwise from there, and nobody who asked for states had left any: then
-        a snapshot that nobody asked for is what would help, or did.
+        A divergence counts if other cached blocks continue the match, and there is no requested snapshot at its end:
+        then an opportunistic snapshot would help, or did.
         """
         if self.states is None or not matched or not self._index.children(matched[-1]):
             return
@@ -279,15 +279,15 @@ class PrefixCache:
             self.divergences.note(len(matched))
 
     def count_hit(self, block: BlockId) -> None:
-        """A request has resumed at the end of `block`, or within it."""
+        """Count a request that has resumed at the end of `block`, or within it."""
         self._index.count_hit(block)
 
     def hottest(self, count: int) -> list[CachedPrefix]:
-        """The prefixes that most requests resumed from, the hottest first."""
+        """Return the prefixes that most requests resumed from, the hottest first."""
         return self._index.hottest(count)
 
     def use(self) -> CacheUse:
-        """Numbers for people."""
+        """Return the statistics of the cache, for monitoring."""
         return CacheUse(
             blocks_total=self.pool.total,
             blocks_cached=len(self._index),

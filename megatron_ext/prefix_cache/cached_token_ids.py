@@ -1,7 +1,7 @@
-"""Token ids of cached blocks, kept on the host so that it can be said where a prompt parted from them (SI-5).
+"""Token ids of cached blocks, kept on the host to explain where a prompt diverged from them (SI-5).
 
-Blocks are listed under what they continue: the block hash before them, or the root of their keys. Roots differ between
-salts, so nothing here is ever compared across them.
+Blocks are listed under their parent: the previous block's hash, or the root hash. Roots differ between salts, so tokens
+are never compared across salts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 TOKEN_BYTES = 4
-MAX_COMPARED = 1024  # blocks that continue the same one; of more the first ones are compared
+MAX_COMPARED = 1024  # children of one block that are compared; the first ones if there are more
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a sequence parts from the cached block that it agrees with longest.
+    """Point where a sequence diverges from the cached block with the longest common start.
 
     Attributes:
-        agreeing: Tokens of the block that agree.
-        there: The block's next token.
+        agreeing: Common tokens from the start of the block.
+        there: Next token id of the cached block.
     """
 
     agreeing: int
@@ -30,7 +30,7 @@ class Divergence:
 
 
 class CachedTokenIds:
-    """See the module."""
+    """Store of the token ids of cached blocks, by block hash."""
 
     def __init__(self) -> None:
         self._tokens: dict[BlockHash, array[int]] = {}
@@ -42,13 +42,13 @@ class CachedTokenIds:
 
     @property
     def bytes(self) -> int:
-        """That the ids take."""
+        """Bytes of all stored ids."""
         return TOKEN_BYTES * sum(map(len, self._tokens.values()))
 
     def keep_run(
         self, block_hashes: Sequence[BlockHash], before: BlockHash, tokens: array[int], block_size: int, end: int
     ) -> None:
-        """A run of blocks, which continues that of `before` or a root and ends before token `end`, is cached."""
+        """Store the ids of a cached run of blocks, which continues the block or root `before` and ends at `end`."""
         start = end - len(block_hashes) * block_size
         for i, block_hash in enumerate(block_hashes):
             self._tokens[block_hash] = tokens[start + i * block_size : start + (i + 1) * block_size]
@@ -57,7 +57,7 @@ class CachedTokenIds:
             before = block_hash
 
     def drop(self, block_hash: BlockHash) -> None:
-        """The block of `block_hash`, which nothing cached continues, is not cached any more."""
+        """Drop the ids of the block of `block_hash`, which is evicted and has no cached child."""
         if self._tokens.pop(block_hash, None) is not None:
             before = self._before.pop(block_hash)
             siblings = self._after[before]
@@ -66,17 +66,17 @@ class CachedTokenIds:
                 del self._after[before]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all ids."""
         self._tokens.clear()
         self._before.clear()
         self._after.clear()
 
     def divergence(self, before: BlockHash, tokens: array[int]) -> Divergence | None:
-        """Of the blocks that continue `before`, the one that agrees longest with `tokens`; None if there is none.
+        """Return where `tokens` diverge from the child of `before` with the longest common start; None without one.
 
         Args:
-            before: A block hash, or a root.
-            tokens: Of a whole block that is not cached.
+            before: Block hash or root hash.
+            tokens: Token ids of a whole block that is not cached.
         """
         best: Divergence | None = None
         for i, block_hash in enumerate(self._after.get(before, ())):
@@ -90,14 +90,14 @@ class CachedTokenIds:
         return best
 
     def check(self, cached: set[BlockHash]) -> None:
-        """Assert that nothing is kept that is not cached."""
+        """Assert that ids are stored for cached blocks only."""
         assert self._tokens.keys() <= cached, "tokens outlive their block"
         assert {one for group in self._after.values() for one in group} == self._tokens.keys()
         assert all(self._after.values()), "a list of blocks is kept of which none is cached"
 
 
 def _agreeing(one: array[int], other: array[int]) -> int:
-    """Tokens that two have in common from their start, by halving."""
+    """Return the length of the common start of two arrays, by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,22 +1,22 @@
-"""Where requests have parted from what was cached, and found no states there that somebody had asked for (SI-1)."""
+"""Record of the depths where requests diverged from cached blocks without a requested snapshot there (SI-1)."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
-MAX_DIVERGENCES = 512  # that are remembered
-_SHOWN_EVERY = 8  # divergences, so that those who place snapshots by them seldom have to begin anew
-MAX_DEPTHS = 64  # that are shown, the commonest
+MAX_DIVERGENCES = 512  # kept in the record
+_SHOWN_EVERY = 8  # divergences between two updates of `shown`, so that planned snapshots seldom change
+MAX_DEPTHS = 64  # the most common depths, shown
 
 Depths = tuple[tuple[int, int], ...]
 """(blocks from the start, how many parted there), by depth."""
 
 
 class Divergences:
-    """A bounded record, the oldest goes first. It outlives a reset: what comes is of the same users.
+    """Bounded record of divergences, the oldest dropped first; kept across a reset, since the users are the same.
 
     Attributes:
-        shown: What is known; replaced as a whole now and then, by count, so that all ranks agree.
+        shown: Most common depths; replaced as a whole after every few divergences, so that all ranks agree.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,9 @@ class Divergences:
         self.shown: Depths = ()
 
     def note(self, depth: int) -> None:
-        """A request has parted behind `depth` blocks."""
+        """Record that a request has diverged after `depth` blocks."""
         self._record.append(depth)
         self._noted += 1
         if self._noted % _SHOWN_EVERY == 0:
-            commonest = Counter(self._record).most_common(MAX_DEPTHS)  # of equal ones those noted first
+            commonest = Counter(self._record).most_common(MAX_DEPTHS)  # among equal counts, those noted first
             self.shown = tuple(sorted(commonest))

@@ -1,19 +1,18 @@
-"""What goes first when memory is needed: of blocks and of snapshots, by one policy.
+"""Eviction policies: the order in which blocks and snapshots are evicted.
 
-The contract for snapshots is `SnapshotOrder`. That for blocks (`EvictionPolicy`), for the cache that calls it, in which
-they come and go in runs:
+The contract for snapshots is `SnapshotOrder`. The contract for blocks is `EvictionPolicy`, called by the cache with
+runs of blocks:
 
-- `keeps_unused`: whether a block that nobody uses, and nobody waits for, stays cached.
-- `hold(blocks)`: nobody uses these cached blocks any more, and they stay cached: because of `keeps_unused`, or because
-  a waiting request is to find them. Blocks of one sequence come from its end to its start.
-- `reuse(blocks)`: evictable blocks are in use again.
-- `evict(count)`: the evictable blocks to give up now, the first one first, each after all cached ones that continue it;
-  they leave the index at once.
-- `on_snapshot_removed(block hash)`: the block of `block_hash` stays, or has just gone, and its snapshot is not there
-  any more.
-- `len(policy)`: evictable blocks, the most that `evict` can be asked for.
+- `keeps_unused`: whether a block stays cached that is not in use and that no request waits for.
+- `hold(blocks)`: make cached blocks evictable. They are no longer in use, and stay cached because of `keeps_unused`, or
+  because a waiting request wants them. Blocks of one sequence come from its end to its start.
+- `reuse(blocks)`: take evictable blocks out of the order: they are in use again.
+- `evict(count)`: return the evictable blocks to evict now, in order, each after all its cached children; the cache
+  removes them from the index at once.
+- `on_snapshot_removed(block_hash)`: note that a snapshot is gone; its block stays, or has just been evicted.
+- `len(policy)`: number of evictable blocks, the most that `evict` can return.
 
-An eviction costs O(log n), on average over many.
+An eviction costs O(log n), amortized.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from megatron_ext.prefix_cache.snapshot_order import LruSnapshots, SnapshotOrder
 
 
 class EvictionPolicy(Protocol):
-    """See the module."""
+    """Order of evictable blocks; the module describes the contract."""
 
     keeps_unused: bool
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Nobody uses them, and they stay cached."""
+        """Make cached blocks evictable, which are no longer in use."""
 
     def reuse(self, blocks: Iterable[BlockId]) -> None:
-        """They are in use again."""
+        """Take blocks out of the order: they are in use again."""
 
     def evict(self, count: int) -> list[BlockId]:
-        """The next victims."""
+        """Remove and return the next `count` blocks to evict."""
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """The block of `block_hash` has no snapshot any more."""
+        """Note that the block of `block_hash` no longer has a snapshot."""
 
     def clear(self) -> None:
-        """No block is evictable any more."""
+        """Remove all blocks from the order."""
 
     def check(self) -> None:
-        """Assert its invariants."""
+        """Assert the invariants of the order."""
 
     def __len__(self) -> int: ...
 
@@ -63,9 +62,9 @@ class EvictionPolicy(Protocol):
 
 
 class LeafFirstLru:
-    """Least recently used first, and never a block before those that continue it.
+    """Least recently used block first, and never a block before its children.
 
-    A plain queue does both: whoever uses a block uses everything before it in the sequence too, so a block never
+    A plain queue does both: a request that uses a block uses all blocks before it in the sequence too, so a block never
     becomes evictable later than its parent, and within one sequence the end does so first. The oldest block is
     therefore a leaf.
     """
@@ -76,30 +75,30 @@ class LeafFirstLru:
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Keep them, as the most recently used."""
+        """Make cached blocks evictable, as the most recently used."""
         assert self._evictable.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
         evictable = self._evictable
         for block in blocks:  # three times as fast as `update`
             evictable[block] = None
 
     def reuse(self, blocks: Iterable[BlockId]) -> None:
-        """In use again."""
+        """Take blocks out of the queue: they are in use again."""
         for block in blocks:
             del self._evictable[block]
 
     def evict(self, count: int) -> list[BlockId]:
-        """Those that became evictable first."""
+        """Remove and return the blocks that became evictable first."""
         return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """Of no concern."""
+        """Do nothing: snapshots do not change the order."""
 
     def clear(self) -> None:
-        """Forget all."""
+        """Empty the queue."""
         self._evictable.clear()
 
     def check(self) -> None:
-        """There is nothing that could be wrong with a queue alone."""
+        """Do nothing: a queue has no invariants of its own."""
 
     def __len__(self) -> int:
         return len(self._evictable)
@@ -112,14 +111,14 @@ class LeafFirstLru:
 
 
 class RefZero(LeafFirstLru):
-    """A block is dropped as soon as nobody uses it or waits for it: only requests that overlap in time share."""
+    """Drop a block as soon as no request uses it or waits for it: only requests that overlap in time share."""
 
     keeps_unused = False
 
 
 @dataclass(frozen=True)
 class Policies:
-    """What one name stands for: which blocks go first, and which snapshots."""
+    """Eviction orders that one policy name selects, for blocks and for snapshots."""
 
     blocks: EvictionPolicy
     snapshots: SnapshotOrder
@@ -128,12 +127,12 @@ class Policies:
 def build_policies(
     name: EvictionPolicyName, index: BlockIndex, costs: EntryCosts, *, has_states: bool = False
 ) -> Policies:
-    """Fresh ones.
+    """Build the empty eviction orders of a policy.
 
     Args:
-        name: Of the policy.
-        index: Of the blocks: how deep they are, and which continue which.
-        costs: What entries save, and what they take.
+        name: Name of the policy.
+        index: Index of the blocks: their depths and parents.
+        costs: Compute that entries save, and bytes that they take.
         has_states: Whether the model has recurrent layers.
     """
     if name is EvictionPolicyName.FLOPS:

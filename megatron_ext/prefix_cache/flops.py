@@ -1,24 +1,24 @@
-"""Eviction by the compute that an entry saves for the bytes it takes, against its age (`flops`).
+"""Eviction policy `flops`: compute that an entry saves for the bytes it takes, against its age.
 
-What Marconi (MLSys 2025) weighs, in the form of GreedyDual (Cao and Irani, 1997; with frequencies, Cherkasova, 1998): a
-memory has an *age*, and an entry that is used stands at
+The criterion of Marconi (MLSys 2025), in the form of GreedyDual (Cao and Irani, 1997; with frequencies, Cherkasova,
+1998): a memory has an *age*, and an entry has the priority
 
     age at its last use + worth,        worth = operations saved / bytes * chance of being used again
 
-The one that stands lowest goes, and the age becomes where it stood. So an entry of twice the worth outlives twice as
-much that goes by unused, and the weight of worth against age follows from the load. Ages are worths, not times: they
-move with evictions only, so that all ranks agree.
+The entry of lowest priority is evicted, and its priority becomes the age. So an entry of twice the worth survives
+twice as much unused traffic, and the weight of worth against age follows from the load. Ages are worths, not times:
+they move with evictions only, so that all ranks agree.
 
-**Operations saved** are those from the snapshot before an entry, that would serve in its place, to its end: an edge is
-charged for an edge. If that snapshot goes the edge is longer; who stands on it is looked at again when it comes up.
+**Operations saved** count from the previous snapshot, which would serve instead, to the entry's end: this stretch is
+the entry's edge. If the previous snapshot is evicted, the edge grows; the priority is recomputed when it comes up.
 
-**Chance.** The states at the end of a turn that was continued, behind which the next turn left its own, are for those
-who go back and edit only. What several requests resumed from, more are likely to.
+**Chance.** The states at the end of a turn that was continued, so that the next turn left its own, only serve users who
+go back and edit. An entry that several requests resumed from is likely to serve more.
 
-**Bytes** are those of the memory that is short: blocks and slots are apart, so a snapshot is weighed by its slot, and a
-block by blocks. Of blocks, leaves alone can go. With recurrent layers a leaf is worth its snapshot, over all blocks of
-the edge, which save nothing without it, as it was when it came in line or lost its snapshot (a longer edge saves about
-as much for a block); a leaf without a snapshot stands at its age alone: it still says where later requests part.
+**Bytes** are those of the memory that is short: blocks and slots are separate, so a snapshot is charged for its slot,
+and a block for blocks. Only leaf blocks can be evicted. With recurrent layers a leaf is worth its snapshot, divided by
+all blocks of the edge, which save nothing without it, computed when it was queued or lost its snapshot (a longer edge
+saves about as much per block). A leaf without a snapshot has its age alone: it still shows where requests diverge.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import Rank
 
-CONTINUED_CHANCE = 0.5  # that who comes next resumes from a snapshot behind which a later one stands
+CONTINUED_CHANCE = 0.5  # that the next request resumes from a snapshot which a later one continues
 
 
 def chance(uses: int, *, is_continued: bool) -> float:
-    """How likely another request uses an entry that so many have used, as a factor."""
+    """Return how likely another request uses an entry that `uses` requests have used, as a factor."""
     if is_continued and uses < 2:
         return CONTINUED_CHANCE
     return 1.0 + math.log2(1 + uses)
@@ -46,30 +46,30 @@ def chance(uses: int, *, is_continued: bool) -> float:
 
 @dataclass(eq=False)
 class _Snapshot:
-    """A snapshot; one that is gone is kept by those that stand on it."""
+    """Snapshot in the order; after its eviction, later snapshots of its sequence still refer to it."""
 
     block_hash: BlockHash
     depth: int  # blocks
     rank: Rank
-    below: _Snapshot | None  # the one before it in its sequence, when it was last used
-    age: float  # of the slots, when it was last used
+    below: _Snapshot | None  # the previous one of its sequence, at its last use
+    age: float  # age of the slots at its last use
     uses: int = 0
     is_continued: bool = False
     is_there: bool = True
 
     def base(self) -> int:
-        """Depth, in blocks, of the last snapshot before it that is still there; 0 if none is."""
+        """Return the depth, in blocks, of the last previous snapshot that still exists; 0 without one."""
         while self.below is not None and not self.below.is_there:
             self.below = self.below.below
         return 0 if self.below is None else self.below.depth
 
 
 class FlopsSnapshots:
-    """See the module; the contract is that of `SnapshotOrder`.
+    """Order of snapshots by the `flops` policy; the contract is that of `SnapshotOrder`.
 
     Args:
-        index: Of the blocks at whose ends snapshots stand.
-        costs: Of blocks and states.
+        index: Index of the blocks at whose ends the snapshots are.
+        costs: Costs of blocks and states.
     """
 
     def __init__(self, index: BlockIndex, costs: EntryCosts) -> None:
@@ -79,7 +79,7 @@ class FlopsSnapshots:
         self._age = 0.0
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
-        """What it stands on has been continued."""
+        """Add a snapshot at the current age; the previous one of its sequence counts as continued."""
         below = self._before(block_hash)
         self._snapshots[block_hash] = _Snapshot(block_hash, self._index.depth(block_hash), rank, below, self._age)
         self._put(block_hash)
@@ -88,7 +88,7 @@ class FlopsSnapshots:
             self._put(below.block_hash)
 
     def use(self, block_hash: BlockHash) -> None:
-        """At the age of now."""
+        """Note that a request resumes from a snapshot: it becomes an ordinary one, used at the current age."""
         snapshot = self._snapshots[block_hash]
         self._queues[snapshot.rank].discard(block_hash)
         snapshot.rank, snapshot.below, snapshot.age = Rank.ORDINARY, self._before(block_hash), self._age
@@ -96,13 +96,13 @@ class FlopsSnapshots:
         self._put(block_hash)
 
     def remove(self, block_hash: BlockHash) -> None:
-        """It is gone."""
+        """Remove a snapshot."""
         snapshot = self._snapshots.pop(block_hash)
         snapshot.is_there = False
         self._queues[snapshot.rank].discard(block_hash)
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """The one that stands lowest."""
+        """Evict the snapshot of lowest priority among the first of `ranks` that has any."""
         queue = next((self._queues[rank] for rank in ranks if self._queues[rank]), None)
         if queue is None:
             return None
@@ -112,16 +112,14 @@ class FlopsSnapshots:
         return block_hash
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
-        """Of a snapshot that is there; None of others."""
+        """Return the rank of a snapshot; None if it is not in the order."""
         snapshot = self._snapshots.get(block_hash)
         return None if snapshot is None else snapshot.rank
 
     def edge(self, block_hash: BlockHash) -> tuple[int, float] | None:
-        """Blocks from the snapshot before to that of `block_hash`, and operations saved by chance.
+        """Return the edge of a snapshot: its length in blocks, and the expected operations saved.
 
-        None if there is none.
-
-        What `FlopsBlocks` weighs with the bytes of blocks.
+        None if `block_hash` has no snapshot. `FlopsBlocks` divides the operations by the bytes of the blocks.
         """
         snapshot = self._snapshots.get(block_hash)
         if snapshot is None:
@@ -131,13 +129,13 @@ class FlopsSnapshots:
         return snapshot.depth - base, self._costs.block_flops(base, snapshot.depth) * likely
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         self._snapshots.clear()
         for queue in self._queues.values():
             queue.clear()
 
     def check(self) -> None:
-        """Assert that each snapshot is in the queue of its rank, and stands on nothing that it does not continue."""
+        """Assert that each snapshot is in the queue of its rank, and that its base is before it."""
         for rank, queue in self._queues.items():
             queue.check()
             assert set(queue) == {block_hash for block_hash, one in self._snapshots.items() if one.rank is rank}
@@ -149,7 +147,7 @@ class FlopsSnapshots:
         return iter(self._snapshots)
 
     def _before(self, block_hash: BlockHash) -> _Snapshot | None:
-        """The last snapshot before that of `block_hash`: a look-up for each block between them."""
+        """Return the last snapshot before that of `block_hash`, by one look-up for each block between them."""
         snapshots = self._snapshots
         return next((snapshots[one] for one in self._index.ancestors(block_hash) if one in snapshots), None)
 
@@ -163,24 +161,24 @@ class FlopsSnapshots:
 
 
 class FlopsBlocks:
-    """See the module; the contract is that of `EvictionPolicy`.
+    """Order of evictable blocks by the `flops` policy; the contract is that of `EvictionPolicy`.
 
     Args:
-        index: Of the blocks.
-        costs: Of blocks and states.
-        snapshots: Those at the ends of blocks; None in a model without recurrent layers.
+        index: Index of the blocks.
+        costs: Costs of blocks and states.
+        snapshots: Order of the snapshots at the ends of blocks; None in a model without recurrent layers.
     """
 
     keeps_unused = True
 
     def __init__(self, index: BlockIndex, costs: EntryCosts, snapshots: FlopsSnapshots | None) -> None:
         self._index, self._costs, self._snapshots = index, costs, snapshots
-        self._ages: dict[BlockId, float] = {}  # of the blocks, when an evictable one was last used
+        self._ages: dict[BlockId, float] = {}  # age at the last use, of evictable blocks
         self._leaves: AgedQueue[BlockId] = AgedQueue()
         self._age = 0.0
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Keep them, as used at the age of now."""
+        """Make cached blocks evictable, as used at the current age."""
         for block in blocks:
             assert block not in self._ages, f"block {block} made evictable twice"
             self._ages[block] = self._age
@@ -188,13 +186,13 @@ class FlopsBlocks:
                 self._leaves.put(block, self._key(block))
 
     def reuse(self, blocks: Iterable[BlockId]) -> None:
-        """In use again."""
+        """Take blocks out of the order: they are in use again."""
         for block in blocks:
             del self._ages[block]
             self._leaves.discard(block)
 
     def evict(self, count: int) -> list[BlockId]:
-        """The leaf that stands lowest, one after the other; what it continues may be a leaf from then on."""
+        """Evict `count` leaves, each time the one of lowest priority; its parent may become a leaf."""
         gone: dict[BlockId, int] = {}  # children of blocks that go now, and are in the index until this is done
         return [self._evict(gone) for _ in range(count)]
 
@@ -210,18 +208,18 @@ class FlopsBlocks:
         return block
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """A block that stays has lost its snapshot: it stands lower."""
+        """Lower the priority of a leaf that stays without its snapshot."""
         block = self._index.find(block_hash)
         if block is not None and block in self._leaves:
             self._leaves.put(block, self._key(block))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         self._ages.clear()
         self._leaves.clear()
 
     def check(self) -> None:
-        """Assert that the evictable leaves are in line."""
+        """Assert that the queue holds exactly the evictable leaves."""
         self._leaves.check()
         leaves = {block for block in self._ages if self._index.children(block) == 0}
         assert set(self._leaves) == leaves, "other blocks can go than the evictable leaves"
@@ -239,7 +237,7 @@ class FlopsBlocks:
         return self._ages[block] + self._worth(block)
 
     def _worth(self, block: BlockId) -> float:
-        """Operations saved by chance, over the bytes of the blocks that save nothing without this one."""
+        """Return the expected operations saved per byte, over the blocks that save nothing without this one."""
         index, costs, block_hash = self._index, self._costs, self._index.hash_of(block)
         if self._snapshots is None:
             depth, uses = index.depth(block_hash), index.hits(block_hash)

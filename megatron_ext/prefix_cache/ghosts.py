@@ -1,7 +1,7 @@
-"""What was given up for want of memory, and what it would have saved (SI-6).
+"""Ghosts: blocks and snapshots lost for want of memory, and the tokens that they would have saved (SI-6).
 
-The block hashes of blocks and snapshots that were evicted, or never taken, are remembered for a while; only the block
-hashes, and only so many. A request that would have skipped further with them says what more memory is worth.
+A bounded number of hashes of blocks and snapshots that were evicted, or never taken, is kept; only the hashes. A
+request that could have skipped more tokens with them shows the worth of more memory.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.prefix_cache.state_index import StateIndex
 
-MAX_GHOSTS = 2**16  # of blocks, and as many of snapshots: about 10 MB
+MAX_GHOSTS = 2**16  # hashes of blocks, and as many of snapshots: about 10 MB
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Tokens of one prompt that are computed because something was given up.
+    """Tokens of one prompt that are computed because blocks or snapshots were evicted.
 
     Attributes:
-        for_slots: That more snapshot slots would have saved.
-        for_blocks: That more blocks, and the snapshots at their ends, would have saved beside those.
-        ago: Requests that were admitted since what is wanted most was given up.
+        for_slots: Tokens that more snapshot slots would have saved.
+        for_blocks: Tokens that more blocks, with the snapshots at their ends, would have saved in addition.
+        ago: Requests admitted since the entry that would have saved most was evicted.
     """
 
     for_slots: int = 0
@@ -34,17 +34,17 @@ class Lost:
 
 
 NOTHING_LOST = Lost()
-MAX_SLOTS_SHORT = 1024  # that are counted
+MAX_SLOTS_SHORT = 1024  # missing slots are counted up to this number
 
 
 @dataclass(frozen=True)
 class GoneSnapshot:
-    """A snapshot that was given up.
+    """Evicted snapshot.
 
     Attributes:
-        ago: Requests that were admitted since then.
-        slots_short: So many more slots would have kept it, if the least recently used goes first; None if that is more
-            than are counted.
+        ago: Requests admitted since the eviction.
+        slots_short: Additional slots that would have kept it under LRU; None if they are more than
+            `MAX_SLOTS_SHORT`.
     """
 
     ago: int
@@ -52,7 +52,7 @@ class GoneSnapshot:
 
 
 class _Given:
-    """Block hashes that were given up, with when: the oldest is forgotten first."""
+    """Hashes of evicted entries with the time of eviction, in admissions; the oldest is forgotten first."""
 
     def __init__(self, most: int) -> None:
         self._max = most
@@ -66,50 +66,50 @@ class _Given:
 
 
 class Ghosts:
-    """See the module. Nothing is decided by it.
+    """Hashes of evicted blocks and snapshots, for reports only: no decision depends on them.
 
     Args:
-        most: Block hashes of blocks to remember, and of snapshots.
+        most: Hashes to keep of blocks, and as many of snapshots.
     """
 
     def __init__(self, most: int = MAX_GHOSTS) -> None:
         self._blocks, self._snapshots = _Given(most), _Given(most)
         self._max = most
-        self._with_blocks: set[BlockHash] = set()  # snapshots that went with their blocks; some may be forgotten above
-        self._now = 0  # admissions that were looked at
+        self._with_blocks: set[BlockHash] = set()  # evicted with their blocks; some may be forgotten above
+        self._now = 0  # admissions so far
 
     def __len__(self) -> int:
         return len(self._blocks.block_hashes) + len(self._snapshots.block_hashes)
 
     def on_block_removed(self, block_hash: BlockHash) -> None:
-        """A block was evicted."""
+        """Record the eviction of a block."""
         self._blocks.note(block_hash, self._now)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """A snapshot was given up, or found no slot."""
+        """Record a snapshot that was evicted, or found no slot."""
         self._snapshots.note(block_hash, self._now)
         self._with_blocks.discard(block_hash)
 
     def on_snapshot_removed_with_block(self, block_hash: BlockHash) -> None:
-        """A snapshot went with its evicted block: more slots would not have kept it."""
+        """Record a snapshot that was dropped with its evicted block: more slots would not have kept it."""
         self._snapshots.note(block_hash, self._now)
         self._with_blocks.add(block_hash)
         if len(self._with_blocks) > self._max:
             self._with_blocks.intersection_update(self._snapshots.block_hashes)
 
     def on_blocks_stored(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Blocks are cached."""
+        """Forget the hashes of blocks that are cached now."""
         if self._blocks.block_hashes:
             for block_hash in block_hashes:
                 self._blocks.block_hashes.pop(block_hash, None)
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """A snapshot is there."""
+        """Forget the hash of a snapshot that is stored now."""
         if self._snapshots.block_hashes:
             self._snapshots.block_hashes.pop(block_hash, None)
 
     def clear(self) -> None:
-        """What comes after a reset was not lost for want of memory."""
+        """Forget all hashes; after a reset, misses are not due to a lack of memory."""
         self._blocks.block_hashes.clear()
         self._snapshots.block_hashes.clear()
         self._with_blocks.clear()
@@ -123,15 +123,15 @@ class Ghosts:
         block_size: int,
         states: StateIndex | None,
     ) -> Lost:
-        """What a request that is admitted now computes for want of memory; nothing is looked up if nothing is gone.
+        """Return the tokens that a request admitted now computes for want of memory; O(1) without ghosts.
 
         Args:
-            length: Its tokens.
-            block hashes: Of its complete blocks.
-            matched: Blocks of them that are cached.
-            start: Where it resumes.
-            block_size: Tokens.
-            states: Snapshots that are there; None without recurrent layers.
+            length: Tokens of the request.
+            block_hashes: Hashes of the request's complete blocks.
+            matched: Number of them that are cached.
+            start: Position where the request resumes.
+            block_size: Tokens of a block.
+            states: Index of the snapshots; None without recurrent layers.
         """
         self._now += 1
         if not len(self):
@@ -147,19 +147,19 @@ class Ghosts:
         return self._lost(start, with_slots, with_blocks, block_hashes, block_size)
 
     def block_ago(self, block_hash: BlockHash) -> int | None:
-        """Requests admitted since the block of `block_hash` was given up; None if it was not."""
+        """Return the number of requests admitted since the block of `block_hash` was evicted; None if it was not."""
         return self._ago(self._blocks, block_hash)
 
     def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> GoneSnapshot | None:
-        """The last of these snapshots that was given up; None if none was."""
+        """Return the last of these snapshots that was evicted; None if there was no eviction."""
         gone = self._snapshots.block_hashes
         found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in gone), None)
         return None if found is None else GoneSnapshot(self._now - gone[found], self._slots_short(found))
 
     def _slots_short(self, block_hash: BlockHash) -> int | None:
-        """Slots that were missing for a snapshot to be here still: one for each that was given up since, and its own.
+        """Return the slots missing to keep a snapshot: one for each snapshot evicted since, and its own.
 
-        None for more than are worth counting.
+        None if they are more than `MAX_SLOTS_SHORT`.
         """
         gone = islice(reversed(self._snapshots.block_hashes), MAX_SLOTS_SHORT)
         short = 0
@@ -175,7 +175,7 @@ class Ghosts:
     def _resume(
         self, length: int, block_hashes: Sequence[BlockHash], run: int, start: int, block_size: int, states: StateIndex
     ) -> int:
-        """The last boundary in a run of blocks that has a snapshot or had one; at least `start`."""
+        """Return the last boundary in a run of blocks that has a snapshot or had one; at least `start`."""
         for blocks in range(min(run, last_boundary(length, block_size) // block_size), start // block_size, -1):
             if (
                 block_hashes[blocks - 1] in self._snapshots.block_hashes
@@ -199,7 +199,7 @@ class Ghosts:
         return Lost(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
 
     def check(self, cached: set[BlockHash], snapshots: set[BlockHash]) -> None:
-        """Assert that what is there is not gone, and that no more is remembered than may be."""
+        """Assert that no present entry is recorded as evicted, and that the records are within their bounds."""
         for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
             assert not given.block_hashes.keys() & there, "something is there and gone"
             assert len(given.block_hashes) <= given._max, "too much is remembered"

@@ -1,8 +1,8 @@
-"""Content keys of KV blocks: each covers its own tokens and, through its parent's block hash, everything before them.
+"""Block hashes: content keys of KV blocks, each over its own tokens and, through its parent's hash, all before them.
 
-BLAKE2b with 32-byte block hashes. Root and block hashes are made in different domains (BLAKE2's personalization), every
-field of a root is preceded by its length, and a block's input has a fixed length, so no two layouts of fields can make
-the same bytes. The whole block hash is the key: nothing is shortened, and a match is not verified again.
+BLAKE2b with 32-byte hashes. Root and block hashes are in different domains (BLAKE2's personalization), every field of a
+root is preceded by its length, and a block's input has a fixed length, so no two layouts of fields can give the same
+bytes. The whole block hash is the key: it is not shortened, and a match is not verified again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _TOKEN_TYPE = "I"  # token ids are below 2**32
 
 
 def packed_tokens(tokens: Iterable[int]) -> array[int]:
-    """Token ids as they are hashed; whoever keeps a sequence keeps these, so that no hash copies ids one by one."""
+    """Return token ids in the form that is hashed; a sequence kept in this form is hashed without a copy."""
     return array(_TOKEN_TYPE, tokens)
 
 
 def root_hash(fields: Iterable[bytes]) -> BlockHash:
-    """The parent of a sequence's first block: everything beside the tokens that the KV depends on.
+    """Return the parent hash of a sequence's first block: all that the KV depends on except the tokens.
 
     Args:
-        fields: For example model fingerprint, weights version, cache salt; their order and number matter.
+        fields: Model fingerprint, weights version, cache salt and the like; their order and number matter.
     """
     hasher = blake2b(digest_size=HASH_BYTES, person=_ROOT_DOMAIN)
     for field in fields:
@@ -40,19 +40,19 @@ def root_hash(fields: Iterable[bytes]) -> BlockHash:
 
 
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Block hashes of the complete blocks of `tokens`, the first of which follows the block of `parent`.
+    """Return the block hashes of the complete blocks of `tokens`, the first of which continues `parent`.
 
     Args:
-        parent: Block hash of what comes before.
-        tokens: Ids; read where they lie if they are packed (`packed_tokens`).
-        block_size: Tokens.
+        parent: Block hash of the previous block, or a root hash.
+        tokens: Token ids; not copied if they are packed (`packed_tokens`).
+        block_size: Tokens of a block.
     """
     packed = tokens if isinstance(tokens, array) and tokens.typecode == _TOKEN_TYPE else packed_tokens(tokens)
     return _hashes_of_blocks(parent, packed, 0, len(packed) // block_size, block_size)
 
 
 def _hashes_of_blocks(parent: BlockHash, packed: array[int], first: int, last: int, block_size: int) -> list[BlockHash]:
-    """Block hashes of the blocks [first, last) of a sequence, which follow the block of `parent`; one pass, no copy."""
+    """Return the hashes of the blocks [first, last) of a sequence, which continue `parent`; one pass, no copy."""
     assert packed.itemsize == 4, "token ids are hashed as four bytes"
     if sys.byteorder == "big":
         packed, first, last = packed[first * block_size : last * block_size], 0, last - first
@@ -74,10 +74,10 @@ _BEGUN = blake2b(digest_size=HASH_BYTES, person=_BLOCK_DOMAIN)
 
 
 class HashChain:
-    """The block hashes of one sequence's complete blocks; grows with the sequence, computed once.
+    """Block hashes of one sequence's complete blocks; grows with the sequence, each computed once.
 
     Args:
-        root: See `root_hash`.
+        root: Root hash of the sequence; see `root_hash`.
         block_size: Tokens of a block.
     """
 
@@ -90,9 +90,9 @@ class HashChain:
         return len(self._block_hashes)
 
     def extend(self, tokens: Sequence[int]) -> Sequence[BlockHash]:
-        """Block hashes of the complete blocks of `tokens`, which begin with everything seen before.
+        """Return the block hashes of the complete blocks of `tokens`, which begin with all tokens seen before.
 
-        Only the blocks that were not complete before are hashed; without a copy if `tokens` are packed.
+        Only blocks that were not complete before are hashed; without a copy if `tokens` are packed.
         """
         unhashed = self.unhashed(len(tokens))
         if unhashed:
@@ -100,11 +100,11 @@ class HashChain:
         return self._block_hashes
 
     def extend_by(self, tokens: Sequence[int], most: int) -> None:
-        """The same for at most so many tokens more, but for a block at least."""
+        """Hash at most `most` more tokens, but at least one block."""
         self._hash(tokens, min(self.unhashed(len(tokens)), max(most, self._block_size)))
 
     def _hash(self, tokens: Sequence[int], count: int) -> None:
-        """The complete blocks among the next `count` tokens."""
+        """Hash the complete blocks among the next `count` tokens."""
         known, size = len(self._block_hashes), self._block_size
         parent = self._block_hashes[-1] if self._block_hashes else self.root
         if isinstance(tokens, array) and tokens.typecode == _TOKEN_TYPE:
@@ -113,5 +113,5 @@ class HashChain:
             self._block_hashes += hash_blocks(parent, tokens[known * size : known * size + count], size)
 
     def unhashed(self, length: int) -> int:
-        """Tokens in the complete blocks of a sequence of `length` that have not been hashed yet."""
+        """Return the number of tokens in complete blocks of a sequence of `length` that are not hashed yet."""
         return max(0, length // self._block_size - len(self._block_hashes)) * self._block_size

@@ -1,4 +1,4 @@
-"""From matched blocks to the one position where computing begins: every clamp is here."""
+"""Resume points: the position where computing begins, given the matched blocks. Every clamp is here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 
 @dataclass(frozen=True)
 class Restore:
-    """The snapshot that a request resumes from.
-
-    The block hash says of which tokens, and is checked when it is copied.
-    """
+    """Snapshot that a request resumes from; its block hash names the tokens and is checked when it is copied."""
 
     block_hash: BlockHash
     slot: SlotId
@@ -22,27 +19,27 @@ class Restore:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Tokens below `position` need not be computed; `restore` is None where no states are needed."""
+    """First position to compute, and the snapshot to restore (None without recurrent states)."""
 
     position: int
     restore: Restore | None = None
 
 
 def resume_position(length: int, matched_tokens: int) -> int:
-    """Tokens of a sequence of `length` that need not be computed, in a model without recurrent layers.
+    """Return the number of tokens that need not be computed, in a model without recurrent layers.
 
     The last token is always computed, because the next one is sampled from its logits; if its block is shared, its KV
     is not written.
 
     Args:
-        length: Known tokens, at least 1.
+        length: Known tokens of the sequence, at least 1.
         matched_tokens: Tokens in the run of cached blocks from the start.
     """
     return min(matched_tokens, length - 1)
 
 
 def last_boundary(length: int, block_size: int) -> int:
-    """The last end of a block that leaves at least one token of `length` to compute."""
+    """Return the last block boundary that leaves at least one token of `length` to compute."""
     return (length - 1) // block_size * block_size
 
 
@@ -53,17 +50,17 @@ def resume_point(
     states: StateIndex | None,
     depth_of: Callable[[BlockHash], int],
 ) -> ResumePoint:
-    """Where to begin a sequence of `length` tokens whose first blocks, `matched`, are cached.
+    """Return the resume point of a sequence of `length` tokens whose first blocks, `matched`, are cached.
 
-    With recurrent layers (`states` is not None) this is the last block boundary below the end that has a snapshot: one
-    that has none is no candidate, however the position is clamped.
+    With recurrent layers (`states` is not None) this is the last block boundary below the end that has a snapshot; a
+    boundary without a snapshot is never a candidate, however the position is clamped.
 
     Args:
-        length: Known tokens, at least 1.
-        matched: The first so many block hashes of the sequence.
-        block_size: Tokens.
-        states: Of the cache; None in a model without recurrent layers.
-        depth_of: Blocks from the start of its sequence to the end of a cached one.
+        length: Known tokens of the sequence, at least 1.
+        matched: Hashes of the sequence's first blocks, all of them cached.
+        block_size: Tokens of a block.
+        states: Snapshot index of the cache; None in a model without recurrent layers.
+        depth_of: Function from a cached block's hash to its depth: blocks from the start of its sequence to its end.
     """
     if states is None:
         return ResumePoint(resume_position(length, len(matched) * block_size))
@@ -80,10 +77,10 @@ def resume_point(
 def _last_with_snapshot(
     matched: Sequence[BlockHash], most: int, states: StateIndex, depth_of: Callable[[BlockHash], int]
 ) -> int:
-    """Blocks of `matched`, at most so many, up to the last that has a snapshot; 0 if none has.
+    """Return the number of blocks of `matched`, at most `most`, up to the last with a snapshot; 0 if none has one.
 
-    The snapshot of a prefix that is used stands near its end, so blocks are looked at from there; if as many as there
-    are snapshots have none, snapshots are looked at instead: each says where in this sequence it would be.
+    The snapshot of a prefix in use is near its end, so the search goes backward from there. After as many blocks as
+    there are snapshots, it goes over the snapshots instead: the depth of each is its only possible place in `matched`.
     """
     snapshots = states.visible()
     nearest = max(0, most - len(snapshots))

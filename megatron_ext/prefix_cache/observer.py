@@ -1,4 +1,4 @@
-"""Who is told what can be found in a cache and what cannot any more. Without one a cache does nothing more."""
+"""Observer of a cache's contents: told of each change. A cache without an observer does no extra work."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Blocks of one sequence that can be found; some of them may have been known.
+    """A run of blocks of one sequence that has become findable; some of the blocks may have been findable before.
 
     Attributes:
-        block hashes: Of the blocks, in order.
-        parent: What they continue; None at the start of a sequence.
-        tokens: Of the sequence.
-        block_size: Tokens.
-        end: Where the last of them ends, in tokens.
-        salt: Of the sequence's keys.
+        block_hashes: Block hashes, in order.
+        parent: Block hash of the block before the run; None at the start of a sequence.
+        tokens: Token ids of the whole sequence.
+        block_size: Tokens of a block.
+        end: End of the last block, in tokens from the start of the sequence.
+        salt: Salt of the sequence's keys.
     """
 
     block_hashes: Sequence[BlockHash]
@@ -32,19 +32,19 @@ class PublishedRun:
 
 
 class CacheObserver(Protocol):
-    """Told in the thread that changes the cache, so it must not wait for anything."""
+    """Callbacks on changes of a cache, called in the thread that changes it; they must not block."""
 
     def on_blocks_stored(self, run: PublishedRun) -> None:
-        """These can be found."""
+        """Take note that the blocks of `run` can be found."""
 
     def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """These cannot any more, each after those that continue it; snapshots at their ends went before."""
+        """Take note that blocks are gone, each after its children; the snapshots at their ends went before."""
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """A request can resume behind this block, which can be found."""
+        """Take note that a request can resume after this block, which can be found."""
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """It cannot any more."""
+        """Take note that a request can no longer resume after this block."""
 
     def on_cleared(self) -> None:
-        """Nothing can be found."""
+        """Take note that the cache is empty."""

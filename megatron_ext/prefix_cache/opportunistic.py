@@ -1,9 +1,9 @@
-"""Snapshots that nobody asked for, in slots that are free anyway (SI-1).
+"""Opportunistic checkpoints: snapshots that no request asked for, in slots that are free anyway (SI-1).
 
-A long prefill leaves states on its way, in case that another request parts from it there. Until somebody resumes from
-one it is *opportunistic*: it takes free slots only, and gives its own up to whatever else wants one. So without anybody
-who resumes from one, all other snapshots are the same as if there were none: they are kept apart from the order of the
-others, which neither weighs them nor weighs by them.
+A long prefill leaves snapshots on its way, in case another request diverges from it there. Until a request resumes
+from such a snapshot it is *opportunistic*: it takes free slots only, and gives its slot up to any other snapshot. As
+long as no request resumes from one, all other snapshots are the same as without them: opportunistic snapshots are kept
+apart from the eviction order of the others, which neither ranks them nor is influenced by them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_ext.prefix_cache.snapshot_order import Rank, SnapshotOrder
 
 @dataclass
 class OpportunisticUse:
-    """What became of opportunistic snapshots; counted by `StateIndex`.
+    """Counts of opportunistic snapshots by outcome; kept by `StateIndex`.
 
     Attributes:
-        taken: Written.
-        consumed: Somebody resumed from them; since then they are ordinary ones.
-        given_up: Gone before that: for want of a slot, with their block, for a snapshot of the same states that was
-            asked for, or with everything.
+        taken: Snapshots written.
+        consumed: Snapshots that a request resumed from, which made them ordinary ones.
+        given_up: Snapshots gone before that: for want of a slot, with their block, for a requested snapshot of the
+            same states, or by a reset.
     """
 
     taken: int = 0
@@ -33,10 +33,10 @@ class OpportunisticUse:
 
 
 class OpportunisticFirst:
-    """An order with opportunistic snapshots before all others, the oldest of them first; see `SnapshotOrder`.
+    """Eviction order with opportunistic snapshots before all others, the oldest first; see `SnapshotOrder`.
 
     Args:
-        order: Of the others; empty.
+        order: Empty order for the other snapshots.
     """
 
     def __init__(self, order: SnapshotOrder) -> None:
@@ -45,47 +45,47 @@ class OpportunisticFirst:
 
     @property
     def opportunistic_count(self) -> int:
-        """Those that nobody has consumed."""
+        """Number of opportunistic snapshots that no request has consumed."""
         return len(self._queue)
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
-        """As the youngest, if it is opportunistic."""
+        """Add a snapshot: an opportunistic one as the youngest, any other to the order of the others."""
         if rank is Rank.OPPORTUNISTIC:
             self._queue[block_hash] = None
         else:
             self._others.add(block_hash, rank)
 
     def use(self, block_hash: BlockHash) -> None:
-        """Whoever resumes from a opportunistic one makes it one of the others."""
+        """Note that a request resumes from a snapshot; an opportunistic one becomes an ordinary one."""
         if block_hash in self._queue:
             del self._queue[block_hash]
             self._others.add(block_hash, Rank.ORDINARY)
         self._others.use(block_hash)
 
     def remove(self, block_hash: BlockHash) -> None:
-        """It is gone."""
+        """Remove a snapshot."""
         if block_hash in self._queue:
             del self._queue[block_hash]
         else:
             self._others.remove(block_hash)
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """A opportunistic one if there is one, and its slot may be taken."""
+        """Evict the oldest opportunistic snapshot if `ranks` allows it and there is one, else one of the others."""
         if Rank.OPPORTUNISTIC in ranks and self._queue:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
-        """Of a snapshot that is there; None of others."""
+        """Return the rank of a snapshot; None if it is not in the order."""
         return Rank.OPPORTUNISTIC if block_hash in self._queue else self._others.rank(block_hash)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all snapshots."""
         self._queue.clear()
         self._others.clear()
 
     def check(self) -> None:
-        """Assert that the others do not know of them."""
+        """Assert that no opportunistic snapshot is in the order of the others."""
         self._others.check()
         assert self._queue.keys().isdisjoint(self._others), "a provisional snapshot is in line with the others"
 

@@ -1,9 +1,9 @@
-"""Block hashes as people see them.
+"""Keyed block hashes for output: HTTP responses, logs and KV events.
 
-Whoever knows the tokens of a prompt can compute its block hash, so a block hash that is shown tells who can guess a
-prompt that he guessed right. What leaves the process, over HTTP or into a log, is therefore keyed with a secret that
-the process makes at its start and never shows: equal block hashes look equal for as long as it lives, and mean nothing
-elsewhere. Cache keys themselves have no secret: other ranks and replicas must find what this one cached.
+A block hash can be computed from the tokens of a prompt alone, so a plain block hash would confirm a guessed prompt.
+Every hash that leaves the process is therefore keyed with a secret, which the process draws at its start and never
+outputs: equal block hashes have equal public hashes for the life of the process, and other processes cannot compare
+them. Cache keys themselves have no secret: other ranks and replicas must find what this one cached.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _SALT_DOMAIN = b"mext.salt"
 
 
 def public_hash(block_hash: BlockHash) -> str:
-    """What stands for a block hash outside: 64 hexadecimal digits."""
+    """Return the public form of a block hash: 64 hexadecimal digits."""
     return blake2b(block_hash, digest_size=HASH_BYTES, key=_SECRET, person=_SHOWN_DOMAIN).hexdigest()
 
 
 def event_hash(block_hash: BlockHash) -> int:
-    """What stands for a block hash in KV events: the same with 64 bits, as an integer."""
+    """Return the public form of a block hash for KV events: a keyed hash of 64 bits, as an integer."""
     keyed = blake2b(block_hash, digest_size=8, key=_SECRET, person=_EVENT_DOMAIN)
     return int.from_bytes(keyed.digest(), "big")
 
 
 def event_salt(salt: str) -> str:
-    """What stands for a request's salt in KV events: 32 hexadecimal digits, the same in every process.
+    """Return the public form of a request's salt for KV events: 32 hexadecimal digits, the same in every process.
 
-    A router has to tell which prompts may share, so this one has no secret. Whoever reads events reads tokens too.
+    A router has to know which prompts may share blocks, so this hash has no secret. Events contain the tokens anyway.
     """
     data = salt.encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=16, person=_SALT_DOMAIN).hexdigest()

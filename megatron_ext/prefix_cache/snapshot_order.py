@@ -1,14 +1,14 @@
-"""Which snapshot gives up its slot first.
+"""Eviction order of snapshots.
 
 The contract (`SnapshotOrder`), for the index of snapshots that calls it:
 
-- `add(block hash, rank)`: the snapshot of `block_hash` has become visible.
-- `use(block hash)`: a request resumes from it; from now on it is an ordinary one.
-- `remove(block hash)`: it is gone.
-- `evict(ranks)`: the one that gives up its slot now, gone from here; of the first of `ranks` that has any; or None.
+- `add(block_hash, rank)`: add the snapshot of `block_hash`, which has become visible.
+- `use(block_hash)`: note that a request resumes from the snapshot; from now on it is an ordinary one.
+- `remove(block_hash)`: remove the snapshot.
+- `evict(ranks)`: remove and return the next snapshot of the first of `ranks` that has any; None without one.
 
-`MAY_TAKE` says who may take whose slot. Opportunistic ones, which go before every other, are `opportunistic.py`'s: an
-order of the others never sees them.
+`MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
+evicted before all others: the orders here never see them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 
 class Rank(enum.IntEnum):
-    """Lower ones give up their slots before any higher one."""
+    """Rank of a snapshot; those of a lower rank are evicted before those of a higher one."""
 
-    OPPORTUNISTIC = 0  # nobody asked for it, and nobody has consumed it yet
+    OPPORTUNISTIC = 0  # not requested, and not consumed yet
     OPTIONAL = 1  # taken in decode, and not consumed yet
     ORDINARY = 2
 
@@ -37,70 +37,70 @@ MAY_TAKE: dict[Rank, tuple[Rank, ...]] = {
 
 
 class SnapshotOrder(Protocol):
-    """See the module."""
+    """Eviction order of snapshots; the module describes the contract."""
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
-        """It is visible."""
+        """Add a snapshot that has become visible."""
 
     def use(self, block_hash: BlockHash) -> None:
-        """It was consumed."""
+        """Note that a request resumes from a snapshot."""
 
     def remove(self, block_hash: BlockHash) -> None:
-        """It is gone."""
+        """Remove a snapshot."""
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """The next to go."""
+        """Remove and return the next snapshot to evict; None if `ranks` have no snapshot."""
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
-        """Of a snapshot that is there; None of others."""
+        """Return the rank of a snapshot; None if it is not in the order."""
 
     def clear(self) -> None:
-        """None is there any more."""
+        """Remove all snapshots."""
 
     def check(self) -> None:
-        """Assert its invariants."""
+        """Assert the invariants of the order."""
 
     def __iter__(self) -> Iterator[BlockHash]: ...
 
 
 class LruSnapshots:
-    """The one consumed longest ago; one that was never consumed counts from when it became visible (HY-5)."""
+    """Snapshot consumed longest ago first; one never consumed counts from when it became visible (HY-5)."""
 
     def __init__(self) -> None:
         self._queues: dict[Rank, OrderedDict[BlockHash, None]] = {rank: OrderedDict() for rank in Rank}
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
-        """As the youngest of its rank."""
+        """Add a snapshot as the youngest of its rank."""
         self._queues[rank][block_hash] = None
 
     def use(self, block_hash: BlockHash) -> None:
-        """As the youngest of the ordinary ones."""
+        """Make a snapshot the youngest of the ordinary ones."""
         self.remove(block_hash)
         self.add(block_hash, Rank.ORDINARY)
 
     def remove(self, block_hash: BlockHash) -> None:
-        """It is gone."""
+        """Remove a snapshot."""
         for queue in self._queues.values():
             queue.pop(block_hash, None)
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """The oldest."""
+        """Remove and return the oldest snapshot of the first of `ranks` that has any."""
         for rank in ranks:
             if self._queues[rank]:
                 return self._queues[rank].popitem(last=False)[0]
         return None
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
-        """Of a snapshot that is there; None of others."""
+        """Return the rank of a snapshot; None if it is not in the order."""
         return next((rank for rank, queue in self._queues.items() if block_hash in queue), None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Empty all queues."""
         for queue in self._queues.values():
             queue.clear()
 
     def check(self) -> None:
-        """Assert that each is in one queue."""
+        """Assert that each snapshot is in one queue."""
         assert len(set(self)) == len(list(self)), "a snapshot has two ranks"
 
     def __iter__(self) -> Iterator[BlockHash]:

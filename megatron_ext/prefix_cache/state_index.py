@@ -1,4 +1,4 @@
-"""Which snapshot of recurrent states is in which slot, and which slot is given up next."""
+"""Index of the snapshots of recurrent states by slot, with their order of eviction."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ SlotId = NewType("SlotId", int)
 
 
 class WantedSnapshot(Protocol):
-    """A snapshot that is to be taken; see `StateIndex.reserve`."""
+    """Snapshot that is to be taken; see `StateIndex.reserve`."""
 
     @property
     def block_hash(self) -> BlockHash:
-        """Its key."""
+        """Key of the snapshot: the hash of the block that ends there."""
 
     @property
     def rank(self) -> Rank:
-        """Whose slots it may take, and how early it goes."""
+        """Rank of the snapshot: decides whose slots it may take, and how early it is evicted."""
 
     @property
     def instead_of(self) -> BlockHash | None:
-        """An optional one that is worth less."""
+        """Optional snapshot of less worth, which this one replaces; None to replace no snapshot."""
 
 
 class SnapshotListener(Protocol):
-    """Who is told what becomes of snapshots."""
+    """Callbacks on what happens to snapshots."""
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """It can be found."""
+        """Take note that a snapshot can be found."""
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """It has left its slot, for whatever reason."""
+        """Take note that a snapshot has left its slot, for any reason."""
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
-        """It has left its slot to another one, or found none."""
+        """Take note that a snapshot has lost its slot to another one, or found no slot."""
 
     def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
-        """If nobody has consumed it, wherever it is, the next one of its request stands for it."""
+        """Take note that the next snapshot of the same request replaces this one unless it was consumed."""
 
 
 class StateIndex:
-    """Slots of the snapshot pool; a snapshot's key is the hash of the block that it stands at the end of.
+    """Slots of the snapshot pool; a snapshot's key is the hash of the block at whose end it was taken.
 
-    A slot is free, *reserved* (a step in flight is writing it, nobody can find it) or *visible*. Which visible one is
-    given up first its order says: unless told otherwise the one consumed longest ago (HY-5). A restore copies its slot
-    before the step's forward writes any, so a slot can be given up as soon as it is consumed.
+    A slot is free, *reserved* (an in-flight step is writing it, and no request can find it) or *visible*. `order`
+    decides which visible snapshot is evicted first: by default the one consumed longest ago (HY-5). A restore copies
+    its slot before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
-    Snapshots taken in decode are *optional* until somebody consumes them: they take free slots and each other's only,
-    and give theirs up before any other, so that they never cost a snapshot of prefill. *Opportunistic* ones, which
-    nobody asked for, take free slots only, and give theirs up before even those; see `opportunistic.py`. Numbers of
-    snapshots that were taken, are there, or were given up do not count them, as long as nobody has consumed them: they
-    have their own (`opportunistic`).
+    Snapshots taken in decode are *optional* until a request consumes them: they take only free slots and each other's,
+    and are evicted before any other, so that they never cost a snapshot of prefill. *Opportunistic* snapshots, which
+    no request asked for, take free slots only, and are evicted before even those; see `opportunistic.py`. The counts of
+    snapshots taken, present and evicted leave them out until they are consumed; they have counts of their own
+    (`opportunistic`).
 
     Args:
-        total: Slots: 0 .. total - 1, until some are exchanged for others.
-        order: Of the visible ones that are not opportunistic; empty.
-        listener: Told of each that comes and goes.
+        total: Number of slots: 0 .. total - 1, until some are exchanged for others.
+        order: Empty eviction order for visible snapshots that are not opportunistic; None for LRU.
+        listener: Told of each snapshot that comes and goes.
     """
 
     def __init__(
@@ -91,53 +91,53 @@ class StateIndex:
 
     @property
     def opportunistic_count(self) -> int:
-        """Slots with a opportunistic snapshot, written or being written."""
+        """Slots with an opportunistic snapshot, written or being written."""
         being_written = sum(rank is Rank.OPPORTUNISTIC for _, rank in self._reserved.values())
         return self.used_provisional_count + being_written
 
     @property
     def free_count(self) -> int:
-        """Slots with nothing in them."""
+        """Number of empty slots."""
         return len(self._free)
 
     @property
     def obtainable_count(self) -> int:
-        """Slots that `reserve` can hand out one after the other, for snapshots that are not optional."""
+        """Number of slots that `reserve` can hand out in a row, for snapshots that are not optional."""
         return self.total - len(self._reserved)
 
     def find(self, block_hash: BlockHash) -> SlotId | None:
-        """The slot of the visible snapshot of `block_hash`, or None."""
+        """Return the slot of the visible snapshot of `block_hash`, or None."""
         return self._visible.get(block_hash)
 
     def visible(self) -> KeysView[BlockHash]:
-        """The snapshots that can be found."""
+        """Return the keys of the snapshots that can be found."""
         return self._visible.keys()
 
     def is_reserved(self, block_hash: BlockHash) -> bool:
-        """Whether a snapshot of `block_hash` is being taken."""
+        """Return whether a snapshot of `block_hash` is being taken."""
         return block_hash in self._reserved
 
     def is_provisional(self, block_hash: BlockHash) -> bool:
-        """Whether a snapshot of `block_hash` is there, and nobody has asked for it or consumed it."""
+        """Return whether `block_hash` has a visible opportunistic snapshot: not requested, and not consumed."""
         return self._order.rank(block_hash) is Rank.OPPORTUNISTIC
 
     def consume(self, block_hash: BlockHash) -> None:
-        """A request resumes from the visible snapshot of `block_hash`."""
+        """Note that a request resumes from the visible snapshot of `block_hash`."""
         self.opportunistic.consumed += self.is_provisional(block_hash)
         self._order.use(block_hash)
 
     def reserve(
         self, block_hash: BlockHash, rank: Rank = Rank.ORDINARY, *, instead_of: BlockHash | None = None
     ) -> SlotId | None:
-        """A slot to write the snapshot of `block_hash` to, given up by another one if none is free.
+        """Reserve a slot for the snapshot of `block_hash`, evicting another snapshot if no slot is free.
 
         Args:
-            block hash: Not reserved, and not visible, unless as a opportunistic one, which this one replaces.
-            rank: Says whose slots it may take.
-            instead_of: An optional snapshot that is worth less than this one; it gives up its slot even if one is free.
+            block_hash: Key, neither reserved nor visible, unless as an opportunistic snapshot, which is replaced.
+            rank: Rank of the snapshot, which decides whose slots it may take.
+            instead_of: Optional snapshot of less worth; it is evicted even if a slot is free.
 
         Returns:
-            None if no slot can be had, which is counted unless it is opportunistic.
+            The slot; None if no slot can be had, which is counted unless the snapshot is opportunistic.
         """
         if rank is not Rank.OPPORTUNISTIC and self.is_provisional(block_hash):
             self.drop(block_hash)
@@ -158,13 +158,13 @@ class StateIndex:
         return slot
 
     def _free_one(self, rank: Rank) -> bool:
-        """Let a snapshot give up its slot to one of `rank`; whether there is one that has to."""
+        """Evict a snapshot whose slot one of `rank` may take; return whether there was one."""
         opportunistic = self._order.opportunistic_count
         victim = self._order.evict(MAY_TAKE[rank])
         if victim is None:
             return False
         self._leave(victim)
-        if self._order.opportunistic_count < opportunistic:  # it was never more than a guess
+        if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
             self.opportunistic.given_up += 1
         else:
             self._tell_wanted(victim)
@@ -172,11 +172,11 @@ class StateIndex:
         return True
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
-        """Slots for a step's snapshots, all in one transition (HY-5): earlier ones have the first choice.
+        """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.
 
         Returns:
-            A slot for each; None for one that is there or being taken already, and for one that finds none. What is
-            there as a opportunistic one only is taken again where it is asked for.
+            A slot for each snapshot; None if it exists or is being taken already, or if there is no slot for it. A
+            requested snapshot that exists as an opportunistic one only is taken again.
         """
         return [
             None if self._is_there(one) else self.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
@@ -188,7 +188,7 @@ class StateIndex:
         return one.block_hash in self._reserved or (one.block_hash in self._visible and is_enough)
 
     def commit(self, block_hash: BlockHash) -> None:
-        """The reserved snapshot of `block_hash` has been written: let others find it."""
+        """Make the reserved snapshot of `block_hash`, which has been written, visible."""
         self._visible[block_hash], rank = self._reserved.pop(block_hash)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
@@ -199,10 +199,10 @@ class StateIndex:
             self._listener.on_snapshot_stored(block_hash)
 
     def exchange(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
-        """The reserved snapshot of `block_hash` lies in a slot that is none of these: from now on it is one of them.
+        """Move the reserved snapshot of `block_hash` to `slot`, which joins the pool in place of the reserved one.
 
         Returns:
-            The slot that was reserved for it, which is none of these any more.
+            The slot that was reserved for it, which no longer belongs to the pool.
         """
         assert slot not in self.slots, f"slot {slot} is here already"
         reserved, rank = self._reserved[block_hash]
@@ -212,12 +212,12 @@ class StateIndex:
         return reserved
 
     def cancel(self, block_hash: BlockHash) -> None:
-        """The reserved snapshot of `block_hash` will not be written."""
+        """Free the slot of the reserved snapshot of `block_hash`, which will not be written."""
         slot, _ = self._reserved.pop(block_hash)
         self._free.append(slot)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """The block that `block_hash` names is not cached any more, so its snapshot, if there is one, is of no use."""
+        """Drop the visible snapshot of `block_hash`, if any: its block is no longer cached."""
         if block_hash in self._visible:
             self.opportunistic.given_up += self.is_provisional(block_hash)
             self._order.remove(block_hash)
@@ -233,7 +233,7 @@ class StateIndex:
             self._listener.on_snapshot_displaced(block_hash)
 
     def clear(self) -> None:
-        """Forget everything; reserved slots too, whose writers must not commit."""
+        """Empty all slots, reserved ones too; their writers must not commit."""
         self._free = sorted(self.slots, reverse=True)
         self._visible.clear()
         self.opportunistic.given_up += self._order.opportunistic_count
@@ -241,7 +241,7 @@ class StateIndex:
         self._reserved.clear()
 
     def check(self, cached: Iterable[BlockHash]) -> None:
-        """Assert that every slot is in one place, and that visible snapshots stand at the ends of `cached` blocks."""
+        """Assert that every slot is in one place, and that visible snapshots are at the ends of `cached` blocks."""
         reserved = [slot for slot, _ in self._reserved.values()]
         assert sorted([*self._free, *self._visible.values(), *reserved]) == sorted(self.slots), "slots were lost"
         assert len(self.slots) == self.total, "slots were lost"

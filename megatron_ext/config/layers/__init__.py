@@ -1,1 +1,1 @@
-"""Fields of what layers share, and of those that carry no state: attention with positions, MLPs, experts."""
+"""Fields common to all layers, and those of stateless ones: attention with positions, MLPs, experts."""

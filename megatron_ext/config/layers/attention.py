@@ -10,22 +10,22 @@ from megatron_ext.config.layers.stack import StackFields
 
 @dataclass(frozen=True)
 class AttentionFields(StackFields):
-    """Of an attention layer."""
+    """Fields of attention layers."""
 
     num_attention_heads: int = 4
     group_query_attention: bool = False
     num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
     kv_channels: int | None = None  # default: hidden_size // num_attention_heads
-    qk_layernorm: bool = False  # of each head, before rotation
-    qk_layernorm_over_heads: bool = False  # of the channels of all heads together instead
+    qk_layernorm: bool = False  # over each head, before rotation
+    qk_layernorm_over_heads: bool = False  # over the channels of all heads together instead
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
-    add_qkv_bias: bool = False  # of queries, keys and values, where linear layers have none otherwise
-    add_attention_output_bias: bool = False  # the same of the projection behind attention; comes with the other
-    attention_window: int | None = None  # of layers W: tokens that a query sees, its own the last of them
+    add_qkv_bias: bool = False  # for queries, keys and values, if other linear layers have no bias
+    add_attention_output_bias: bool = False  # the same for the output projection; needs add_qkv_bias
+    attention_window: int | None = None  # of layers W: tokens that a query sees, including its own
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads)
 
     @property
@@ -35,7 +35,7 @@ class AttentionFields(StackFields):
 
 
 def check_attention(config: AttentionFields) -> None:
-    """See that heads share the width, and query groups the heads."""
+    """Require heads that divide the width, and query groups that divide the heads."""
     require(
         config.kv_channels is not None or config.hidden_size % config.num_attention_heads == 0,
         f"hidden size {config.hidden_size} is not a multiple of {config.num_attention_heads} attention heads; "
@@ -58,7 +58,7 @@ def check_attention(config: AttentionFields) -> None:
 
 
 def check_window(config: AttentionFields, pattern: str) -> None:
-    """See that there is a window where layers have one, and nowhere else."""
+    """Require a window if and only if the pattern has windowed layers (W)."""
     has_layers, window = "W" in pattern, config.attention_window
     require(
         window is not None or not has_layers, f"pattern {pattern!r} has attention in a window (W): set attention_window"

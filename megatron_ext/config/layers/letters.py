@@ -1,6 +1,6 @@
-"""Letters of layers: what each is, by what has to be known of it elsewhere.
+"""Letters of layers in a pattern, and their properties.
 
-M, *, -, E and W are Megatron's. The others are for models that it has not.
+M, *, -, E and W are Megatron's letters. The others are for models that Megatron does not have.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _RECURRENT, _ATTENTION, _MLPS = frozenset("MP"), frozenset("*PAW"), frozenset("-
 
 
 def is_recurrent(letter: str) -> bool:
-    """Whether a layer carries recurrent states."""
+    """Return whether a layer carries recurrent states."""
     return letter in _RECURRENT
 
 
 def is_attention(letter: str) -> bool:
-    """Whether a layer has keys and values."""
+    """Return whether a layer has keys and values."""
     return letter in _ATTENTION
 
 
 def is_mlp(letter: str) -> bool:
-    """Whether a layer is an MLP, and no mixture of them."""
+    """Return whether a layer is a plain MLP, not a mixture of experts."""
     return letter in _MLPS

@@ -10,13 +10,13 @@ from megatron_ext.config.layers.stack import StackFields
 
 @dataclass(frozen=True)
 class MlpFields(StackFields):
-    """Of an MLP; biases are those of attention and Mamba layers too."""
+    """Fields of MLPs; `disable_bias_linear` also applies to attention and Mamba layers."""
 
     ffn_hidden_size: int | None = None  # default: 4 * hidden_size
     squared_relu: bool = False
     swiglu: bool = False
     disable_bias_linear: bool = True
-    add_mlp_bias: bool = False  # of MLPs (-), where linear layers have none otherwise
+    add_mlp_bias: bool = False  # for MLPs (-), if other linear layers have no bias
 
     @property
     def ffn_size(self) -> int:
@@ -25,7 +25,7 @@ class MlpFields(StackFields):
 
 
 def check_mlp(config: MlpFields) -> None:
-    """See that there is one activation."""
+    """Require at most one activation flag."""
     require(
         not (config.squared_relu and config.swiglu),
         "--squared-relu and --swiglu contradict each other; give one of them",

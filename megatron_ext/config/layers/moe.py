@@ -10,12 +10,12 @@ from megatron_ext.config.layers.mlp import MlpFields
 from megatron_ext.errors import ConfigError
 
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
-MAX_EXPERTS = 2**18  # of all layers together; no model comes near to it
+MAX_EXPERTS = 2**18  # of all layers together; far more than any model has
 
 
 @dataclass(frozen=True)
 class MoeFields(MlpFields):
-    """Of a mixture of experts, which are MLPs."""
+    """Fields of mixtures of experts, which are MLPs."""
 
     num_experts: int | None = None  # of each E layer
     moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
@@ -32,12 +32,12 @@ class MoeFields(MlpFields):
 
     @property
     def expert_ffn_size(self) -> int:
-        """Width inside one routed expert."""
+        """Inner width of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
 
 def check_moe(config: MoeFields, pattern: str) -> None:
-    """See that experts, and the router that chooses among them, fit each other and the pattern."""
+    """Require experts and a router that are consistent with each other and with the pattern."""
     experts, chosen = config.num_experts, config.moe_router_topk
     if "E" not in pattern:
         require(

@@ -1,4 +1,4 @@
-"""Constant factors that a model computes with; 1 everywhere in most models."""
+"""Constant multipliers of activations; 1 everywhere in most models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_ext.config.layers.stack import StackFields
 
 @dataclass(frozen=True)
 class MultiplierFields(StackFields):
-    """Of what is computed, not of weights: in 16 bits those would be others, and tied ones have one factor each."""
+    """Multipliers of activations, not weights: scaling rounds 16-bit weights, and each use of tied ones has its own."""
 
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what every layer adds
-    attention_output_multiplier: float = 1.0  # of what attention adds, beside that
+    residual_multiplier: float = 1.0  # of every layer's output
+    attention_output_multiplier: float = 1.0  # of attention's output, in addition
     recurrent_output_multiplier: float = 1.0
     mlp_output_multiplier: float = 1.0  # experts too
     mlp_gate_multiplier: float = 1.0  # before the activation of a gated MLP
@@ -27,10 +27,10 @@ MULTIPLIERS = tuple(MultiplierFields.__annotations__)
 
 
 def check_multipliers(config: MultiplierFields, *, is_gated: bool, has_learned_positions: bool) -> None:
-    """See that factors are numbers, and that there is what they are for.
+    """Require positive multipliers, and only for operations that the model has.
 
     Args:
-        config: Has them.
+        config: Fields to check.
         is_gated: Whether MLPs have gates.
         has_learned_positions: Whether the embedding adds positions.
     """

@@ -1,12 +1,12 @@
-"""Patterns of layers as Megatron-LM writes them."""
+"""Layer patterns in Megatron-LM's notation."""
 
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
 
 GPT = "gpt"
-MODEL_PROVIDERS = (GPT, "hybrid", "mamba")  # the last is the old name of the second
-_STAGE, _PREDICTION = "|", "/"  # between pipeline stages; before what predicts further tokens
+MODEL_PROVIDERS = (GPT, "hybrid", "mamba")  # "mamba" is the old name of "hybrid"
+_STAGE, _PREDICTION = "|", "/"  # between pipeline stages; before multi-token prediction layers
 _DELTA_NET, _RECURRENT = "G", "M"
 _MISSING = {
     "D": "sparse attention over latents",
@@ -18,15 +18,15 @@ _MISSING = {
 
 
 def read_pattern(text: str) -> tuple[str, str | None]:
-    """A pattern as Megatron's flags and checkpoints have it, in letters of ours.
+    """Translate a pattern from Megatron's flags and checkpoints to this package's letters.
 
     Marks of pipeline stages are dropped, layers of multi-token prediction cut off. A G is a recurrent layer.
 
     Returns:
-        One letter a layer, and the kind of the recurrent ones where the pattern says it.
+        One letter a layer, and the kind of the recurrent layers; None if the pattern does not say it.
 
     Raises:
-        ConfigError: It has layers of a kind that is not there, or recurrent layers of two kinds.
+        ConfigError: The pattern has unsupported layers, or recurrent layers of two kinds.
     """
     pattern = text.replace(_STAGE, "").partition(_PREDICTION)[0]
     for letter, name in _MISSING.items():
@@ -42,16 +42,16 @@ def read_pattern(text: str) -> tuple[str, str | None]:
 
 
 def gpt_pattern(count: int) -> str:
-    """The pattern of a GPT of so many layers."""
+    """Return the pattern of a GPT of `count` layers."""
     return "*-" * count
 
 
 def is_gpt_pattern(pattern: str) -> bool:
-    """Whether each two layers are one of a GPT: attention, or what stands in its place, and an MLP."""
+    """Return whether each pair of layers makes one GPT layer: attention or a replacement for it, and an MLP."""
     mixers, mlps = pattern[::2], pattern[1::2]
     return len(mixers) == len(mlps) and set(mixers) <= {"*", "W", _RECURRENT} and set(mlps) <= {"-"}
 
 
 def gpt_layers(pattern: str) -> int | None:
-    """How many layers a GPT of that pattern has; None if it is none."""
+    """Return the number of GPT layers of a pattern; None if it is not a GPT's."""
     return len(pattern) // 2 if is_gpt_pattern(pattern) else None

@@ -1,4 +1,4 @@
-"""How layers are told positions."""
+"""Position embeddings of layers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ POSITION_EMBEDDINGS = ("none", "rope", LEARNED_POSITIONS)
 
 @dataclass(frozen=True)
 class PositionFields(AttentionFields):
-    """Of position embeddings, which rotate attention heads or are added to the tokens'."""
+    """Fields of position embeddings, which rotate attention heads or are added to the token embeddings."""
 
     position_embedding_type: str = "none"
     rotary_base: int = bounded(10000, most=2**53)
     rotary_percent: float = 1.0
-    use_rope_scaling: bool = False  # of long wavelengths, as Llama 3.1 does it
+    use_rope_scaling: bool = False  # of long wavelengths, as in Llama 3.1
     rope_scaling_factor: float = 8.0
-    # YaRN: wavelengths that turn often within the original length stay, those that turn seldom are stretched.
-    yarn_rotary_scaling_factor: float | None = None  # by how much; default: there is none of it
+    # YaRN: wavelengths with many turns within the original length stay, those with few turns are stretched.
+    yarn_rotary_scaling_factor: float | None = None  # stretch factor; default: no YaRN
     yarn_original_max_position_embeddings: int = 4096
-    yarn_beta_fast: float = 32.0  # turns from which on a wavelength stays
-    yarn_beta_slow: float = 1.0  # turns up to which it is stretched by all of the factor
+    yarn_beta_fast: float = 32.0  # turns at and above which a wavelength stays
+    yarn_beta_slow: float = 1.0  # turns up to which it is stretched by the full factor
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
-    yarn_correction_range_round_to_int: bool = True  # both ends of the range between, in pairs of channels
+    yarn_correction_range_round_to_int: bool = True  # both ends of the range in between, in channel pairs
     max_position_embeddings: int = 4096
 
     @property
     def rotary_magnitude(self) -> float:
-        """What rotated queries and keys are multiplied by besides (YaRN, arXiv 2309.00071, section 3.4)."""
+        """Additional factor of rotated queries and keys (YaRN, arXiv 2309.00071, section 3.4)."""
         factor = self.yarn_rotary_scaling_factor
         if factor is None or factor <= 1:
             return 1.0
@@ -44,7 +44,7 @@ class PositionFields(AttentionFields):
 
 
 def check_positions(config: PositionFields) -> None:
-    """See that there is such an embedding, and that rotation finds pairs of channels."""
+    """Require a known embedding, and an even number of rotated channels."""
     kind = config.position_embedding_type
     require(
         kind in POSITION_EMBEDDINGS,

@@ -1,4 +1,4 @@
-"""Fields that every layer of a stack shares."""
+"""Fields common to all layers of a stack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 @dataclass(frozen=True)
 class StackFields:
-    """Width, and the norms before layers."""
+    """Model width, and the norms before layers."""
 
     hidden_size: int = 256
     normalization: str = NORMALIZATIONS[0]
@@ -21,7 +21,7 @@ class StackFields:
 
 
 def check_norms(config: StackFields) -> None:
-    """See that there are such norms."""
+    """Require a known norm, and an epsilon above zero."""
     kind, epsilon = config.normalization, config.norm_epsilon
     require(kind in NORMALIZATIONS, f"normalization {kind!r} is unknown; one of {', '.join(NORMALIZATIONS)}")
     require(

@@ -1,6 +1,6 @@
-"""Kinds of recurrent layers: a file each, and a place in this list.
+"""Kinds of recurrent layers, each in a file of its own, and their registry.
 
-What a kind's file does not hold: its mixer (`mixers/`), its operator (`ops/`), its tests.
+The mixer (`mixers/`), the operator (`ops/`) and the tests of a kind are elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RECURRENT_KINDS = {kind.name: kind for kind in (MAMBA2, MAMBA1, GATED_DELTA_NET,
 
 @dataclass(frozen=True)
 class RecurrentFields(ShortConvFields, GatedDeltaNetFields, Mamba1Fields, Mamba2Fields):
-    """The fields of every kind; those of the last base come first."""
+    """Fields of all kinds of recurrent layers; those of the last base come first."""
 
 
 __all__ = ["INNER_NORMS", "RECURRENT_KINDS", "RecurrentFields", "RecurrentKind"]

@@ -10,20 +10,20 @@ from megatron_ext.config.checks import flag, flag_of, flags_of, require
 from megatron_ext.config.layers.stack import StackFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
 
-GATED_DELTA_CHUNK = 64  # tokens; the cost of a longer one grows, that of a shorter one does not fall
+GATED_DELTA_CHUNK = 64  # tokens; a longer chunk costs more, a shorter one does not cost less
 
 
 @dataclass(frozen=True)
 class GatedDeltaNetFields(StackFields):
-    """Of a gated delta net; the names are megatron-core's."""
+    """Fields of gated delta net layers, with megatron-core's names."""
 
     linear_key_head_dim: int = flag(128, "Channels of a key head of a gated delta net")
     linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
     linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
     linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
     linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", most=1024)
-    linear_norm_epsilon: float | None = None  # of the norm of its outputs; default: norm_epsilon
-    linear_allow_neg_eigval: bool = False  # a token overwrites with a strength of up to 2, not 1
+    linear_norm_epsilon: float | None = None  # of the output norm; default: norm_epsilon
+    linear_allow_neg_eigval: bool = False  # the delta rule's strength is at most 2, not 1
 
 
 def _check(config: GatedDeltaNetFields) -> None:
@@ -48,7 +48,7 @@ def _mixer_params(config: GatedDeltaNetFields) -> Mapping[str, object]:
 
 
 def _parameter_count(config: GatedDeltaNetFields) -> int:
-    """in_proj to query, key, value, gate, beta and alpha; the convolution of the first three; out_proj."""
+    """Count in_proj to query, key, value, gate, beta and alpha; the convolution of the first three; out_proj."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     projected = 2 * keys + 3 * values + 2 * config.linear_num_value_heads

@@ -1,4 +1,4 @@
-"""What is to be said of a kind of recurrent layers outside its mixer and its operator."""
+"""Record of a kind of recurrent layers: everything outside its mixer and its operator."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecurrentKind:
-    """A kind of recurrent layers. The shapes of its states are its mixer's to say.
+    """Kind of recurrent layers. The mixer defines the shapes of the states.
 
     Attributes:
         name: Value of `--recurrent-layer`.
-        mixer: Module and name of its mixer's class; imported by whoever builds layers.
+        mixer: Module and class name of the mixer; imported when layers are built.
         stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
-        check: Raises a `ConfigError` if its fields make no sense for layers of this kind.
-        check_values: The same of values that make no sense for any model, looked at in every one.
-        chunk_size: Tokens that its scan takes together; at inference at most that, see `memory.budget`.
+        check: Check of a model with layers of this kind; raises a `ConfigError` for inconsistent fields.
+        check_values: Check of this kind's fields in every model, for values that are never valid.
+        chunk_size: Tokens of a chunk of the scan; at inference the maximum, see `memory.budget`.
         parameter_count: Parameters in the matrices and the convolution of one layer.
-        state_size: Numbers in the recurrence's state of one layer and sequence, without the convolution's window.
-        mixer_params: What its mixer is told that megatron-core's configuration has no place for.
-        core_fields: Its fields in megatron-core's configuration.
-        shared: What tensor-parallel ranks share evenly, how an error calls it to how many there are.
-        layout: Fields and properties of `ModelConfig` that decide how its stored weights are cut up, beside
-            those of every model, to how an error calls them: a flag, or the name of a field without one.
+        state_size: Numbers in the recurrent state of one layer and sequence, without the convolution's window.
+        mixer_params: Mixer parameters that megatron-core's configuration has no field for.
+        core_fields: This kind's fields in megatron-core's configuration.
+        shared: Counts that tensor-parallel ranks must divide evenly, by their name in error messages.
+        layout: Fields and properties of `ModelConfig` that decide how the stored weights are sharded, in addition to
+            those of every model, to their name in error messages: a flag, or the name of a field without one.
     """
 
     name: str

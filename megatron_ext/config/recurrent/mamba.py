@@ -1,4 +1,4 @@
-"""Fields that Mamba-1 and Mamba-2 share."""
+"""Fields common to Mamba-1 and Mamba-2."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import bounded, flag, require
 from megatron_ext.config.layers.stack import StackFields
 
-LONGEST_WINDOW = 1024  # tokens; no model comes near to it
+LONGEST_WINDOW = 1024  # tokens; far more than any model has
 
 
 @dataclass(frozen=True)
 class MambaFields(StackFields):
-    """Of a Mamba layer of either version."""
+    """Fields of Mamba layers of either version."""
 
     mamba_state_dim: int = flag(128, "State size of a Mamba layer")
     mamba_conv_kernel: int = bounded(4, most=LONGEST_WINDOW)
@@ -26,5 +26,5 @@ MAMBA_LAYOUT = {
 
 
 def check_window(config: MambaFields) -> None:
-    """See that there is a convolution."""
+    """Require a convolution window of 2 or more."""
     require(config.mamba_conv_kernel >= 2, f"Mamba convolution window {config.mamba_conv_kernel} must be at least 2")

@@ -15,7 +15,7 @@ INNER_NORMS = ("none", "plain", "weighted")
 
 @dataclass(frozen=True)
 class Mamba1Fields(MambaFields):
-    """Of a Mamba-1 layer."""
+    """Fields of Mamba-1 layers."""
 
     mamba_inner_size: int | None = flag(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
     mamba_dt_rank: int | None = flag(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
@@ -34,19 +34,19 @@ class Mamba1Fields(MambaFields):
 
     @property
     def inner_norm_epsilon(self) -> float:
-        """Of the norms of dt, B and C in a Mamba-1 layer."""
+        """Epsilon of the norms of dt, B and C in a Mamba-1 layer."""
         return self.norm_epsilon if self.mamba_inner_norm_epsilon is None else self.mamba_inner_norm_epsilon
 
 
 def _check_inner_norm(config: Mamba1Fields) -> None:
-    """See that there is such a norm."""
+    """Require a known norm, and an epsilon above zero."""
     norm, epsilon = config.mamba_inner_norm, config.inner_norm_epsilon
     require(norm in INNER_NORMS, f"mamba_inner_norm {norm!r} is unknown; one of {', '.join(INNER_NORMS)}")
     require(math.isfinite(epsilon) and epsilon > 0, f"mamba_inner_norm_epsilon {epsilon} must be more than zero")
 
 
 def _parameter_count(config: Mamba1Fields) -> int:
-    """in_proj to x and z; the convolution of x; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
+    """Count in_proj to x and z; the convolution of x; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
     per_channel = 3 * config.hidden_size + 2 * config.dt_rank + 3 * config.mamba_state_dim + config.mamba_conv_kernel
     return config.mamba_channels * per_channel
 

@@ -15,13 +15,13 @@ GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"
 
 @dataclass(frozen=True)
 class Mamba2Fields(MambaFields):
-    """Of a Mamba-2 layer."""
+    """Fields of Mamba-2 layers."""
 
     mamba_head_dim: int = flag(64, "Size of one Mamba head")
     mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
     mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
-    mamba_gated_norm: str | None = GATE_FIRST  # behind the scan: the gate before the norm or after it; None: no norm
-    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt behind the input projection; default: 1
+    mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
+    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt after in_proj; default: 1
 
     @property
     def mamba_heads(self) -> int:
@@ -61,7 +61,7 @@ def _mixer_params(config: Mamba2Fields) -> Mapping[str, object]:
 
 
 def _parameter_count(config: Mamba2Fields) -> int:
-    """in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
+    """Count in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
     convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim

@@ -1,4 +1,4 @@
-"""Short convolution: a gated causal convolution, whose last inputs are all the state there is."""
+"""Short convolution: a gated causal convolution; its state is its last inputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_ext.config.layers.stack import StackFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
 from megatron_ext.config.recurrent.mamba import LONGEST_WINDOW
 
-_CHUNK = 128  # tokens; only where states are kept depends on it
+_CHUNK = 128  # tokens; determines only the positions where states can be kept
 
 
 @dataclass(frozen=True)
 class ShortConvFields(StackFields):
-    """Of a short convolution, which has as many channels as the model is wide."""
+    """Fields of short convolutions, which have `hidden_size` channels."""
 
     short_conv_kernel_dim: int = flag(3, "Window of a short convolution, in tokens", most=LONGEST_WINDOW)
 
@@ -26,7 +26,7 @@ def _check(config: ShortConvFields) -> None:
 
 
 def _parameter_count(config: ShortConvFields) -> int:
-    """in_proj to B, C and x; the convolution; out_proj."""
+    """Count in_proj to B, C and x; the convolution; out_proj."""
     return config.hidden_size * (4 * config.hidden_size + config.short_conv_kernel_dim)
 
 
