@@ -1,6 +1,7 @@
-"""Values from outside for the fields of a dataclass: the annotation says what they must be, and nothing else does.
+"""Conversion and checks of external values for the fields of a dataclass, by the fields' annotations alone.
 
-Checkpoints, prompt files, YAML files and command lines bring them. Each caller words its own errors around `expected`.
+The values come from checkpoints, prompt files, YAML files and command lines. Each caller builds its own error text
+around `expected`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 
 from megatron_ext.errors import ConfigError
 
-# Values on their way into a dataclass's constructor: checked here, when the program runs, so that no type checker can
-# know what each one is.
+# Arguments of a dataclass's constructor, checked here at run time, so that their types are unknown to a type checker.
 FieldValues = Mapping[str, Any]
 
 _SINGULAR = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -24,18 +24,18 @@ _COUNTS = {None: "", 2: "two "}
 
 
 class MismatchError(ValueError):
-    """A value that a field cannot have. Its text is what the field expects: "a whole number"."""
+    """Error of a value that a field cannot have; its text is what the field expects, such as "a whole number"."""
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """What an annotation allows: one value, or a tuple of them; or None.
+    """Type of a field: one item or a tuple of items, possibly optional.
 
     Attributes:
-        item: bool, int, float or str, or a class of values with a form of their own (`TokenBiases`).
+        item: bool, int, float or str, or a class with a form of its own (`TokenBiases`).
         is_tuple: Whether the field is a tuple of items.
-        length: How many items a tuple has; None for any number.
-        is_optional: Whether None is a value.
+        length: Number of items of a tuple; None for any number.
+        is_optional: Whether None is allowed.
     """
 
     item: type
@@ -45,7 +45,7 @@ class FieldType:
 
     @classmethod
     def of(cls, annotation: object) -> FieldType:
-        """Take an annotation apart: `int`, `str | None`, `tuple[str, ...]`, `tuple[str, str] | None`."""
+        """Parse an annotation: `int`, `str | None`, `tuple[str, ...]`, `tuple[str, str] | None`."""
         is_optional = isinstance(annotation, types.UnionType)
         if is_optional:
             (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
@@ -59,23 +59,23 @@ class FieldType:
 
     @property
     def expected(self) -> str:
-        """In words, to follow "is not"."""
+        """Description of the expected value in words, to follow "is not"."""
         if not self.is_tuple:
             return _expected(self.item)
         return f"a list of {_COUNTS[self.length]}{_PLURAL[self.item]}"
 
     @property
     def type_names(self) -> str:
-        """In Python's words, to follow "of type"."""
+        """Python's name of the type, to follow "of type"."""
         return ("tuple" if self.is_tuple else self.item.__name__) + (" or null" if self.is_optional else "")
 
     def convert(self, value: object) -> object:
-        """A value of JSON as one of the field's: a list becomes a tuple, a whole number a float where that is due.
+        """Convert a JSON value to the field's type: a list becomes a tuple, and an int a float if the field is one.
 
-        True and false are no numbers, and nothing else is taken for what it is not.
+        True and false are not numbers, and there are no other conversions.
 
         Raises:
-            MismatchError: It is none.
+            MismatchError: The value does not have the field's type.
         """
         if value is None and self.is_optional:
             return None
@@ -98,10 +98,10 @@ class FieldType:
         raise MismatchError(self.expected)
 
     def parse(self, text: str) -> object:
-        """An item as a person types it.
+        """Parse an item from command-line text.
 
         Raises:
-            MismatchError: It is none.
+            MismatchError: The text is not a valid item.
         """
         assert self.item is not bool, "a flag of its own, without a value"
         if _has_own_form(self.item):
@@ -120,23 +120,23 @@ class FieldType:
 
 
 class OwnForm(Protocol):
-    """A class whose values are read in a form of their own; both methods raise ValueError for anything else.
+    """Class that parses its own values; both methods raise ValueError for any other input.
 
-    The error's words follow "is not".
+    The error's text follows "is not".
 
     Attributes:
-        expected: The form in words, to follow "is not".
+        expected: Description of the form in words, to follow "is not".
     """
 
     expected: ClassVar[str]
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Of what JSON or a program gives."""
+        """Convert a value from JSON or from code."""
 
     @classmethod
     def parse(cls, text: str) -> object:
-        """Of what a person types."""
+        """Parse command-line text."""
 
 
 def _has_own_form(item: type) -> TypeGuard[type[OwnForm]]:
@@ -148,10 +148,10 @@ def _expected(item: type) -> str:
 
 
 def require_types(instance: object) -> None:
-    """See that the fields of a frozen dataclass have the types that their annotations say; a list becomes a tuple.
+    """Check the fields of a frozen dataclass against their annotations; a list becomes a tuple.
 
     Raises:
-        ConfigError: Names the first field that has not.
+        ConfigError: A field has another type; the first one is named.
     """
     config: type = type(instance)
     for name, kind in field_types(config).items():
@@ -166,5 +166,5 @@ def require_types(instance: object) -> None:
 
 @functools.cache
 def field_types(config: type) -> Mapping[str, FieldType]:
-    """Every field of a dataclass that can be given from outside, in order."""
+    """Return the types of all fields of a dataclass by name, in order."""
     return {name: FieldType.of(hint) for name, hint in typing.get_type_hints(config).items()}

@@ -121,7 +121,7 @@ class BatchingConfig:
         return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.effective_max_requests)
 
     def enough_prefill_tokens_on(self, device_type: str) -> int | None:
-        """Return the prefill tokens after which a step starts no other prefill; None if only the budget limits it."""
+        """Return the prefill tokens after which a step starts no other prefill; None if only the budget decides."""
         return None if self.max_prefills_per_step is not None else ENOUGH_PREFILL_TOKENS.get(device_type)
 
 

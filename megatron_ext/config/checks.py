@@ -1,4 +1,4 @@
-"""How settings refuse, and how fields say what their flags do."""
+"""Checks of settings, and dataclass fields with the help texts and bounds of their flags."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def require(condition: bool, message: str) -> None:
 
 
 def flag_of(field: str) -> str:
-    """The flag that sets a field, where it has the field's name."""
+    """Return the flag with the name of a field."""
     return "--" + field.replace("_", "-")
 
 
 def flag(default: T, help_text: str, *, most: int | None = None) -> T:
-    """A dataclass field that is a flag of its own name, told about in `--help`; `most` as in `bounded`."""
+    """Return a dataclass field with a flag of the same name and its text in `--help`; `most` as in `bounded`."""
     return dataclasses.field(default=default, metadata={"help": help_text, "most": most})
 
 
 def bounded(default: T, most: int) -> T:
-    """A dataclass field whose value may be at most `most`, where that is another number than for all sizes."""
+    """Return a dataclass field with an upper bound of its own, in place of the common one for sizes."""
     return dataclasses.field(default=default, metadata={"most": most})
 
 
 def bounds_of(config: type) -> dict[str, int]:
-    """Fields with a bound of their own."""
+    """Return the upper bounds of the fields that have one of their own."""
     return {one.name: one.metadata["most"] for one in dataclasses.fields(config) if one.metadata.get("most")}
 
 
 def flags_of(config: type) -> dict[str, str]:
-    """Fields made by `flag`, in order, and what they do."""
+    """Return the fields made by `flag`, in order, with their help texts."""
     return {one.name: one.metadata["help"] for one in dataclasses.fields(config) if "help" in one.metadata}

@@ -1,8 +1,8 @@
-"""What verifying drafts costs, in plain decode steps (SP-6): by table, since decisions rest on counts, not on clocks.
+"""Cost table of verifying drafts, in plain decode steps (SP-6); a table, since decisions must not depend on clocks.
 
 A step that decodes R requests costs 1. With d drafts for each of them it costs `1 + fixed(R) + each(R) * d`; drafts for
-some requests only cost their share of the last term. A row of the table is R, fixed, each; between two rows numbers are
-between theirs, outside they are those of the nearest row.
+some requests only cost their share of the last term. A row of the table is R, fixed, each. Between two rows the numbers
+are interpolated linearly; outside, those of the nearest row apply.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megatron_ext.errors import ConfigError
 
 _FORM = "rows of requests:fixed:each with commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
-# Where none is given, by type of device. CPU: of a small hybrid, measured, and rather too high than too low;
-# CUDA: an assumption. Who serves another model measures its own.
+# Default tables by device type. CPU: measured with a small hybrid, rounded up; CUDA: an assumption. Other models need
+# measurements of their own.
 DEFAULT_COSTS = {
     "cpu": "1:0.3:0.12,2:0.5:0.15,8:0.7:0.35,32:1.2:0.6",
     "cuda": "1:0.1:0.02,8:0.1:0.03,32:0.15:0.06,64:0.2:0.12",
@@ -26,12 +26,12 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class CostRow:
-    """Of steps that decode so many requests.
+    """Costs of drafts in steps that decode `requests` requests, in plain steps of R requests.
 
     Attributes:
-        requests: R.
-        fixed: What the first drafts cost, however many they are; in plain steps of R requests.
-        each: What one more draft for each of the R requests costs.
+        requests: R, the number of decoding requests.
+        fixed: Cost of having drafts at all.
+        each: Cost of one more draft for each of the R requests.
     """
 
     requests: int
@@ -41,7 +41,7 @@ class CostRow:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Rows with growing numbers of requests; at least one."""
+    """Rows in increasing order of requests; at least one."""
 
     rows: tuple[CostRow, ...]
 
@@ -58,23 +58,23 @@ class CostTable:
 
     @classmethod
     def parse(cls, text: str) -> CostTable:
-        """A table as a person types it.
+        """Parse a table from command-line text or a file.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The text is not a valid table.
         """
         return cls(tuple(_row(words) for words in text.replace("\n", ",").split(",") if words.strip()))
 
     @classmethod
     def is_one(cls, text: str) -> bool:
-        """Whether a text says a table, and is no name of a file that has one."""
+        """Return whether a text is a table, not the name of a file with one."""
         return ":" in text
 
     def __str__(self) -> str:
         return ",".join(f"{row.requests}:{row.fixed:.4g}:{row.each:.4g}" for row in self.rows)
 
     def at(self, requests: int) -> CostRow:
-        """The costs in steps that decode so many requests."""
+        """Return the costs in steps that decode `requests` requests, interpolated between rows."""
         rows = self.rows
         i = bisect_left([row.requests for row in rows], requests)
         if i == len(rows) or rows[i].requests == requests or i == 0:
@@ -96,7 +96,7 @@ def _row(words: str) -> CostRow:
 
 @dataclass(frozen=True)
 class Timing:
-    """A step that was timed: R requests, each with so many drafts."""
+    """Measured time of a step with R requests, each with the same number of drafts."""
 
     requests: int
     drafts: int
@@ -104,12 +104,12 @@ class Timing:
 
 
 def fitted(timings: Iterable[Timing]) -> CostTable:
-    """The table of what was measured: for each number of requests a step without drafts, and with one and with more.
+    """Fit a cost table to measured steps: for each number of requests without drafts, and with few and many drafts.
 
-    Costs below zero are noise, and count as none; where only one number of drafts was tried, all of its cost is `each`.
+    Negative costs are noise and become 0. If only one number of drafts was measured, `each` takes all of its cost.
 
     Raises:
-        ConfigError: A number of requests without a step without drafts, or without one with drafts.
+        ConfigError: A number of requests was measured only without drafts, or only with drafts.
     """
     by_requests: dict[int, dict[int, float]] = {}
     for one in timings:

@@ -1,4 +1,4 @@
-"""The model that is shipped with the package, and which flags describe another one."""
+"""Embedded model, shipped with the package, and detection of flags that describe another model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_ext.config.model import ModelConfig
 
 EMBEDDED_MODEL_DIR = Path(__file__).parents[1] / "models" / "embedded_model"
 _LONGEST_SHOWN = 60  # characters
-# Fields that the shipped weights serve with any value.
+# Fields that may have any value with the shipped weights.
 _HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
-# Fields that may be None, and what they are then.
+# Fields that may be None, and the properties with their effective values.
 _RESOLVED = {
     "num_layers": "layer_count",
     "ffn_hidden_size": "ffn_size",
@@ -31,15 +31,15 @@ _RESOLVED = {
 
 @cache
 def embedded_config() -> ModelConfig:
-    """The shipped model's architecture."""
+    """Return the architecture of the embedded model."""
     header = json.loads((EMBEDDED_MODEL_DIR / "config.json").read_text(encoding="utf-8"))
     return ModelConfig(**header["model"])
 
 
 def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]:
-    """The fields of `overrides` that describe another model than `model`, each with what it is there.
+    """Return the fields of `overrides` that differ from `model`, each with the value in `model`.
 
-    A value that says what is so anyway describes no other one, whether it was given or followed from others.
+    A value that equals the field of `model`, or its effective value, is not a difference.
     """
     return {
         name: _resolved(model, name)
@@ -49,12 +49,12 @@ def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]
 
 
 def with_harmless(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
-    """`model` with those overrides that leave its weights what they are; the others must be equal anyway."""
+    """Return `model` with the overrides that do not affect its weights; the others must be equal to its fields."""
     return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in _HARMLESS})
 
 
 def as_flag(name: str, value: object, there: object) -> str:
-    """A field of `differences` as a person would type it, and what the model has there."""
+    """Format a field of `differences` as a command-line flag, with the model's own value."""
     if isinstance(value, bool):
         return flag_of(name) if value else flag_of(f"no_{name}")
     return f"{flag_of(name)} {_shown(value)} (not {_shown(there)})"
@@ -66,10 +66,10 @@ def _shown(value: object) -> str:
 
 
 def check_flags(overrides: FieldValues) -> None:
-    """See what is wrong with a model of flags alone, before anything is loaded.
+    """Check model flags that are given without a checkpoint, before any loading.
 
     Raises:
-        ConfigError: They describe neither the embedded model nor another one that can be built.
+        ConfigError: The flags describe neither the embedded model nor another one that can be built.
     """
     embedded = embedded_config()
     if differences(embedded, overrides):

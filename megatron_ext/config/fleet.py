@@ -1,4 +1,4 @@
-"""A coordinator: what it listens on, which replicas it has, and how it chooses among them."""
+"""Coordinator settings: address, replicas, and routing."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import LOG_LEVELS
 
-MAX_LAUNCHED = 1024  # on one machine; who writes more makes a mistake
+MAX_LAUNCHED = 1024  # replicas on one machine; a larger number is a mistake
 LONGEST_WAIT = 24 * 3600.0  # seconds
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig(AccessConfig):
-    """What `tools/run_coordinator.py` does. Times are in seconds."""
+    """Settings of `tools/run_coordinator.py`. Times are in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    replica: tuple[str, ...] = ()  # URLs of servers that run
-    replicas_file: str | None = None  # URLs of others, one a line; read again when it changes
+    replica: tuple[str, ...] = ()  # URLs of running servers
+    replicas_file: str | None = None  # file with more URLs, one a line; read again when it changes
     launch: int = 0  # replicas to start on this machine
-    replica_timeout: float = 30.0  # without a sign of life: then a replica is dead
+    replica_timeout: float = 30.0  # without a response, until a replica counts as dead
     shutdown_timeout: float = 30.0
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True
@@ -54,7 +54,7 @@ class CoordinatorConfig(AccessConfig):
 
 
 def replica_problem(url: str) -> str | None:
-    """What keeps a text from being the URL of a replica; None if nothing does."""
+    """Return why a text cannot be the URL of a replica; None if it can."""
     if parse_origin(url) is None or not url.startswith("http://"):
         return "is no URL of a replica; give one such as http://10.0.0.5:8000, without a path (HTTPS is not spoken)"
     return None
@@ -62,13 +62,14 @@ def replica_problem(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Everything that a command line says about a coordinator.
+    """All settings of a coordinator from a command line.
 
     Attributes:
-        coordinator: Its own settings.
-        replica_flags: What `tools/run_server.py` is started with, for each replica that is launched.
-        replica_world: Ranks of each of those.
-        has_private_events: Whether they publish KV events to the coordinator alone; otherwise where their flags say.
+        coordinator: The coordinator's own settings.
+        replica_flags: Flags of `tools/run_server.py` for each launched replica.
+        replica_world: Ranks of each launched replica.
+        has_private_events: Whether launched replicas publish KV events to the coordinator alone, not where their flags
+            say.
     """
 
     coordinator: CoordinatorConfig

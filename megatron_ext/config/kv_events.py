@@ -1,4 +1,4 @@
-"""Where a server tells routers what it has cached."""
+"""KV event settings: the endpoints where a server publishes changes of its prefix cache."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import is_loopback, parse_host
 
 MAX_BUFFERED = 2**20
-LONGEST_SOCKET_PATH = 107  # bytes, of Linux: a socket's address has 108 with the zero at its end
-LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # the rank of a replica is appended, as in .1023
+LONGEST_SOCKET_PATH = 107  # bytes, on Linux: a socket's address has 108 with the final zero
+LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # leaves room for the rank of a replica, as in .1023
 _EXAMPLES = "tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc:///PATH of a socket in a directory of yours"
 _ALL_NETWORKS = ("*", "0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True)
 class TcpEndpoint:
-    """An address of ZeroMQ's, as in `tcp://127.0.0.1:5557`.
+    """ZeroMQ TCP address such as `tcp://127.0.0.1:5557`.
 
     Attributes:
-        host: A name, an address (of version 6 in brackets), or `*` for every network.
-        port: 0 is any free one.
+        host: Name, address (IPv6 in brackets), or `*` for every network.
+        port: Port number; 0 is any free port.
     """
 
     host: str
@@ -30,36 +30,36 @@ class TcpEndpoint:
 
     @property
     def is_bound(self) -> bool:
-        """Whether to listen there; a socket connects to any other host, which only that host can listen on."""
+        """True if the socket binds to the address; it connects to any address that is not this machine's."""
         return self.host in _ALL_NETWORKS or self.is_loopback
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nothing leaves this machine."""
+        """True for a loopback address, so that events stay on this machine."""
         return is_loopback(self.host.strip("[]"))
 
     def of_replica(self, rank: int) -> str:
-        """The address of a replica of this world: its port is `rank` higher, unless it is any free one."""
+        """Return the address of a replica of this world: the port plus `rank`, or any free port."""
         return f"tcp://{self.host}:{self.port + rank if self.port else '*'}"
 
 
 @dataclass(frozen=True)
 class IpcEndpoint:
-    """A socket file, as in `ipc:///run/user/1000/events`: read by those that can enter its directory.
+    """Socket file such as `ipc:///run/user/1000/events`; the permissions of its directory control access.
 
     Attributes:
-        path: Absolute.
+        path: Absolute path.
     """
 
     path: str
 
     @property
     def is_bound(self) -> bool:
-        """Whether to listen there: always."""
+        """Always true: the socket binds to the file."""
         return True
 
     def of_replica(self, rank: int) -> str:
-        """The address of a replica of this world: the first one's is the path itself."""
+        """Return the address of a replica of this world: the path itself for rank 0, else with the rank appended."""
         return f"ipc://{self.path}.{rank}" if rank else f"ipc://{self.path}"
 
 
@@ -67,7 +67,7 @@ Endpoint: TypeAlias = TcpEndpoint | IpcEndpoint
 
 
 def parse_endpoint(text: str) -> Endpoint | None:
-    """Parse an address of ZeroMQ's; None if it is not one that events can be published at."""
+    """Parse a ZeroMQ address; return None if events cannot be published there."""
     scheme, mark, rest = text.partition("://")
     if mark and scheme == "ipc":
         is_file = rest.startswith("/") and not rest.endswith("/") and rest.isprintable()
@@ -89,11 +89,11 @@ def _is_port(text: str) -> bool:
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """KV events (RP-1), in vLLM's format; off unless there is an endpoint."""
+    """Settings of KV events (RP-1), in vLLM's format; off without an endpoint."""
 
     kv_events_endpoint: str | None = None  # tcp://HOST:PORT or ipc:///PATH
     kv_events_topic: str = "kv-events"
-    kv_events_replay_endpoint: str | None = None  # default: nothing is replayed
+    kv_events_replay_endpoint: str | None = None  # default: no replay
     kv_events_buffer_steps: int = 10_000  # messages that can be replayed one by one
 
     def __post_init__(self) -> None:
@@ -122,10 +122,10 @@ class KvEventsConfig:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where events are published; None if they are not."""
+        """Endpoint where events are published; None if KV events are off."""
         return None if self.kv_events_endpoint is None else parse_endpoint(self.kv_events_endpoint)
 
     @property
     def replay_endpoint(self) -> Endpoint | None:
-        """Where they are asked for again."""
+        """Endpoint for requests to replay events; None without replay."""
         return None if self.kv_events_replay_endpoint is None else parse_endpoint(self.kv_events_replay_endpoint)

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks."""
+"""Parallelism settings: the distribution of a model over ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import flag_of, require
 
-LARGEST_WORLD = 2**20  # ranks; who writes more makes a mistake
+LARGEST_WORLD = 2**20  # ranks; a larger number is a mistake
 LONGEST_TIMEOUT = 60 * 24 * 365  # minutes
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the groups of ranks, under Megatron's names, and how ranks talk to each other.
+    """Sizes of the process groups, with Megatron's names, and the communication backend.
 
-    Whether they fit a model and the number of ranks there are is for `ranks.layout` to say.
+    `ranks.layout` checks the sizes against the model and the number of ranks.
     """
 
     tensor_model_parallel_size: int = 1
@@ -55,17 +55,17 @@ class ParallelConfig:
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share each expert."""
+        """Number of ranks that share each expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def smallest_world(self) -> int:
-        """The number of ranks that every world of these sizes is a multiple of."""
+        """Smallest number of ranks for these sizes; every valid world size is a multiple of it."""
         stage = math.lcm(self.tensor_model_parallel_size, self.expert_tensor_size * self.expert_model_parallel_size)
         return stage * self.pipeline_model_parallel_size
 
     def described(self) -> str:
-        """The sizes that are not their defaults, as flags; empty if none is."""
+        """Return the sizes that differ from their defaults as flags; empty if all are defaults."""
         plain = ParallelConfig()
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name in _SIZES}
         return " ".join(f"{flag_of(name)} {size}" for name, size in given.items() if size != getattr(plain, name))

@@ -1,4 +1,4 @@
-"""What one request asks for."""
+"""Parameters of one request."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from megatron_ext.config.checks import require
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
-LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
-LARGEST_FACTOR = 100.0  # of a repetition penalty, or its inverse
+LARGEST_PENALTY = 2.0  # presence and frequency penalties, as OpenAI's
+LARGEST_FACTOR = 100.0  # repetition penalty, or its inverse
 MAX_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True)
 class RequestParams:
-    """What one request asks for: sampling, stopping, log-probs. Greedy by default; see docs/sampling.md."""
+    """Sampling parameters, stop conditions and log-prob options of a request. Greedy by default; docs/sampling.md."""
 
-    num_tokens_to_generate: int = 30  # 0 only computes the prompt, and scores it if that is asked for
-    min_tokens: int = 0  # before them neither an end token nor a stop word ends the generation
+    num_tokens_to_generate: int = 30  # 0 only computes the prompt, and scores it if requested
+    min_tokens: int = 0  # until then neither an end token nor a stop word ends the generation
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off, 1 is greedy
     top_p: float = 0.0  # 0 is off
-    min_p: float = 0.0  # of the best token's probability; 0 is off
-    presence_penalty: float = 0.0  # taken off the logits of generated tokens
-    frequency_penalty: float = 0.0  # the same, for each time
-    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and generation, or multiplies below zero
+    min_p: float = 0.0  # share of the best token's probability; 0 is off
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  # the same, once per occurrence
+    repetition_penalty: float = 1.0  # divides positive logits of prompt and output tokens, multiplies negative ones
     logit_bias: TokenBiases = NO_BIASES
     bad_words: tuple[str, ...] = ()
     response_format: ResponseFormat | None = None  # default: any text
     seed: int | None = None  # default: derived from the run's seed and the request id
     stop_words: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # end it beside the termination token, with `ignore_eos` too
+    stop_token_ids: tuple[int, ...] = ()  # end tokens in addition to the termination token, even with `ignore_eos`
     termination_id: int | None = None  # default: the tokenizer's end-of-document, and generation_config.json's others
     ignore_eos: bool = False
     return_log_probs: bool = False
@@ -42,9 +42,9 @@ class RequestParams:
     skip_special_tokens: bool = True  # in the text
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
-    num_speculative_tokens: int | None = None  # drafts in a step, at most; 0 is none; default: the engine's
-    cache_checkpoint: tuple[int, ...] = ()  # tokens behind which others may part from the prompt
-    track_generated_token_events: bool = False  # an event for each token, beside that for the first
+    num_speculative_tokens: int | None = None  # maximum drafts per step; 0 is none; default: the engine's
+    cache_checkpoint: tuple[int, ...] = ()  # positions where other requests may diverge from the prompt
+    track_generated_token_events: bool = False  # an event for each token, not only for the first
 
     def __post_init__(self) -> None:
         for name in ("stop_words", "bad_words"):
@@ -113,26 +113,26 @@ class RequestParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken, without randomness."""
+        """True if the best token is taken, without randomness."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def wants_prompt_log_probs(self) -> bool:
-        """Whether the log-probs of the prompt's own tokens are asked for."""
+        """True if the log-probs of the prompt tokens are requested."""
         return self.return_log_probs and not self.skip_prompt_log_probs
 
     @property
     def form(self) -> ResponseFormat | None:
-        """The form that the answer must have; None if any text will do."""
+        """Response format that the output must have; None if any text is allowed."""
         return None if self.response_format is None or self.response_format.is_free else self.response_format
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what a token's logit becomes depends on the tokens so far."""
+        """True if penalties change logits depending on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def processes_logits(self) -> bool:
-        """Whether logits are changed before temperature, top_k and top_p choose among them."""
+        """True if logits processors are needed before temperature, top_k and top_p."""
         is_cut = self.min_p > 0 and not self.is_greedy
         return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.form)

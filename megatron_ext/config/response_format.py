@@ -1,4 +1,4 @@
-"""The form that an answer must have, as OpenAI's `response_format` says it."""
+"""Response format of structured output, as OpenAI's `response_format`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS = (TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX)
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """A form: any text, any JSON object, JSON of a schema, or text that matches a regular expression as a whole.
+    """Format of an output: any text, a JSON object, JSON of a schema, or a full match of a regular expression.
 
     Attributes:
         kind: One of `KINDS`.
-        source: The schema as JSON, in the order in which it was written, or the expression.
+        source: Schema as JSON, with its keys in the given order, or the regular expression.
     """
 
     kind: str
@@ -30,10 +30,10 @@ class ResponseFormat:
 
     @classmethod
     def of(cls, value: object) -> ResponseFormat:
-        """As JSON says it.
+        """Convert a JSON value.
 
         Raises:
-            ValueError: What it is not, to follow "is not".
+            ValueError: The value is not a response format; the text follows "is not".
         """
         if isinstance(value, ResponseFormat):
             return value
@@ -49,7 +49,7 @@ class ResponseFormat:
 
     @classmethod
     def json_schema(cls, schema: object) -> ResponseFormat:
-        """JSON of a schema; errors as of `of`."""
+        """Build the format of JSON with a schema; errors as in `of`."""
         if not isinstance(schema, Mapping):
             raise ValueError('one with a schema, as in {"type": "json_schema", "json_schema": {"schema": {...}}}')
         try:
@@ -59,14 +59,14 @@ class ResponseFormat:
 
     @classmethod
     def regex(cls, expression: object) -> ResponseFormat:
-        """Text that matches; errors as of `of`."""
+        """Build the format of text that matches a regular expression; errors as in `of`."""
         if not isinstance(expression, str) or not expression:
             raise ValueError('one with an expression, as in {"type": "regex", "regex": "[a-z]+"}')
         return cls(REGEX, expression)
 
     @classmethod
     def parse(cls, text: str) -> ResponseFormat:
-        """As a person types it: the same in JSON."""
+        """Parse command-line text: the JSON of a response format."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -75,5 +75,5 @@ class ResponseFormat:
 
     @property
     def is_free(self) -> bool:
-        """Whether any text has it."""
+        """True if any text is allowed."""
         return self.kind == TEXT

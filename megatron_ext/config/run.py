@@ -1,4 +1,4 @@
-"""A run from its start to its end: where the model comes from, how it is spread, what is served and to whom."""
+"""Settings of a whole run, offline or server: model source, parallelism, engine, prompts or HTTP service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_ext.config.speculation import SpeculationConfig
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MEGATRON_FORMAT = "megatron"
 OUTPUT_FORMATS = ("full", MEGATRON_FORMAT)
-# Where synthetic prompts are asked for, and one of both is not said; the numbers are Megatron's.
+# Defaults for synthetic prompts if only one of the two is given; the numbers are Megatron's.
 DEFAULT_PROMPT_TOKENS = (64, 1024)
 DEFAULT_REQUESTS_DURATION = 10.0  # seconds
 MAX_SYNTHETIC_PROMPTS = 2**20
@@ -27,21 +27,21 @@ MAX_SYNTHETIC_PROMPTS = 2**20
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What `tools/run_inference.py` does with the prompts, and when."""
+    """Settings of `tools/run_inference.py`: prompts, their arrival, and output."""
 
     prompts: tuple[str, ...] = ()
     prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
-    prompt_file_num_truncate: int | None = None  # prompts of the file that are read; default: all
-    num_tokens_to_prompt: tuple[int, int] | None = None  # fewest and most tokens of a synthetic prompt
-    incoming_requests_duration: float | None = None  # seconds for which synthetic prompts come
+    prompt_file_num_truncate: int | None = None  # number of prompts to read from the file; default: all
+    num_tokens_to_prompt: tuple[int, int] | None = None  # minimum and maximum tokens of a synthetic prompt
+    incoming_requests_duration: float | None = None  # seconds in which synthetic prompts arrive
     ignore_unknown_prompt_fields: bool = False
-    num_tokens_from_file: bool = False  # a line's chatgpt_output_token_length is what it generates
+    num_tokens_from_file: bool = False  # take the tokens to generate from chatgpt_output_token_length
     output_path: str | None = None
     output_format: str = OUTPUT_FORMATS[0]
     output_every_n_results: int = 1  # every nth request, and the last one
     output_request_events: bool = False
     record_throughput: bool = True
-    throughput_check_only: bool = False  # the JSON has nothing else
+    throughput_check_only: bool = False  # the JSON output contains the throughput only
     inference_repeat_n: int = 1
     drain_between_batches: bool = False
     batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch
@@ -77,13 +77,13 @@ class RunConfig:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the prompts are made up: they are asked for, and no others are given."""
+        """True if synthetic prompts are requested and no other prompts are given."""
         asked = self.num_tokens_to_prompt is not None or self.incoming_requests_duration is not None
         return asked and not self.prompts and self.prompt_file is None
 
     @property
     def synthetic_count(self) -> int:
-        """Synthetic prompts: as many as come in their time."""
+        """Number of synthetic prompts that arrive in the duration."""
         duration = self.incoming_requests_duration
         return int((self.arrival_rate or 0) * (DEFAULT_REQUESTS_DURATION if duration is None else duration))
 
@@ -107,7 +107,7 @@ class RunConfig:
 
     @property
     def arrival_rate(self) -> float | None:
-        """Prompts to submit a second; None if they do not come by the clock."""
+        """Prompts to submit per second; None if they do not arrive by time."""
         rate = self.incoming_requests_per_sec
         return rate if rate is not None and rate > 0 else None
 
@@ -129,7 +129,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ServerConfig(AccessConfig):
-    """What `tools/run_server.py` listens on, whom it lets in, and how much it takes on."""
+    """Settings of `tools/run_server.py`: address, access, and limits."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
@@ -160,11 +160,11 @@ class ServerConfig(AccessConfig):
 
 @dataclass(frozen=True)
 class StartNotes:
-    """What a command line says beside settings.
+    """Effects of a command line other than settings.
 
     Attributes:
-        lines: To be said at the start: what was accepted and has no effect.
-        environment: Variables to be set for this process before anything heavy is imported.
+        lines: Messages to print at the start, on flags that were accepted and have no effect.
+        environment: Environment variables to set before heavy imports.
     """
 
     lines: tuple[str, ...] = ()
@@ -173,12 +173,12 @@ class StartNotes:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a command line says about a model and the engine around it.
+    """Settings of a model and its engine from a command line.
 
     Attributes:
-        model_overrides: Fields of `ModelConfig` that were given; a checkpoint's own configuration fills the others, the
-            dataclass's defaults the rest.
-        start: Lines to print at the start.
+        model_overrides: Given fields of `ModelConfig`; the others come from the checkpoint's configuration, else from
+            the dataclass's defaults.
+        start: Messages and environment variables for the start.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
@@ -191,19 +191,19 @@ class EngineSettings:
 
     @property
     def logging_step_interval(self) -> int:
-        """Steps between two log lines; 0 for none."""
+        """Steps between two log lines; 0 for no log."""
         return 0
 
 
 @dataclass(frozen=True)
 class ServerSettings(EngineSettings):
-    """Everything that a command line says about a server."""
+    """All settings of a server from a command line."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
 
     @property
     def logging_step_interval(self) -> int:
-        """See `EngineSettings`."""
+        """Steps between two log lines; see `EngineSettings`."""
         return self.server.inference_logging_step_interval
 
     def __post_init__(self) -> None:
@@ -217,10 +217,10 @@ class ServerSettings(EngineSettings):
 
 @dataclass(frozen=True)
 class InferenceSettings(EngineSettings):
-    """Everything that a command line says about a run.
+    """All settings of an offline run from a command line.
 
     Attributes:
-        sampling_given: Fields of `sampling` that were given; the model may have defaults of its own for the others.
+        sampling_given: Fields of `sampling` that were given; the model may have defaults for the others.
     """
 
     sampling: RequestParams = field(default_factory=RequestParams)
@@ -229,7 +229,7 @@ class InferenceSettings(EngineSettings):
 
     @property
     def logging_step_interval(self) -> int:
-        """See `EngineSettings`."""
+        """Steps between two log lines; see `EngineSettings`."""
         return self.run.inference_logging_step_interval
 
     def __post_init__(self) -> None:

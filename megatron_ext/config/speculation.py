@@ -1,4 +1,4 @@
-"""Speculative decoding: who drafts, how much, and what verifying it costs (SP-1, SP-6)."""
+"""Speculative decoding settings: draft method, number of drafts, verification costs (SP-1, SP-6)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ LONGEST_NGRAM = 64  # tokens
 
 
 class SpeculativeMethod(str, enum.Enum):
-    """Who guesses what comes next."""
+    """Method that proposes draft tokens."""
 
-    NGRAM = "ngram"  # what came behind the same tokens before, in the request's own prompt and answer
+    NGRAM = "ngram"  # continuation of the same tokens earlier in the request's prompt and output
     DRAFT_MODEL = "draft_model"  # a smaller model with the same tokenizer
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Drafts of decoding requests. Off unless there are a method and a number of tokens; see docs/speculation.md."""
+    """Speculative decoding; off without a method and a number of tokens. See docs/speculation.md."""
 
-    speculative_method: str | None = None  # of SpeculativeMethod; default: there are no drafts
-    num_speculative_tokens: int = 0  # drafts of a request in a step, at most
-    speculative_load_hf: str | None = None  # of the draft model
-    speculative_load: str | None = None  # the same, of another format
+    speculative_method: str | None = None  # of SpeculativeMethod; default: no drafts
+    num_speculative_tokens: int = 0  # maximum drafts per request and step
+    speculative_load_hf: str | None = None  # checkpoint of the draft model
+    speculative_load: str | None = None  # the same, in Megatron's format
     speculative_ngram_longest: int = 4  # tokens
     speculative_ngram_shortest: int = 2
-    speculative_adaptive: bool = True  # a request has as many drafts as are worth it
-    speculative_cost_table: str | None = None  # rows, or a file of them; default: the device's
-    speculative_measure_costs: bool = False  # at the start, in place of a table
+    speculative_adaptive: bool = True  # the number of drafts depends on their expected gain
+    speculative_cost_table: str | None = None  # rows, or a file with rows; default: by device
+    speculative_measure_costs: bool = False  # measured at the start, instead of a table
 
     def __post_init__(self) -> None:
         method, count = self.speculative_method, self.num_speculative_tokens
@@ -97,12 +97,12 @@ class SpeculationConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are drafts."""
+        """True if speculative decoding is on."""
         return self.speculative_method is not None
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a model of their own proposes them."""
+        """True if a draft model proposes the drafts."""
         return self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
 
 

@@ -1,4 +1,4 @@
-"""What is added to the logits of single tokens, as requests and flags say it."""
+"""Logit biases of single tokens, in requests and flags."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LARGEST_BIAS = 100.0
 
 
 class TokenBiases(tuple[tuple[int, float], ...]):
-    """Pairs of a token id and what its logit gets, in order of the ids; none is no bias."""
+    """Pairs of a token id and the bias added to its logit, in order of the ids; empty for no bias."""
 
     expected: ClassVar[str] = 'an object of token ids and numbers, as in {"17": -100, "4": 2.5}'
 
     @classmethod
     def of(cls, value: object) -> TokenBiases:
-        """An object of JSON, whose keys are texts, a mapping with ids as keys, or pairs.
+        """Convert a JSON object with ids as strings, a mapping with ids as keys, or a list of pairs.
 
         Raises:
-            ValueError: It is none of them.
+            ValueError: The value has another form.
         """
         if not isinstance(value, Mapping | list | tuple):
             raise ValueError(cls.expected)
@@ -33,10 +33,10 @@ class TokenBiases(tuple[tuple[int, float], ...]):
 
     @classmethod
     def parse(cls, text: str) -> TokenBiases:
-        """As a person types it: a JSON object.
+        """Parse command-line text: a JSON object.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The text is not a valid JSON object of biases.
         """
         try:
             value = json.loads(text)
@@ -46,7 +46,7 @@ class TokenBiases(tuple[tuple[int, float], ...]):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the numbers; None if nothing is."""
+        """Message on the first bias that is out of bounds; None if all are valid."""
         for token, bias in self:
             if not math.isfinite(bias) or abs(bias) > LARGEST_BIAS:
                 return f"bias {bias:g} of token {token} must be between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}"
