@@ -42,7 +42,7 @@ class RequestParams:
     skip_special_tokens: bool = True  # in the text
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
-    num_speculative_tokens: int | None = None  # maximum drafts per step; 0 is none; default: the engine's
+    num_speculative_tokens: int | None = None  # maximum drafts per step; 0 is off; default: the engine's
     cache_checkpoint: tuple[int, ...] = ()  # positions where other requests may diverge from the prompt
     track_generated_token_events: bool = False  # an event for each token, not only for the first
 

@@ -1,1 +1,1 @@
-"""Where it lives: how many bytes go where, and the pools of recurrent states."""
+"""Memory planning: sizes of the KV, state and snapshot pools, and their allocation."""

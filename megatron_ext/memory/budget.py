@@ -1,4 +1,4 @@
-"""Bytes into blocks, live states and snapshot slots, with errors that name the number that would do."""
+"""Memory budget: bytes to blocks, running states and snapshot slots, with errors that name a value that fits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftKVCacheConfig,
 
 GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
-AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
+AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, in addition to it
 FEWEST_AUTOMATIC_SLOTS = 2
-SPARE_STATES = 2  # for padding: a live one, and a snapshot
+SPARE_STATES = 2  # for padding: a running state and a snapshot
 ASYNC_STATES = 4  # snapshots of a step that is launched before their block hashes are known
-FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
-# Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
+FASTEST_CHUNK = {"cpu": 64}  # tokens, by device type, if smaller than the usual training chunk
+# Maximum bytes, outside the pools, of a piece of log-probs: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 
-_SPECULATION = ("draft_states", "draft_model")  # of `KVCacheConfig`
+_SPECULATION = ("draft_states", "draft_model")  # fields of `KVCacheConfig`
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What one model needs per token and per request, on this rank."""
+    """Memory that a model needs per token and per request, on this rank."""
 
     kv_bytes_per_token: int  # all attention layers, key and value
     state_bytes: int  # all recurrent layers, one sequence
@@ -37,55 +37,55 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """Effective sizes (EX-6), as printed at start-up and in the JSON output.
+    """Effective sizes of the pools (EX-6), as printed at start-up and in the JSON output.
 
-    `live_states` are those of running requests, and where steps are padded two for padding, a live one and a snapshot,
-    and with a cache four that snapshots of steps launched ahead lie in until it is known what they are.
+    `live_states` counts the running state slots; with padded steps also two for padding (a running state and a
+    snapshot), and with a cache four for snapshots of asynchronously launched steps until their hashes are known.
     """
 
     block_size_tokens: int
     block_bytes: int
     state_bytes: int
-    state_in_kv_tokens: int | None  # tokens of KV that one state costs; None without attention
+    state_in_kv_tokens: int | None  # size of one state in tokens of KV; None without attention
     blocks: int
     snapshot_slots: int
     live_states: int
     kernel_chunk: int
-    shortest_prompt_that_can_hit: int | None  # None: nothing is cached
-    draft_states: int = field(default=0, kw_only=True)  # behind drafts, until they are accepted or not
+    shortest_prompt_that_can_hit: int | None  # None without a cache
+    draft_states: int = field(default=0, kw_only=True)  # states after drafts, until verified
     draft_model: DraftKVCacheConfig | None = field(default=None, kw_only=True)  # its pools, in the same budget
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools: KV blocks with the dummy one, live states, those behind drafts, and snapshots.
+        """Bytes of all pools: KV blocks with the dummy block, running states, states after drafts, and snapshots.
 
-        Those of a draft model are among them.
+        The pools of a draft model are included.
         """
         drafts = 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
         states = self.live_states + self.draft_states + self.snapshot_slots
         return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + drafts
 
     def shown(self) -> dict[str, object]:
-        """For JSON; what speculation has is left out where there is none."""
+        """Return the fields for JSON; without speculation its fields are left out."""
         return {key: value for key, value in asdict(self).items() if key not in _SPECULATION or value}
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> KVCacheConfig:
-    """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests; snapshots are apart.
+    """Compute the sizes of the pools.
 
-    With each live state go those behind the request's drafts, as many as a step may verify (LA-4).
-
-    States are written to snapshot slots where they arise, so no staging buffer comes off the snapshots' budget.
+    The buffer holds KV blocks and the running states of `max_requests` requests; snapshots have a budget of their own.
+    Each running state comes with states after the request's drafts, as many as a step may verify (LA-4). States are
+    written directly to snapshot slots, so the snapshot budget needs no staging buffer.
 
     Args:
-        model: What it needs per token and per request.
+        model: Memory of the model per token and per request.
         batching: Budget and limits.
-        cache: Whether anything is cached, and the budget for snapshots.
+        cache: Whether prefixes are cached, and the budget for snapshots.
         device_type: "cpu" or "cuda", for the defaults.
 
     Raises:
-        ConfigError: The buffer cannot hold one block and the live states, or holds more blocks than the host can keep
-            account of; the budget for snapshots cannot hold one, or the block size does not suit recurrent layers.
+        ConfigError: The buffer cannot hold one block and the running states, or holds more blocks than the host can
+            manage; the snapshot budget cannot hold one, or the block size does not suit recurrent layers.
     """
     block_size = batching.block_size
     if model.state_bytes and block_size % HYBRID_BLOCK_MULTIPLE:
@@ -127,7 +127,7 @@ def _live_states(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
 
 
 def _async_snapshots(model: ModelMemory, cache: CacheConfig) -> bool:
-    """Whether steps that are launched ahead may leave snapshots; with a drafter none are."""
+    """Return whether steps may be launched asynchronously and leave snapshots; never with speculation."""
     return (
         cache.policy is not None
         and 0 not in (cache.snapshot_slots, cache.snapshot_buffer_gb)
@@ -136,20 +136,20 @@ def _async_snapshots(model: ModelMemory, cache: CacheConfig) -> bool:
 
 
 def async_states(live_states: int, requests: int) -> int:
-    """How many of the states that a `KVCacheConfig` counts as live ones are for steps launched ahead."""
+    """Return how many of a `KVCacheConfig`'s `live_states` are for steps launched asynchronously."""
     return max(0, live_states - requests - SPARE_STATES)
 
 
 def kernel_chunk(model_chunk: int, device_type: str) -> int:
-    """The most tokens that a recurrent layer takes together: the model's chunk, or less where that is faster (HY-12).
+    """Return the maximum tokens of a recurrent layer's chunk: the model's chunk, or less if that is faster (HY-12).
 
-    Blocks do not matter: a chunk ends at a block boundary where a state is wanted there, and only then.
+    It is independent of the block size: a chunk ends at a block boundary only if a state is needed there.
     """
     return min(model_chunk, FASTEST_CHUNK.get(device_type, model_chunk))
 
 
 def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:
-    """A block; with recurrent layers one token more, since computing begins at the block's end or before it."""
+    """Return a block's tokens; with recurrent layers one more, since a resumed request must compute after a block."""
     if cache.policy is None or (model.state_bytes and not slots):
         return None
     return block_size + 1 if model.state_bytes else block_size
@@ -158,7 +158,7 @@ def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots
 def _slot_count(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, kv_bytes: int, device_type: str
 ) -> int:
-    """Snapshots that fit the budget; more than there are blocks would be of no use, and are for the caller to cut."""
+    """Return the snapshots that fit the budget; the caller limits them to the number of blocks."""
     if not model.state_bytes or cache.policy is None:
         return 0
     if cache.snapshot_slots is not None:
@@ -177,7 +177,7 @@ def _slot_count(
 
 
 def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> int:
-    """Blocks that the buffer has room for beside live states; each has its like in a draft model's pool."""
+    """Return the blocks that fit the buffer besides the running states, each with one in a draft model's pool."""
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
@@ -196,33 +196,33 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
             f"({batching.effective_max_requests} requests{each}) and {2 * block_bytes} bytes of KV "
             f"(one block and the dummy block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
-    if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
+    if block_bytes == 0:  # no attention: blocks take no memory, so allow enough for all requests
         return batching.effective_max_requests * math.ceil(model.max_sequence_length / batching.block_size)
     return kv_bytes // block_bytes - 1
 
 
 def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: int = 0) -> int:
-    """Bytes of recurrent states that serving one request takes at most (LA-4).
+    """Return the maximum bytes of recurrent states to serve one request (LA-4).
 
     Args:
-        state_bytes: Of one sequence, all layers.
-        snapshots: That it adds; see `max_snapshots`.
-        speculative_tokens: Each has a running state of its own until it is accepted or not.
+        state_bytes: Bytes of one sequence's states, in all layers.
+        snapshots: Snapshots that the request adds; see `max_snapshots`.
+        speculative_tokens: Drafts per step; each has a state of its own until verified.
     """
     restored, running = 1, 1 + speculative_tokens
     return (restored + running + snapshots) * state_bytes
 
 
 def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str) -> None:
-    """See that the pools fit the memory there is, before they are allocated.
+    """Check that the pools fit the available memory, before their allocation.
 
     Args:
-        geometry: The pools.
-        available_bytes: What is free, limits of control groups and `ulimit` included.
-        advice: What would do.
+        geometry: Sizes of the pools.
+        available_bytes: Free bytes, within the limits of control groups and `ulimit`.
+        advice: Settings that would fit, for the error.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: The pools do not fit.
     """
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
@@ -237,5 +237,5 @@ def _included(has_draft_model: bool) -> str:
 
 
 def _gigabytes(count: int) -> str:
-    """`count` bytes in GB, rounded up, so that the number is enough when it is given back."""
+    """Format `count` bytes in GB, rounded up so that the number is enough as a setting."""
     return f"{math.ceil(count / GIB * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".")

@@ -1,8 +1,8 @@
-"""One number of blocks and slots for all ranks, out of what each of them has room for.
+"""Agreement of all ranks on the number of blocks and slots, from the capacity of each rank.
 
 Ranks hold different layers of one model, and every request has its blocks and slots on all of them under the same
-numbers. So there are as many as the rank with the least room has; a rank without attention layers has nothing to say
-about blocks, one without recurrent layers nothing about slots.
+numbers. So the rank with the smallest capacity decides; ranks without attention layers do not count for blocks, and
+ranks without recurrent layers do not count for slots.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_ext.memory.budget import KVCacheConfig
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one rank has room for.
+    """Capacity of one rank.
 
     Attributes:
-        geometry: Its pools.
-        paused_blocks: That paused requests may keep; None is no limit.
+        geometry: Sizes of the rank's pools.
+        paused_blocks: Blocks that paused requests may keep; None for no limit.
     """
 
     geometry: KVCacheConfig
@@ -31,18 +31,18 @@ Gather = Callable[[Callable[[], Capacity]], Sequence[Capacity]]
 
 
 def alone(capacity: Callable[[], Capacity]) -> Sequence[Capacity]:
-    """For a world of one."""
+    """Gather the capacity in a world of one rank."""
     return [capacity()]
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Who has to agree, seen from one rank.
+    """Ranks that have to agree, from the view of one rank.
 
     Attributes:
-        rank: Of those that are asked.
-        replica: The ranks of the first replica.
-        gather: Asks all.
+        rank: This rank, as an index into the gathered capacities.
+        replica: Ranks of the first replica.
+        gather: Function that gathers the capacities of all ranks.
     """
 
     rank: int = 0
@@ -54,11 +54,11 @@ NO_PEERS = Peers()
 
 
 def agree(capacities: Sequence[Capacity], *, slots_within_blocks: bool) -> list[Capacity]:
-    """What each rank makes of what all have room for.
+    """Return the capacity that each rank uses, given the capacities of all.
 
     Args:
-        rooms: Of every rank.
-        slots_within_blocks: More snapshot slots than blocks would be of no use.
+        capacities: Capacity of every rank, in order.
+        slots_within_blocks: Whether to limit snapshot slots to the number of blocks.
     """
     geometries = [capacity.geometry for capacity in capacities]
     blocks = min(one.blocks for one in _those_with(geometries, lambda one: one.block_bytes))
@@ -81,5 +81,5 @@ def agree(capacities: Sequence[Capacity], *, slots_within_blocks: bool) -> list[
 def _those_with(
     geometries: Sequence[KVCacheConfig], resource: Callable[[KVCacheConfig], int]
 ) -> Sequence[KVCacheConfig]:
-    """The ranks that have a resource; all of them if none has, since then they say the same."""
+    """Return the configs of the ranks that have a resource; all configs if no rank has, since then they agree."""
     return [one for one in geometries if resource(one)] or geometries

@@ -1,7 +1,7 @@
-"""What a draft model's pools take of the budget: blocks under the same number as the large model's, two states each.
+"""Memory of a draft model's pools: as many blocks as the target model's pool, and two states per request.
 
-A request that both models read has as many blocks in each pool, and the draft model has two states of it: the one that
-it drafts with, and the one that it goes on from.
+A request has as many blocks in the pool of each model. The draft model has two states of it: the one that drafting
+advances, and the one after the accepted tokens.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ STATES_OF_A_REQUEST = 2
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """What a draft model needs.
+    """Memory that a draft model needs per token and per sequence.
 
     Attributes:
-        kv_bytes_per_token: All attention layers, key and value.
-        state_bytes: All recurrent layers, one sequence.
+        kv_bytes_per_token: Bytes of keys and values of one token, in all attention layers.
+        state_bytes: Bytes of the states of one sequence, in all recurrent layers.
     """
 
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
 
     def request_bytes(self, requests: int) -> int:
-        """Of the states of so many requests."""
+        """Return the bytes of the states of `requests` requests."""
         return STATES_OF_A_REQUEST * requests * self.state_bytes
 
 
@@ -33,12 +33,12 @@ NO_DRAFT_MODEL = DraftMemory()
 
 @dataclass(frozen=True)
 class DraftKVCacheConfig:
-    """The draft model's pools, as printed at start-up and in the JSON output.
+    """Sizes of the draft model's pools, as printed at start-up and in the JSON output.
 
     Attributes:
-        block_bytes: Of one block; there are as many as in the large model's pool.
-        state_bytes: Of one sequence's states.
-        states: For which there is room.
+        block_bytes: Bytes of one block; the pool has as many as the target model's.
+        state_bytes: Bytes of one sequence's states.
+        states: Number of states in the pool.
     """
 
     block_bytes: int
@@ -46,12 +46,12 @@ class DraftKVCacheConfig:
     states: int
 
     def pool_bytes(self, blocks: int) -> int:
-        """Of its pools with so many blocks, and the dummy one."""
+        """Return the bytes of the pools with `blocks` blocks and the dummy block."""
         return (blocks + 1) * self.block_bytes + self.states * self.state_bytes
 
 
 def draft_kv_cache_config(draft: DraftMemory, block_size: int, requests: int) -> DraftKVCacheConfig | None:
-    """Of the pools of a draft model; None if there is none."""
+    """Return the sizes of a draft model's pools; None without a draft model."""
     if draft == NO_DRAFT_MODEL:
         return None
     states = STATES_OF_A_REQUEST * requests if draft.state_bytes else 0

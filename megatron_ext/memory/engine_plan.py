@@ -1,4 +1,4 @@
-"""What an engine has room for: from a model's shape and the settings to geometry and limits."""
+"""Engine plan: pool sizes and scheduler limits, from a model's shape and the settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What pools need to know of a model, on this rank.
+    """Shape of a model's KV and states on this rank.
 
     Attributes:
-        attention_layers: Layers with a KV cache.
+        attention_layers: Number of layers with a KV cache.
         kv_heads: Key/value heads of each.
         head_channels: Channels of a head.
-        dtype: Of keys and values.
-        states: Of one sequence in all recurrent layers; None if there are none.
+        dtype: Type of keys and values.
+        states: States of one sequence in all recurrent layers; None without recurrent layers.
     """
 
     attention_layers: int
@@ -53,17 +53,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Everything about an engine's pools that is decided before any of them is allocated.
+    """Plan of an engine's pools, complete before the first allocation.
 
     Attributes:
-        shape: Of the model, on this rank.
+        shape: Shape of the model, on this rank.
         geometry: Effective sizes, on this rank.
         world: Effective sizes of all ranks together.
-        limits: What the scheduler may do; as the next three, the same on all ranks.
-        policy: What happens to cached blocks that nobody uses; None caches nothing.
-        is_hybrid: Whether the model has recurrent layers, here or on another rank.
-        fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
-        advice: Bytes that can be had -> settings that would fit them.
+        limits: Scheduler limits; as the next three, equal on all ranks.
+        policy: Eviction policy of the prefix cache; None if it is off.
+        is_hybrid: Whether the model has recurrent layers, on any rank.
+        fingerprint: All that KV and states of equal tokens depend on, except the weights' version.
+        advice: Function from available bytes to settings that would fit.
     """
 
     shape: ModelShape
@@ -77,19 +77,19 @@ class EnginePlan:
 
     @property
     def snapshot_slots(self) -> int | None:
-        """Of which there may be none; None for a model without recurrent layers."""
+        """Snapshot slots, 0 or more; None for a model without recurrent layers."""
         return self.geometry.snapshot_slots if self.is_hybrid else None
 
     @property
     def spare_slots(self) -> int:
-        """In the pools of live states and of snapshots, behind those that requests have.
+        """Padding slots in each of the pools of running states and snapshots, after those of requests.
 
         See `KVCacheConfig.live_states`.
         """
         return int(self.geometry.live_states > self.limits.max_requests)
 
     def request_state_bytes(self, length: int) -> int:
-        """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
+        """Return the maximum bytes of states, on all ranks, of a prompt of `length` tokens, with its snapshots."""
         geometry = self.world
         if geometry.snapshot_slots == 0:
             return (1 + self.limits.max_drafts) * geometry.state_bytes if geometry.live_states else 0
@@ -111,21 +111,21 @@ def plan_engine(
     speculative_tokens: int = 0,
     draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> EnginePlan:
-    """Decide everything; what was asked for and has no effect is said once.
+    """Plan an engine's pools and limits; rank 0 warns once of settings without effect.
 
     Args:
-        shape: Of the model, on this rank.
-        config: Its architecture.
+        shape: Shape of the model, on this rank.
+        config: Architecture of the model.
         batching: Limits and budget.
-        cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
+        cache: Settings of the prefix cache: policy, and budget for snapshots.
         device_type: "cpu" or "cuda", for the defaults.
-        available_bytes: Of memory for the pools.
-        peers: The other ranks, with which it is decided together.
-        speculative_tokens: Drafts of a request that a step may verify; 0 verifies none.
-        draft: What a draft model needs, on this rank.
+        available_bytes: Bytes of memory for the pools.
+        peers: The other ranks, which have to agree on the plan.
+        speculative_tokens: Drafts per request that a step may verify; 0 for no speculation.
+        draft: Memory of a draft model, on this rank.
 
     Raises:
-        ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
+        ConfigError: The budget is too small or exceeds the memory, or settings contradict the model or each other.
     """
     longest = _max_sequence_length(batching, config)
     memory = ModelMemory(
@@ -164,13 +164,13 @@ def plan_engine(
 
 
 def _with_states(limits: SchedulerLimits, world: KVCacheConfig, batching: BatchingConfig) -> SchedulerLimits:
-    """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
+    """Add the slots for states after drafts, and for the snapshots of steps launched asynchronously, to `limits`."""
     ahead = async_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
     return replace(limits, draft_states=world.draft_states, async_states=ahead)
 
 
 def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:
-    """The same on every rank, whatever part of the model it holds."""
+    """Return a fingerprint of model and state types; equal on every rank, whichever layers it holds."""
     return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype)).encode()
 
 
@@ -214,7 +214,7 @@ def _limits(
 
 
 def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
-    """What was asked for, and cannot be, costs more than it must or has no effect."""
+    """Warn of cache settings that cannot be met, cost more than necessary, or have no effect."""
     tight = describe_tight_budget(plan.limits) if plan.limits.aligned_chunks else None
     if tight is not None:
         logger.warning(tight)
@@ -229,13 +229,13 @@ def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
 
 
 def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str) -> EnginePlan:
-    """The pools of a draft model, of which `plan` has made room: nothing is cached, and each request has a kept state.
+    """Plan the pools of a draft model, within the memory that `plan` reserves: no cache, one kept state per request.
 
     Args:
-        plan: Of the large model.
-        shape: Of the draft model.
-        config: Its architecture.
-        device_type: See `plan_engine`.
+        plan: Plan of the target model.
+        shape: Shape of the draft model.
+        config: Architecture of the draft model.
+        device_type: "cpu" or "cuda"; see `plan_engine`.
     """
     drafts = plan.geometry.draft_model
     assert drafts is not None, "there is room for it in the plan"

@@ -1,4 +1,4 @@
-"""Settings that would fit the memory there is: the numbers in the errors about those that do not."""
+"""Settings that would fit the available memory, for the errors about settings that do not."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, check_fits, plan_memory
 
-# Of what is free. The rest is for what a step computes with, and for what allocators round up.
+# Share of the free memory. The rest is for the temporary tensors of a step, and for rounding by allocators.
 SUGGESTED_SHARE = 0.8
 _BATCHING = "--inference-dynamic-batching"
-_HUNDREDTHS = 100  # of a GB, the steps in which sizes are suggested
+_HUNDREDTHS = 100  # of a GB: granularity of suggested sizes
 
 
 def plan_within(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
 ) -> KVCacheConfig:
-    """As `plan_memory`, for pools that must fit the memory there is.
+    """Plan the pools as `plan_memory` does, and check that they fit the available memory.
 
     Raises:
-        ConfigError: As `plan_memory`; or they do not fit, with a number that would do.
+        ConfigError: As for `plan_memory`; or the pools do not fit: the error names a setting that would.
     """
     geometry = plan_memory(model, batching, cache, device_type)
     if geometry.pool_bytes > available_bytes:
@@ -34,14 +34,14 @@ def plan_within(
 def what_fits(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
 ) -> str:
-    """The setting to give instead, and its largest value that leaves some memory; the first of these that helps.
+    """Return advice for settings that do not fit: the first setting that helps, with its largest value that fits.
 
-    Blocks or the buffer, whichever the settings speak of; then snapshots; then requests.
+    The order is: the number of blocks or the buffer, whichever is set; then snapshots; then requests.
     """
     limit = int(available_bytes * SUGGESTED_SHARE)
 
     def size(new_batching: BatchingConfig, new_cache: CacheConfig = cache) -> int:
-        """Bytes of the pools; 0 for settings that cannot be, which are too small."""
+        """Return the bytes of the pools; 0 for invalid settings, which are too small."""
         try:
             return plan_memory(model, new_batching, new_cache, device_type).pool_bytes
         except ConfigError:
@@ -64,11 +64,11 @@ def what_fits(
 
 
 def largest_allocation(device: torch.device, start: int) -> int:
-    """Bytes that can be allocated in one go, found by trying: at least half of the most that is possible.
+    """Return the bytes that one allocation can get, found by trial: at least half of the maximum.
 
     Args:
-        device: Where.
-        start: The most that is tried.
+        device: Device to allocate on.
+        start: Bytes of the first, largest trial.
     """
     count = start
     while count > 0:
@@ -83,7 +83,7 @@ def largest_allocation(device: torch.device, start: int) -> int:
 def _beside_the_blocks(
     batching: BatchingConfig, cache: CacheConfig, limit: int, size: Callable[[BatchingConfig, CacheConfig], int]
 ) -> str:
-    """Where even the fewest blocks do not fit beside live states and snapshots."""
+    """Return advice if even one block does not fit together with the running states and snapshots."""
     least = dataclasses.replace(batching, block_count=1, buffer_size_gb=None)
     none = dataclasses.replace(cache, snapshot_buffer_gb=None, snapshot_slots=0)
     one_block = f"{_BATCHING}-block-count 1 at least, and"
@@ -104,14 +104,14 @@ def _beside_the_blocks(
 
 
 def _largest(start: int, limit: int, size: Callable[[int], int]) -> int:
-    """The largest number up to `start` whose size is within the limit; 0 if none is.
+    """Return the largest number up to `start` whose size is within the limit; 0 if there is no such number.
 
     Args:
-        start: Where to begin.
-        limit: The most bytes.
-        size: Bytes that a number takes, growing with it; 0 of one that cannot be.
+        start: Upper bound of the search.
+        limit: Maximum bytes.
+        size: Function from a number to its bytes, monotonic; 0 for an invalid number.
     """
-    low, high = 0, start + 1  # of these the first is within the limit, the second is not looked at
+    low, high = 0, start + 1  # `low` is within the limit; `high` is over it, or not to be tried
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)

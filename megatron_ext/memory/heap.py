@@ -1,9 +1,9 @@
-"""What the C library does with memory that was freed: by default a step's tensors go back to the system one by one.
+"""Heap settings of the C library and of Python's garbage collector.
 
-Every step asks for the same tensors again, so that each of its pages is faulted in and cleared again: a tenth of a long
-prefill's time on CPUs, and more. Where the C library is glibc, `keep_freed_memory` lets it keep them. In threads that
-takes one heap for all of them as well: heaps of threads are cut short whatever the thresholds are, and a server steps
-in a thread.
+By default glibc returns the freed tensors of a step to the system one by one. Every step allocates the same tensors
+again, and page faults and clearing take a tenth of a long prefill's time on CPUs, or more. `keep_freed_memory` makes
+glibc keep freed memory. For threads this also takes a single heap: heaps of threads are trimmed at any threshold, and a
+server runs its steps in a thread.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-KEPT_BYTES = 1 << 30  # what may stay at the end of the heap; larger tensors than that are still mapped by themselves
+KEPT_BYTES = 1 << 30  # kept at the end of the heap; tensors larger than that are still mapped separately
 # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h.
 _OPTIONS = ((-1, KEPT_BYTES), (-3, KEPT_BYTES), (-8, 1))
-# Whoever has set one of these has chosen already.
+# Environment variables that take precedence over the options here.
 _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory for what this process allocates next; whether it does.
+    """Make the C library keep freed memory for later allocations of this process; return whether it does.
 
-    Nothing happens, and a line at debug level says so, where the library is not glibc, or where the environment says
-    already how it allocates. Calling it again changes nothing; threads that have a heap of their own keep it.
+    Does nothing but log a line at debug level if the library is not glibc, or if the environment sets the allocator's
+    options. Calling it again changes nothing; threads that have a heap of their own keep it.
     """
     library = _glibc()
     if library is None:
@@ -47,9 +47,9 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Send what was freed and kept back to the system: pools that are gone, or before free memory is measured.
+    """Return freed memory to the system, after pools were freed or before free memory is measured.
 
-    What torch keeps of a CUDA device, too: it counts as taken there, for other processes and for who asks what is free.
+    This includes the memory that torch caches on a CUDA device, which otherwise counts as used.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -60,7 +60,7 @@ def give_back_freed_memory() -> None:
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library of this process; None if it is another one."""
+    """Return the C library of this process if it is glibc, else None."""
     if platform.libc_ver()[0] != "glibc":
         return None
     library = ctypes.CDLL(None)
@@ -70,11 +70,11 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def spare_what_is_loaded() -> None:
-    """Let Python's collector of cycles pass over every object that is there now, for as long as the process lives.
+    """Exclude all current objects from Python's cyclic garbage collection for the rest of the process.
 
-    Libraries and a model are half a million objects. Looking at all of them stops every thread for some tenths of a
-    second, each time when a quarter as many have been added: streams stood still for it. What is not referred to any
-    more is freed as before, unless it is part of a cycle that is there now.
+    Libraries and a model are half a million objects. A full collection stops every thread for some tenths of a second,
+    each time that a quarter as many objects have been added, and stalls streams. Objects without references are freed
+    as before, unless they are part of a cycle that exists now.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what is free, and what control groups and `ulimit` leave of it."""
+"""Host memory available to this process: free memory, limited by control groups and `ulimit`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import psutil
 from megatron_ext.errors import ConfigError, MachineError
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# KiB that the libraries take before a model is there, code and threads' stacks and arenas: measured with torch's CPU
-# build and one thread, so that less cannot do. Then what is enough for the embedded model with default settings.
+# KiB of the libraries before a model is loaded (code, stacks and arenas of threads), measured with torch's CPU build
+# and one thread, hence a lower bound. Then KiB that are enough for the embedded model with default settings.
 BARE = {"-v": 1_300_000, "-d": 860_000}
 ENOUGH = {"-v": 3_500_000, "-d": 3_000_000}
-# How libraries say that an allocation failed, where it is no `MemoryError`: torch on either device, C++, threads.
+# Texts of failed allocations that do not raise `MemoryError`: torch on either device, C++, threads.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "Resource temporarily unavailable")
-# By version of control groups: the limit, what counts towards it, and which of that are files that can be dropped.
+# By version of control groups: the files with the limit and the usage, and the count of droppable file pages.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -26,20 +26,20 @@ _FILES = {
 
 
 def available_bytes() -> int:
-    """Bytes that this process could still allocate on the host, by the narrowest of its limits."""
+    """Return the bytes that this process can still allocate on the host, by the tightest of its limits."""
     return max(0, min([psutil.virtual_memory().available, *group_capacities(), *process_capacities()]))
 
 
 def group_capacities(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
-    """What each control group with a limit leaves, in bytes: this process's and those above it, of either version.
+    """Return the bytes left by each control group with a limit: this process's and its parents, of either version.
 
     Args:
-        root: Where control groups are mounted.
-        membership: Which of them are this process's, as `/proc/self/cgroup` says.
+        root: Mount point of the control groups.
+        membership: File that lists this process's control groups, such as `/proc/self/cgroup`.
     """
     try:
         lines = membership.read_text("utf-8").splitlines()
-    except OSError:  # there are none here
+    except OSError:  # no control groups
         return []
     capacities = []
     for line in lines:
@@ -54,20 +54,20 @@ def group_capacities(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
 
 
 def _upwards(mount: Path, group: str) -> Iterator[Path]:
-    """The group's folder, those above it, and the mount; a container often sees its own group as the mount alone."""
+    """Iterate over the group's folder, its parents, and the mount, which in a container often is the group itself."""
     parts = [part for part in group.split("/") if part]
-    if ".." not in parts:  # it would lead out of what is mounted here
+    if ".." not in parts:  # a path outside the mount
         yield from (mount.joinpath(*parts[:count]) for count in range(len(parts), 0, -1))
     yield mount
 
 
 def _capacity(folder: Path, version: int) -> int | None:
-    """Bytes that one control group leaves; None if it has no limit."""
+    """Return the bytes that one control group leaves; None if it has no limit."""
     limit_file, usage_file, droppable = _FILES[version]
     try:
         limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
         statistics = (folder / "memory.stat").read_text()
-    except OSError:  # the root of version 2 has none of these, nor has a group that is not visible from here
+    except OSError:  # the root of version 2 has no such files, and some groups are not visible
         return None
     if limit == "max":
         return None
@@ -76,9 +76,9 @@ def _capacity(folder: Path, version: int) -> int | None:
 
 
 def process_capacities() -> list[int]:
-    """What `ulimit -v` and `ulimit -d` leave, in bytes; nothing for one that is not set."""
+    """Return the bytes left by `ulimit -v` and `ulimit -d`; a limit that is not set has no entry."""
     taken = psutil.Process().memory_info()
-    # Not every system counts data, and those that do not have no such limit on it either.
+    # Some systems do not count data; they have no limit on it either.
     by_limit = ((resource.RLIMIT_AS, taken.vms), (resource.RLIMIT_DATA, getattr(taken, "data", None)))
     capacities = []
     for limit, used in by_limit:
@@ -89,12 +89,12 @@ def process_capacities() -> list[int]:
 
 
 def enough_for_the_embedded_model() -> str:
-    """Limits that would do."""
+    """Return a text with `ulimit` values that are enough for the embedded model."""
     return " and ".join(f"ulimit {flag} {kilobytes}" for flag, kilobytes in ENOUGH.items()) + " would do"
 
 
 def check_address_space() -> None:
-    """See that the libraries can be loaded at all, before one of them is.
+    """Check that the libraries can be loaded, before the first one is.
 
     Raises:
         MachineError: `ulimit -v` or `ulimit -d` is too low for them.
@@ -110,14 +110,14 @@ def check_address_space() -> None:
 
 @contextmanager
 def allocating(what: str, advice: Callable[[], str]) -> Iterator[None]:
-    """What is allocated in this block may turn out not to be there, whatever was counted before.
+    """Context that turns a failed allocation into a `ConfigError` with advice.
 
     Args:
-        what: Is being allocated, with its size.
-        advice: Says what would do; asked once the allocation has failed.
+        what: Description of the allocation, with its size.
+        advice: Function that returns settings that would fit; called after a failure only.
 
     Raises:
-        ConfigError: It cannot be had.
+        ConfigError: The memory cannot be allocated, although it was counted as free.
     """
     try:
         yield

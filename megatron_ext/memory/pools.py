@@ -1,4 +1,4 @@
-"""The pools on the device: KV blocks, live states, snapshots."""
+"""Device pools: KV blocks, running states, snapshots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 
 @dataclass(frozen=True)
 class Pools:
-    """Everything that requests keep on the device.
+    """Pools of everything that requests keep on the device.
 
     Attributes:
-        kv: [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy.
-        live_states: A slot for each running request; None without recurrent layers.
-        snapshots: And behind them the states behind drafts; None without recurrent layers.
+        kv: Keys and values, [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy.
+        live_states: Running state slots, one per request; None without recurrent layers.
+        snapshots: Snapshot slots, followed by those for states after drafts; None without recurrent layers.
     """
 
     kv: Tensor
@@ -33,7 +33,7 @@ def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
     """Allocate the pools, uninitialised.
 
     Raises:
-        ConfigError: There is less memory than seemed to be free; the error says what would fit.
+        ConfigError: The allocation failed; the error names settings that would fit.
     """
     count = plan.geometry.pool_bytes
     what = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"

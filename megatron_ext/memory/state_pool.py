@@ -1,4 +1,4 @@
-"""States of recurrent layers on the device: live ones, a row per running request, and snapshots, a slot each."""
+"""Pools of recurrent states on the device: running state slots, one per request, and snapshot slots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_ext.ops.transfer import to_device
 
 @dataclass(frozen=True)
 class StateShape:
-    """One sequence's states in all recurrent layers of this rank, which all have the same shapes.
+    """Shapes of one sequence's states in the recurrent layers of this rank; all layers have the same shapes.
 
-    What a mixer's `mamba_state_shapes_per_request` says: conv, (Cn, K-1), is the convolution's, ssm the recurrence's of
-    any shape: (H, P, N) of Mamba-2, (D, N) of Mamba-1, (H, key channels, value channels) of a gated delta net; (0,)
-    if there is none.
+    The shapes come from a mixer's `mamba_state_shapes_per_request`: conv, (Cn, K-1), for the convolution, and ssm for
+    the recurrence: (H, P, N) of Mamba-2, (D, N) of Mamba-1, (H, key channels, value channels) of a gated delta net;
+    (0,) for a layer without recurrence.
     """
 
     layers: int
@@ -36,9 +36,9 @@ class StateShape:
 
 
 class StatePool:
-    """States of `rows` sequences; conv [L, rows, Cn, K-1], ssm [L, rows, ...].
+    """States of `rows` sequences: conv [L, rows, Cn, K-1], ssm [L, rows, ...].
 
-    Rows are not cleared between owners: a new owner says that it has no initial state.
+    Rows are not cleared between requests: a step marks a new request as one without initial state.
     """
 
     def __init__(self, shape: StateShape, rows: int, device: torch.device) -> None:
@@ -47,17 +47,18 @@ class StatePool:
         self.ssm = torch.empty((shape.layers, rows, *shape.ssm), dtype=shape.ssm_dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, ...]."""
+        """Return views of one layer's states: conv [rows, Cn, K-1], ssm [rows, ...]."""
         return self.conv[index], self.ssm[index]
 
 
 def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, target_rows: Sequence[int]) -> None:
-    """Copy the states of whole rows, all layers, in one go.
+    """Copy the states of whole rows in all layers with one operation.
 
     Args:
-        source: Pool of the same shape as `target`.
-        rows: Of the source, one for each of
-        target_rows: distinct ones.
+        source: Pool to copy from.
+        rows: Rows of the source, one for each target row.
+        target: Pool to copy to, of the same shape as `source`.
+        target_rows: Distinct rows of the target.
     """
     device = source.conv.device
     index = to_device(torch.tensor([rows, target_rows], dtype=torch.int64), device)
@@ -65,27 +66,27 @@ def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, targe
 
 
 def copy_rows(source: StatePool, rows: Tensor, target: StatePool, target_rows: Tensor) -> None:
-    """The same where the device has the rows, [n] int64 each.
+    """Copy states between rows that are given as tensors on the device, [n] int64 each.
 
-    A target row may come twice if nobody reads it; a pair with -1 in it is padding.
+    A target row may occur twice only if it is never read; a pair that contains -1 is padding.
     """
     state_copy.copy_rows((source.conv, target.conv), (source.ssm, target.ssm), rows, target_rows)
 
 
 class SnapshotPool(StatePool):
-    """Snapshots, and on the host a note of what each slot holds: a block hash, or None while anything may be in it."""
+    """Snapshot slots, with a host-side record of each slot's block hash; None while its contents are undefined."""
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device) -> None:
         super().__init__(shape, slots, device)
         self._contents: list[bytes | None] = [None] * slots
 
     def open(self, slots: Sequence[int]) -> None:
-        """These are about to be written."""
+        """Mark slots as undefined, since they are about to be written."""
         for slot in slots:
             self._contents[slot] = None
 
     def close(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """They have been written, all layers: each holds the states at the end of the block of its block hash."""
+        """Record that slots are complete in all layers, each with the states at the end of the block of its hash."""
         for slot, block_hash in zip(slots, block_hashes, strict=True):
             self._contents[slot] = block_hash
 
@@ -95,20 +96,20 @@ class SnapshotPool(StatePool):
         """Copy snapshots into running state slots.
 
         Raises:
-            RestoreError: A slot holds something else than the states of its block hash. No row is written.
+            RestoreError: A slot does not hold the states of its block hash. No row is written.
         """
         self.check(slots, block_hashes)
         copy_states(self, slots, live, rows)
 
     def check(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """See that slots hold what somebody is to resume from.
+        """Check that slots hold the states of the given block hashes.
 
         Raises:
-            RestoreError: One holds something else than the states of its block hash.
+            RestoreError: A slot does not hold the states of its block hash.
         """
         for slot, block_hash in zip(slots, block_hashes, strict=True):
             if self._contents[slot] != block_hash:
                 found = "unfinished ones" if self._contents[slot] is None else "those of another one"
-                raise RestoreError(  # without the block hashes, which say what a prompt was to who can guess it
+                raise RestoreError(  # no block hashes in the text: they would confirm a guessed prompt
                     f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", block_hash
                 )

@@ -1,4 +1,4 @@
-"""The pools of several ranks, as people are told of them: together, and rank by rank."""
+"""Pool sizes of several ranks for reports: in total, and for each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.memory.budget import KVCacheConfig
 
 @dataclass(frozen=True)
 class RankKVCacheConfig:
-    """What of a replica's blocks and states lies on one rank, and the bytes of all its pools."""
+    """Share of a replica's blocks and states on one rank, and the bytes of the rank's pools."""
 
     rank: int
     block_bytes: int
@@ -21,9 +21,9 @@ class RankKVCacheConfig:
 
 @dataclass(frozen=True)
 class WorldKVCacheConfig(KVCacheConfig):
-    """A replica's blocks and states over all its ranks, and how many bytes that is where.
+    """Pool sizes of a replica over all its ranks, with the bytes on each rank.
 
-    Numbers of blocks, slots and live states are those of one replica, and of each of its ranks that has such layers.
+    The numbers of blocks, slots and running states are those of one replica, and of each of its ranks with such layers.
     """
 
     replicas: int
@@ -32,11 +32,11 @@ class WorldKVCacheConfig(KVCacheConfig):
 
 
 def world_kv_cache_config(ranks: Sequence[KVCacheConfig], replica: Sequence[int]) -> KVCacheConfig:
-    """What `ranks` have together; the geometry itself for a world of one.
+    """Return the total sizes of all ranks; the config itself for a world of one.
 
     Args:
-        ranks: By rank; they have agreed (see `memory.agreement`).
-        replica: The ranks of one replica. The others are as many each, and have the same layers.
+        ranks: Configs by rank, after they have agreed (see `memory.capacity`).
+        replica: Ranks of one replica. The other replicas have equal sizes and layers.
     """
     if len(ranks) == 1:
         return ranks[0]
