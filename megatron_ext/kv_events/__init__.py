@@ -1,1 +1,1 @@
-"""What a cache holds, told to routers as it changes: vLLM's KV events over ZeroMQ (docs/routing.md)."""
+"""KV events: changes of a prefix cache, published to routers in vLLM's format over ZeroMQ (docs/routing.md)."""

@@ -1,7 +1,7 @@
-"""What has changed in a cache since somebody looked: between the thread that steps and the one that publishes.
+"""Changes of a cache since the last read, passed from the engine thread to the publisher thread.
 
-Changes that cancel out are forgotten: what waits is never more than what the cache holds and what was told of it,
-however long nobody looks. Each side holds the lock for as long as it takes to note one change, or to take them all.
+Changes that cancel out are dropped: the pending ones never exceed the cache's contents plus the published contents,
+however long the publisher does not read. Each side holds the lock only to record one change, or to take them all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ext.prefix_cache.observer import PublishedRun
 
 @dataclass(frozen=True)
 class Block:
-    """A cached block: what it continues, its tokens, and, for the first of a sequence only, the salt of its keys."""
+    """Cached block: its parent, its tokens, and, for the first block of a sequence only, the salt of its keys."""
 
     parent: BlockHash | None
     tokens: array[int]
@@ -26,13 +26,13 @@ class Block:
 
 @dataclass
 class Delta:
-    """Changes to be put into effect in the order of the fields.
+    """Changes of a cache, to be applied in the order of the fields.
 
     Attributes:
-        cleared: Everything was forgotten first.
-        states_removed: Snapshots that are gone.
-        removed: Blocks that are gone, each after those that continue it.
-        stored: New blocks, each before those that continue it.
+        cleared: Whether the cache was cleared first.
+        states_removed: Removed snapshots.
+        removed: Removed blocks, each after its children.
+        stored: New blocks, each before its children.
         states_stored: New snapshots.
     """
 
@@ -44,41 +44,41 @@ class Delta:
 
 
 class Changes:
-    """The observer of one cache; see `CacheObserver`.
+    """Observer of one cache that records its changes; see `CacheObserver`.
 
     Args:
-        wake: Called when something has changed and nothing had before; must not wait.
+        wake: Called on the first change after a read; must not block.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._blocks: set[BlockHash] = set()  # that the cache has
+        self._blocks: set[BlockHash] = set()  # in the cache
         self._states: set[BlockHash] = set()
-        self._delta: Delta | None = None  # None: nothing has changed
+        self._delta: Delta | None = None  # None: no changes
         self._is_off = False
 
     def take(self) -> Delta | None:
-        """All changes since the last call; None if there are none."""
+        """Return all changes since the last call; None without changes."""
         with self._lock:
             taken, self._delta = self._delta, None
         return taken
 
     def stop(self) -> None:
-        """Nobody will look any more."""
+        """Stop recording: the changes will not be read any more."""
         with self._lock:
             self._is_off = True
             self._delta = None
 
     def _open(self) -> Delta:
-        """What changes are noted in; the lock is held."""
+        """Return the pending changes, creating them if needed; the lock must be held."""
         if self._delta is None:
             self._delta = Delta()
             self._wake()
         return self._delta
 
     def on_blocks_stored(self, run: PublishedRun) -> None:
-        """They are noted with copies of their tokens, but for those that are known."""
+        """Record the blocks that are not known yet, with copies of their tokens."""
         size, parent = run.block_size, run.parent
         start = run.end - len(run.block_hashes) * size
         with self._lock:
@@ -88,7 +88,7 @@ class Changes:
                 if block_hash not in self._blocks:
                     self._blocks.add(block_hash)
                     delta = self._open()
-                    if block_hash in delta.removed:  # it was told, and is the same
+                    if block_hash in delta.removed:  # it was published, and is unchanged
                         del delta.removed[block_hash]
                     else:
                         salt = run.salt if parent is None else None
@@ -96,11 +96,11 @@ class Changes:
                 parent, start = block_hash, start + size
 
     def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Those that were never told are forgotten."""
+        """Record removed blocks; a block that was not published yet is dropped from the pending changes."""
         self._removed(block_hashes, self._blocks, lambda delta: (delta.stored, delta.removed))
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """See `CacheObserver`."""
+        """Record a new snapshot."""
         with self._lock:
             if block_hash not in self._states and not self._is_off:
                 self._states.add(block_hash)
@@ -111,7 +111,7 @@ class Changes:
                     delta.states_stored[block_hash] = None
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
-        """See `CacheObserver`."""
+        """Record a removed snapshot."""
         self._removed([block_hash], self._states, lambda delta: (delta.states_stored, delta.states_removed))
 
     def _removed(
@@ -131,7 +131,7 @@ class Changes:
                         removed[block_hash] = None
 
     def on_cleared(self) -> None:
-        """Whatever was noted before does not matter any more."""
+        """Replace all pending changes by a single clear."""
         with self._lock:
             self._blocks.clear()
             self._states.clear()

@@ -1,23 +1,23 @@
-"""KV events as values; `wire.py` has them as bytes. Hashes are integers of 64 bits, lists in a sequence's order."""
+"""KV events as Python objects; `wire.py` encodes them. Hashes are 64-bit integers, in the order of the sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-Hash = Hashable  # of others they may be bytes
+Hash = Hashable  # other publishers may send bytes
 
 
 @dataclass(frozen=True)
 class BlockStored:
-    """A run of blocks can be found.
+    """Event: a run of blocks can be found.
 
     Attributes:
-        hashes: Of the blocks.
-        parent: What they continue; None at the start of a sequence.
-        tokens: Of all of them.
-        block_size: Tokens.
-        extra_keys: What they depend on beside the tokens, for each block or None; None if none depends on anything.
+        hashes: Hashes of the blocks.
+        parent: Hash of the block before the run; None at the start of a sequence.
+        tokens: Token ids of all blocks.
+        block_size: Tokens of a block.
+        extra_keys: Extra keys of each block besides its tokens, or None for a block without; None if no block has any.
     """
 
     hashes: Sequence[Hash]
@@ -29,26 +29,26 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks cannot be found any more, each after those that continue it."""
+    """Event: blocks cannot be found any more, each listed after its children."""
 
     hashes: Sequence[Hash]
 
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing can be found."""
+    """Event: the cache is empty."""
 
 
 @dataclass(frozen=True)
 class StateStored:
-    """Requests can resume behind these blocks, which can be found."""
+    """Event: requests can resume after these blocks, which can be found."""
 
     hashes: Sequence[Hash]
 
 
 @dataclass(frozen=True)
 class StateRemoved:
-    """They cannot any more."""
+    """Event: requests can no longer resume after these blocks."""
 
     hashes: Sequence[Hash]
 

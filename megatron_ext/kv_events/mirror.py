@@ -1,4 +1,4 @@
-"""What routers have been told of a cache, and what to tell them next."""
+"""Mirror of a cache as published to routers, and the next events to publish."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from megatron_ext.kv_events.events import (
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
-MAX_BLOCKS = 64  # of one event: encoding it keeps other threads from running
+MAX_BLOCKS = 64  # per event, since encoding one blocks other threads
 
 
 @dataclass(frozen=True)
 class Told:
-    """Events of both topics, those of blocks first."""
+    """Events to publish on each topic, those of blocks first."""
 
     blocks: list[BlockEvent]
     states: list[StateEvent]
 
 
 class Mirror:
-    """The blocks of a cache, and which of them are told.
+    """Blocks of a cache, with the subset that is published.
 
-    Without recurrent layers all are. With them a run is told up to the last visible snapshot on it: what lies beyond
-    saves nobody anything. How many say that a block is to be told (a snapshot at its end, told blocks that continue it)
-    is counted, so that each change costs what it tells.
+    Without recurrent layers all blocks are published. With recurrent layers a run is published up to its last visible
+    snapshot: blocks after it save no computation. Each block has a count of reasons to publish it (a snapshot at its
+    end, and published children), so that the cost of a change is proportional to its events.
 
     Args:
-        block_size: Tokens.
+        block_size: Tokens of a block.
         has_states: Whether the model has recurrent layers.
     """
 
@@ -48,13 +48,13 @@ class Mirror:
         self._blocks: dict[BlockHash, Block] = {}
         self._hashes: dict[BlockHash, Hash] = {}
         self._states: dict[BlockHash, None] = {}
-        self._reasons: dict[BlockHash, int] = {}  # of told blocks, with recurrent layers
+        self._reasons: dict[BlockHash, int] = {}  # of published blocks, with recurrent layers
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def apply(self, delta: Delta) -> Told:
-        """Put changes into effect; what to tell of them."""
+        """Apply changes and return the events to publish."""
         told = Told([], [])
         if delta.cleared:
             told.blocks.append(AllBlocksCleared())
@@ -75,7 +75,7 @@ class Mirror:
         return told
 
     def present(self) -> Told:
-        """What to tell who knows nothing."""
+        """Return events that describe the whole published contents, for a reader without any state."""
         there = (
             [block_hash for block_hash in self._blocks if block_hash in self._reasons]
             if self._has_states
@@ -88,7 +88,7 @@ class Mirror:
         return [self._hashes[block_hash] for block_hash in block_hashes]
 
     def _remove(self, delta: Delta) -> list[Hash]:
-        """Forget what is gone; hashes of what had been told of it, each after those that continue it."""
+        """Remove blocks and snapshots, and return the hashes of published blocks, each after its children."""
         gone = self._hidden(delta.states_removed) if self._has_states else delta.removed
         hashes = self._hashes_of(gone)
         for block_hash in delta.states_removed:
@@ -98,7 +98,7 @@ class Mirror:
         return hashes
 
     def _shown(self, snapshots: Iterable[BlockHash]) -> list[BlockHash]:
-        """Blocks that these new snapshots let be told, each after the one that it continues."""
+        """Return the blocks to publish because of these new snapshots, each after its parent."""
         shown: list[BlockHash] = []
         for snapshot in snapshots:
             first, block_hash = len(shown), snapshot
@@ -112,13 +112,13 @@ class Mirror:
         return shown
 
     def _count(self, block_hash: BlockHash) -> int:
-        """One reason more to tell of a block; how many there are now."""
+        """Add a reason to publish a block, and return the number of its reasons."""
         reasons = self._reasons.get(block_hash, 0) + 1
         self._reasons[block_hash] = reasons
         return reasons
 
     def _hidden(self, snapshots: Iterable[BlockHash]) -> list[BlockHash]:
-        """Blocks that there is no reason to tell of any more without these snapshots, each before its parent."""
+        """Return the blocks without a reason to be published once these snapshots are gone, each before its parent."""
         hidden: list[BlockHash] = []
         for snapshot in snapshots:
             block_hash: BlockHash | None = snapshot
@@ -132,7 +132,7 @@ class Mirror:
         return hidden
 
     def _runs(self, block_hashes: Iterable[BlockHash]) -> Iterator[BlockStored]:
-        """Events of blocks, of which those that follow each other are told together."""
+        """Group blocks into one event for each run of consecutive blocks."""
         run: list[BlockHash] = []
         for block_hash in block_hashes:
             if run and (self._blocks[block_hash].parent != run[-1] or len(run) == MAX_BLOCKS):

@@ -1,11 +1,11 @@
-"""The thread that publishes what changes in a cache, and replays it to who asks.
+"""Publisher thread: publishes the changes of a cache, and replays them on request.
 
-ZeroMQ PUB, three frames: topic, sequence number (8 bytes, big endian, from 0), payload. Batches of both topics are
-numbered together, so that who reads the prefix of both sees no gap. Number 0 says that nothing is cached. A subscriber
-that does not read loses batches, sees the gap, and asks a second socket (ROUTER) for what it lacks: `start` in a
-request, batches as `number, payload` in the reply, number -1 without payload at its end. In place of what is not kept
-any more comes one batch, or one of each topic, that clears everything and has the present index, with the number of the
-last batch.
+ZeroMQ PUB, three frames: topic, sequence number (8 bytes, big endian, from 0), payload. Batches of both topics share
+one numbering, so that a subscriber to their common prefix sees no gap. Batch 0 says that the cache is empty. A
+subscriber that does not read loses batches, sees the gap, and requests the missing ones from a second socket (ROUTER):
+`start` in the request, batches as `number, payload` in the reply, number -1 without payload at its end. If batches are
+no longer kept, the reply is one batch, or one of each topic, that clears the index and contains the current one, with
+the number of the last batch.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, encode
 
 logger = logging.getLogger(__name__)
 
-STATES_TOPIC = ".states"  # behind the topic's name
-MAX_UNREAD = 1_000  # batches that wait for one subscriber; beyond them it loses some
-_SPARE_REPLIES = 8  # that may wait for one asker beside a whole replay
+STATES_TOPIC = ".states"  # appended to the topic's name
+MAX_UNREAD = 1_000  # queued batches per subscriber; further ones are lost
+_SPARE_REPLIES = 8  # queued replies per client, in addition to a whole replay
 _LAST_WORDS = 1.0  # seconds for the thread to end
 
 
 class Publisher:
-    """Publishes one cache; its `changes` are the cache's observer.
+    """Publisher of one cache's events; its `changes` are the cache's observer.
 
-    Addresses are taken at once, so that one that cannot be had is known before anything is loaded.
+    The constructor binds the addresses, so that an unavailable one is reported before the model is loaded.
 
     Args:
-        config: With an endpoint.
-        rank: Of the replica in its world: it goes into every batch, and is added to ports.
+        config: Settings of KV events, with an endpoint.
+        rank: Rank of the replica in its world; part of every batch, and added to ports.
 
     Raises:
-        ConfigError: An address cannot be had.
+        ConfigError: An address is not available.
     """
 
     def __init__(self, config: KvEventsConfig, rank: int = 0) -> None:
@@ -66,7 +66,7 @@ class Publisher:
             if config.replay_endpoint is not None:
                 most = config.kv_events_buffer_steps + _SPARE_REPLIES
                 self._replay = self._socket(zmq.ROUTER, most, "--kv-events-replay-endpoint", config.replay_endpoint)
-                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is said, not thrown away in silence
+                self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue raises an error, not a silent loss
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -75,16 +75,16 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def start(self, mirror: Mirror) -> None:
-        """Begin; from now on the sockets belong to the thread.
+        """Start the thread, which owns the sockets from now on.
 
         Args:
-            mirror: Of an empty cache.
+            mirror: Mirror of an empty cache.
         """
         self._thread = threading.Thread(target=self._run, args=(mirror,), name=f"kv-events-{self._rank}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; what has not been sent is not waited for."""
+        """End the thread without waiting for unsent batches."""
         self.changes.stop()
         if self._thread is None:
             self._leave()
@@ -116,7 +116,7 @@ class Publisher:
         try:
             self._bell.send(b"!")
         except BlockingIOError:
-            return  # it has more to wake up to than it can hear
+            return  # the socket is full, so the thread wakes up anyway
         except OSError:
             return  # the thread has ended
 
@@ -125,14 +125,14 @@ class Publisher:
             self._publish(Told([AllBlocksCleared()], []))
             while not self._is_closing:
                 self._turn(mirror)
-        except Exception:  # steps go on without events; routers see the replica as one that tells nothing
+        except Exception:  # steps go on without events; routers receive nothing more
             logger.exception("KV events are off: the thread that publishes them has failed")
         finally:
             self.changes.stop()
             self._leave()
 
     def _turn(self, mirror: Mirror) -> None:
-        """Wait for changes and for askers, and serve both."""
+        """Wait for changes and replay requests, and handle both."""
         poller = zmq.Poller()
         poller.register(self._ear, zmq.POLLIN)
         if self._replay is not None:
@@ -164,7 +164,7 @@ class Publisher:
                 yield topic, encode(now, events, self._rank)
 
     def _answer(self, replay: zmq.Socket[bytes], mirror: Mirror) -> None:
-        """Send what an asker lacks; one that does not read gets no more."""
+        """Answer a replay request with the missing batches; stop if the client does not read."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
             logger.warning("a request for KV events that is none: %d frames", len(frames))
@@ -186,14 +186,14 @@ class Publisher:
 
 
 def _check_free(flag: str, path: str) -> None:
-    """Refuse the path of a file, or of a socket in use: libzmq deletes what is there before it listens.
+    """Check that a socket path is free, or a stale socket: libzmq deletes any file there before it binds.
 
     Raises:
-        ConfigError: Something is there that is not a socket of a process that has ended.
+        ConfigError: The path is a file, or a socket in use.
     """
     try:
         mode = os.lstat(path).st_mode
-    except OSError:  # nothing is there, or nothing can be; libzmq says which
+    except OSError:  # no file, or an invalid path, which libzmq reports
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"{flag}: {path} exists and is not a socket; give another path")
@@ -203,6 +203,6 @@ def _check_free(flag: str, path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             return
-        except OSError:  # a full queue is of a process that listens
+        except OSError:  # such as a full queue: a process listens
             pass
     raise ConfigError(f"{flag}: {path} is in use by another process; give another path")

@@ -1,8 +1,8 @@
-"""KV events as bytes: vLLM's format, and two events of ours for the states of recurrent layers.
+"""Wire format of KV events: vLLM's format, with two additional events for the states of recurrent layers.
 
 A batch is a msgpack array `[timestamp, events, data_parallel_rank]`, an event a map with its name under `type`. Readers
-leave out keys that they do not know, and keys whose value would be the default are left out here. What older versions
-wrote, an array with the name in front, is read too.
+ignore unknown keys, and keys with default values are omitted. The format of older versions, an array with the name
+first, is read too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.kv_events.events import (
 )
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 
-MEDIUM = "GPU"  # the first tier of KV, whatever the device: routers weigh by it
+MEDIUM = "GPU"  # the first tier of KV on any device; routers use it as a weight
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -36,17 +36,17 @@ _WITH_HASHES: dict[str, type[BlockRemoved | StateStored | StateRemoved]] = {
 
 
 class WireError(ValueError):
-    """Bytes that are no batch of events."""
+    """Error of bytes that are not a batch of events."""
 
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Events in order.
+    """Batch of events, in order.
 
     Attributes:
         timestamp: Seconds since 1970, by the publisher's clock.
-        events: Those whose names are known.
-        data_parallel_rank: Of the replica in its world; None where none is said.
+        events: Events with known names.
+        data_parallel_rank: Rank of the replica in its world; None if the batch does not contain it.
     """
 
     timestamp: float
@@ -55,7 +55,7 @@ class EventBatch:
 
 
 def encode(timestamp: float, events: Iterable[Event], data_parallel_rank: int) -> bytes:
-    """A batch. Each event is encoded by itself, so that other threads get their turns in between."""
+    """Encode a batch, each event separately so that other threads can run in between."""
     packer = msgpack.Packer()
     packed = [packer.pack(_map_of(event)) for event in events]
     head = [packer.pack_array_header(3), packer.pack(timestamp), packer.pack_array_header(len(packed))]
@@ -82,10 +82,10 @@ def _map_of(event: Event) -> dict[str, object]:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """A batch; events with names that are not known are left out.
+    """Decode a batch; events with unknown names are left out.
 
     Raises:
-        WireError: It is none.
+        WireError: The bytes are not a batch of events.
     """
     try:
         batch = msgpack.unpackb(payload, strict_map_key=False)
@@ -99,7 +99,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _fields_of(event: object) -> Mapping[object, object]:
-    """An event's fields by name, `type` too."""
+    """Return an event's fields by name, including `type`."""
     if isinstance(event, dict):
         return event
     if not isinstance(event, list):
@@ -130,8 +130,8 @@ def _list(value: object) -> list[object]:
 
 
 def _tokens(value: object) -> Sequence[int]:
-    """Packed, which sees that each is a token id."""
-    return packed_tokens(_list(value))  # type: ignore[arg-type]  # it raises for what is no integer
+    """Return packed token ids; packing checks each id."""
+    return packed_tokens(_list(value))  # type: ignore[arg-type]  # raises for non-integers
 
 
 def _size(value: object) -> int:

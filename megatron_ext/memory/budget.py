@@ -149,7 +149,7 @@ def kernel_chunk(model_chunk: int, device_type: str) -> int:
 
 
 def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:
-    """Return a block's tokens; with recurrent layers one more, since a resumed request must compute after a block."""
+    """Return a block's tokens; with recurrent layers one more, since computing must resume at a block's end."""
     if cache.policy is None or (model.state_bytes and not slots):
         return None
     return block_size + 1 if model.state_bytes else block_size
