@@ -1,4 +1,4 @@
-"""Which replica runs a request: by what it would skip there, and by what is to be computed there before.
+"""Routing: choice of the replica that runs a request, by the prefix cached there and by its load.
 
-Standard library only: no sockets, no clocks, no torch. `router.Router` is the one object that others talk to.
+Standard library only: no sockets, no clocks, no torch. `router.Router` is the only object that other packages call.
 """

@@ -1,13 +1,13 @@
-"""The policies: of the replicas that are open, the one that runs a prompt.
+"""Routing policies: choice of one open replica for a prompt.
 
-What it costs to run a prompt somewhere, in tokens: alpha * (tokens of it that are computed there)
-+ (1 - alpha) * (tokens that are yet to be computed there for others). The least is taken; among equal ones that which
-skips more, then the less loaded one, then the one that was given less so far.
+The cost of a prompt on a replica, in tokens, is alpha * (tokens of the prompt to compute there)
++ (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins; among equal costs the replica that
+skips more, then the less loaded one, then the one that received fewer tokens so far.
 
-A match of less than half of the prompt is mostly what many conversations begin with, and the prompt a new one that
-will grow where it begins. Were the match all that counts, an idle fleet would put them all on the first replica, whose
-memory does not hold them. So where that replica holds more than the least loaded one, a short match costs `CROWDING`
-times the prompt for the share that it holds more.
+A match of less than half of the prompt is usually a common system prompt at the start of a new conversation, which will
+grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
+whose memory cannot hold them. So if that replica holds more tokens than the least loaded one, a short match costs
+`CROWDING` times the prompt, times the share by which it holds more.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ CROWDING = 2.0
 
 @dataclass
 class Fleet:
-    """What policies look at.
+    """State of the fleet that policies read.
 
     Attributes:
-        loads: Of all replicas.
-        indexes: By block size.
+        loads: Loads of all replicas.
+        indexes: Prefix indexes by block size.
         members: Bits of the replicas of each block size.
-        open: Bits of those that take one more request.
-        last: Number of the one that had its turn last.
+        open: Bits of the replicas that take one more request.
+        last: Number of the replica chosen last by round robin.
+        held: Function from a replica's number to the tokens that it holds, by its events.
     """
 
     loads: Loads = field(default_factory=Loads)
@@ -40,29 +41,29 @@ class Fleet:
     members: dict[int, int] = field(default_factory=dict)
     open: int = 0
     last: int = -1
-    held: Callable[[int], int] = lambda number: 0  # tokens that the replica of a bit's number holds, by its events
+    held: Callable[[int], int] = lambda number: 0
 
     def crowding(self, one: int, other: int, length: int, tokens: int) -> float:
-        """What it costs, in tokens, to begin at `one` and not at `other` for the sake of a short match."""
+        """Return the extra cost, in tokens, of starting at `one` instead of `other` because of a short match."""
         if 2 * tokens >= length:
             return 0.0
         mine, others = self.held(one), self.held(other)
         return CROWDING * length * (mine - others) / mine if mine > others else 0.0
 
     def max_skipped(self, prompt: Prompt, replicas: int) -> int:
-        """Tokens that the best of some skips."""
+        """Return the maximum tokens that any of `replicas` skips."""
         levels = (index.levels(prompt, replicas & self.members[size]) for size, index in self.indexes.items())
         return max((next(level, (0, 0))[0] for level in levels), default=0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A replica by the number of its bit.
+    """Chosen replica.
 
     Attributes:
-        number: Of its bit.
-        skipped: Tokens that it skips.
-        max_skipped: The most that any of those asked about skips; 0 where nobody looked.
+        number: Number of the replica's bit.
+        skipped: Tokens that the replica skips.
+        max_skipped: Maximum tokens that any considered replica skips; 0 if not computed.
     """
 
     number: int
@@ -70,11 +71,11 @@ class Choice:
     max_skipped: int = 0
 
 
-Chooser = Callable[[Fleet, Prompt, int], Choice]  # the bits are of those to choose from, of which there is one
+Chooser = Callable[[Fleet, Prompt, int], Choice]  # the int has the bits of the candidates, and is not 0
 
 
 def chooser(settings: RoutingConfig) -> Chooser:
-    """The policy that the settings name."""
+    """Return the policy that the settings select."""
     alpha = settings.alpha
     return {
         RoutingPolicyName.LONGEST_PREFIX: lambda fleet, prompt, replicas: _longest(fleet, prompt, replicas, alpha),
@@ -85,7 +86,7 @@ def chooser(settings: RoutingConfig) -> Chooser:
 
 
 def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
-    """Of each level of skipped tokens the least loaded one; levels that cannot win any more are not looked at."""
+    """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
     least = loads.least(replicas)
     number, skipped, most = least, 0, 0
@@ -97,7 +98,7 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
             one = loads.least(bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
-            is_alike = its == cost and tokens == skipped  # in blocks of another size
+            is_alike = its == cost and tokens == skipped  # with another block size
             if (
                 its < cost
                 or (its == cost and tokens > skipped)
@@ -110,7 +111,7 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
 
 
 def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
-    """As if who has the first block had the whole prompt, and who has not had nothing."""
+    """Choose as if a replica with the prompt's first block had all of the prompt, and any other replica had nothing."""
     loads = fleet.loads
     having = 0
     for size, index in fleet.indexes.items():
@@ -129,7 +130,7 @@ def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
 
 
 def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
-    """The next higher bit, or the lowest."""
+    """Choose the replica of the next higher bit, or else of the lowest."""
     behind = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
     fleet.last = (behind & -behind).bit_length() - 1
     return Choice(fleet.last, fleet.max_skipped(prompt, 1 << fleet.last))

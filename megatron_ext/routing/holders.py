@@ -1,4 +1,4 @@
-"""Who has which key: for each key a bit for each replica."""
+"""Map from block keys to the replicas that have them, one bit per replica."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections.abc import Iterable
 
 
 class Holders:
-    """A set of replicas for each key that any of them has, as the bits of one integer.
+    """Sets of replicas by key, each set as the bits of one integer.
 
-    A replica may have a key several times over (several requests in flight begin alike); it has it until each is gone.
+    A replica may have a key several times (several requests in flight share a prefix); it has the key until every
+    occurrence is discarded.
     """
 
     def __init__(self) -> None:
-        self.bits: dict[int, int] = {}  # key -> replicas; never 0. Read it; change it by `add` and `discard` only
-        self._again: dict[int, dict[int, int]] = {}  # replica's bit -> key -> how many more than once, never 0
+        self.bits: dict[int, int] = {}  # key -> replicas, never 0; changed by `add` and `discard` only
+        self._again: dict[int, dict[int, int]] = {}  # replica's bit -> key -> occurrences beyond the first, never 0
 
     def __len__(self) -> int:
         return len(self.bits)
 
     def add(self, bit: int, keys: Iterable[int]) -> None:
-        """The replica of `bit` has each of these once more."""
+        """Add one occurrence of each key for the replica of `bit`."""
         bits = self.bits
         get = bits.get
         for key in keys:
             there = get(key)
             if there is None:
-                bits[key] = bit  # the replica's own integer: what one replica alone has costs none of its own
+                bits[key] = bit  # shares the replica's integer, so that a key of one replica needs no new one
             elif there & bit:
                 again = self._again.setdefault(bit, {})
                 again[key] = again.get(key, 0) + 1
@@ -33,7 +34,7 @@ class Holders:
                 bits[key] = there | bit
 
     def discard(self, bit: int, keys: Iterable[int]) -> None:
-        """The replica of `bit`, which has each of these, has them once less."""
+        """Remove one occurrence of each key for the replica of `bit`, which must have them."""
         if bit in self._again:
             keys = self._gone(bit, keys)
         bits = self.bits
@@ -45,7 +46,7 @@ class Holders:
                 del bits[key]
 
     def _gone(self, bit: int, keys: Iterable[int]) -> list[int]:
-        """Those that the replica does not have any more, after having each of `keys` once less."""
+        """Remove one occurrence of each key, and return the keys that have none left."""
         again, gone = self._again[bit], []
         for key in keys:
             more = again.pop(key, 0)
@@ -58,6 +59,6 @@ class Holders:
         return gone
 
     def counts(self, bit: int) -> dict[int, int]:
-        """What the replica of `bit` has, and how often; for tests, which look at all."""
+        """Return the keys of the replica of `bit` with their numbers of occurrences; O(all keys), for tests."""
         again = self._again.get(bit, {})
         return {key: 1 + again.get(key, 0) for key, there in self.bits.items() if there & bit}

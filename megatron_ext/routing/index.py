@@ -1,4 +1,4 @@
-"""What replicas with blocks of one size have of a prompt: from their events, and from what is in flight to them."""
+"""Prefix index of the replicas with one block size, from their events and from the requests in flight to them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from megatron_ext.routing.prompt import Prompt
 
 
 class PrefixIndex:
-    """See the module.
+    """Index of the blocks and snapshots that replicas have.
 
-    Replicas say a block after those before it and take it back before them, and a claim covers a prompt from its start;
-    so who has a block has those before it, and the end of a match is found by doubling and halving. Where a replica
-    does otherwise, how much it skips may be misjudged until it has taken back the rest.
+    Replicas report a block after its parents and remove it before them, and a claim covers a prompt from its start. So
+    a replica that has a block has its parents, and the end of a match is found by doubling and bisection. For a replica
+    that reports in another order, the skipped tokens may be misjudged until it has removed the rest.
 
     Args:
-        block_size: Tokens.
+        block_size: Tokens of a block.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.stored = Holders()  # blocks, from events
         self.claimed = Holders()  # blocks of prompts in flight
-        self.states = Holders()  # visible snapshots, by the block that they stand at the end of
-        self.with_states = 0  # bits of replicas that can resume at snapshots only
+        self.states = Holders()  # visible snapshots, by the block at whose end they are
+        self.with_states = 0  # bits of replicas that resume only at snapshots
 
     def levels(self, prompt: Prompt, replicas: int) -> Iterator[tuple[int, int]]:
-        """(tokens that are skipped, bits of replicas that skip as many), the most first; who skips none is left out.
+        """Iterate over (skipped tokens, bits of the replicas that skip as many), the most first; 0 is left out.
 
         Args:
-            prompt: Of at least one token.
-            replicas: Bits of those that are asked about.
+            prompt: Prompt of at least one token.
+            replicas: Bits of the replicas to consider.
         """
         keys, length, size = prompt.keys(self.block_size), len(prompt), self.block_size
         plain, resuming = replicas & ~self.with_states, replicas & self.with_states
@@ -45,7 +45,7 @@ class PrefixIndex:
         return self.stored.bits.get(key, 0) | self.claimed.bits.get(key, 0)
 
     def _matched(self, keys: Sequence[int], replicas: int) -> Iterator[tuple[int, int]]:
-        """(blocks, bits of those whose matched run has as many), the longest first."""
+        """Iterate over (blocks, bits of the replicas whose matched run has as many), the longest first."""
         end = len(keys)
         while replicas and (depth := self._deepest(keys, end, replicas)):
             bits = self._having(keys[depth - 1]) & replicas
@@ -53,7 +53,7 @@ class PrefixIndex:
             replicas, end = replicas & ~bits, depth - 1
 
     def _deepest(self, keys: Sequence[int], end: int, replicas: int) -> int:
-        """Blocks up to the last one of the first `end` that any of `replicas` has."""
+        """Return the number of blocks, at most `end`, up to the last one that any of `replicas` has."""
         stored, claimed = self.stored.bits.get, self.claimed.bits.get
         low, high = 0, 1
         while high <= end and (stored(keys[high - 1], 0) | claimed(keys[high - 1], 0)) & replicas:
@@ -69,10 +69,10 @@ class PrefixIndex:
         return low
 
     def _resumable(self, keys: Sequence[int], end: int, replicas: int) -> Iterator[tuple[int, int]]:
-        """(blocks, bits of those that can resume behind as many of the first `end`), the most first.
+        """Iterate over (blocks, bits of the replicas that can resume after as many of the first `end`), the most first.
 
-        A snapshot can be there without one before it, so boundaries are looked at one by one, from the end of the
-        longest match. Where a prompt is in flight every boundary counts: it leaves a state where another parts from it.
+        A snapshot may exist without earlier ones, so boundaries are tried one by one, from the end of the longest
+        match. For a prompt in flight every boundary counts: it leaves a state where another prompt diverges from it.
         """
         end = self._deepest(keys, end, replicas) if replicas else 0
         states, claimed = self.states.bits, self.claimed.bits
@@ -86,16 +86,16 @@ class PrefixIndex:
                     return
 
     def having_first(self, prompt: Prompt, replicas: int) -> int:
-        """Bits of those among `replicas` that have the prompt's first block."""
+        """Return the bits of those among `replicas` that have the prompt's first block."""
         keys = prompt.keys(self.block_size)
         return self._having(keys[0]) & replicas if keys else 0
 
     def skipped(self, prompt: Prompt, bit: int) -> int:
-        """Tokens that the replica of `bit` would skip."""
+        """Return the tokens that the replica of `bit` would skip."""
         return next((tokens for tokens, _ in self.levels(prompt, bit)), 0)
 
     def having(self) -> int:
-        """Bits of those who have anything; for tests, which look at all."""
+        """Return the bits of all replicas with any entry; O(all keys), for tests."""
         bits = self.with_states
         for holders in (self.stored, self.claimed, self.states):
             for there in holders.bits.values():
@@ -103,7 +103,7 @@ class PrefixIndex:
         return bits
 
     def check(self) -> None:
-        """Assert that nobody's place is kept for nothing, and that snapshots stand at the ends of blocks."""
+        """Assert that every key has a replica, and that snapshots are at the ends of stored blocks."""
         for holders in (self.stored, self.claimed, self.states):
             assert all(holders.bits.values()), "a key of nobody"
         for key, there in self.states.bits.items():

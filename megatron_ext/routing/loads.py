@@ -1,16 +1,17 @@
-"""Tokens that replicas have yet to compute, and which of some replicas has the fewest."""
+"""Loads of replicas in tokens yet to be computed, and selection of the least loaded one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-_FEW = 12  # replicas that are compared with each other rather than looked for in the order of all
+_FEW = 12  # up to so many replicas are compared directly, not searched in the order of all
 
 
 class Loads:
-    """Replicas by the number of their bit, in the order of their loads.
+    """Replicas, by the number of their bit, in the order of their loads.
 
-    Among equal loads the one that was given the least so far comes first, so that an idle fleet fills evenly.
+    Among equal loads the replica that received the fewest tokens so far comes first, so that an idle fleet fills
+    evenly.
     """
 
     def __init__(self) -> None:
@@ -18,27 +19,27 @@ class Loads:
         self._entries: dict[int, tuple[int, int, int]] = {}
 
     def join(self, number: int) -> None:
-        """A replica without load; what the others were given so far is not caught up with."""
+        """Add a replica without load; its received tokens start at the minimum of the others."""
         given = min((entry[1] for entry in self._order), default=0)
         self._put(number, 0, given)
 
     def leave(self, number: int) -> None:
-        """Forget it."""
+        """Remove a replica."""
         entry = self._entries.pop(number)
         del self._order[bisect_left(self._order, entry)]
 
     def load(self, number: int) -> int:
-        """Tokens."""
+        """Return the load of a replica in tokens."""
         return self._entries[number][0]
 
     def give(self, number: int, tokens: int) -> None:
-        """So many more are to be computed."""
+        """Add tokens to the load of a replica."""
         load, given, _ = self._entries[number]
         self.leave(number)
         self._put(number, load + tokens, given + tokens)
 
     def take(self, number: int, tokens: int) -> None:
-        """So many have been computed, or need not be any more."""
+        """Subtract tokens from the load of a replica: computed, or no longer needed."""
         load, given, _ = self._entries[number]
         assert tokens <= load, f"{tokens} tokens of {load} taken"
         self.leave(number)
@@ -50,18 +51,18 @@ class Loads:
         insort(self._order, entry)
 
     def least(self, bits: int) -> int:
-        """The number of the replica with the least load among those of `bits`, of which there is one."""
+        """Return the number of the least loaded replica among those of `bits`, which must not be 0."""
         if bits.bit_count() <= _FEW:
             return min(self._entries[number] for number in numbers(bits))[2]
         return next(number for _, _, number in self._order if bits >> number & 1)
 
     def lowest(self) -> int:
-        """The least load of all; 0 without replicas."""
+        """Return the lowest load of all replicas; 0 without replicas."""
         return self._order[0][0] if self._order else 0
 
 
 def numbers(bits: int) -> list[int]:
-    """Places of the bits that are set, the lowest first."""
+    """Return the positions of the set bits, the lowest first."""
     found = []
     while bits:
         low = bits & -bits

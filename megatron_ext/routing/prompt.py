@@ -1,8 +1,8 @@
-"""Prompts as the router knows them: chained keys of their complete blocks.
+"""Prompts in the router: chained keys of their complete blocks.
 
-A router cannot know the roots of its replicas' block hashes (model, weights, version), so it has keys of its own, over
-salt and tokens, and learns from events which of a replica's hashes stands for which. A key is Python's hash of 64 bits,
-made with a secret of the process: two prefixes with one key would cost a bad choice, never a wrong answer.
+A router cannot know the root hashes of its replicas (model, weights, version), so it computes keys of its own over salt
+and tokens, and maps each replica's hashes to them by events. A key is Python's 64-bit hash, with a secret of the
+process: a collision of two prefixes would cost a bad routing decision, never a wrong output.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TOKEN_BYTES = packed_tokens(()).itemsize
 
 
 def packed(tokens: Iterable[int]) -> array[int]:
-    """Token ids where they can be sliced as bytes.
+    """Return token ids as a packed array, which can be sliced as bytes.
 
     Raises:
-        ValueError: One is no integer of 32 bits.
+        ValueError: An id is not an unsigned 32-bit integer.
     """
     try:
         return tokens if isinstance(tokens, array) and tokens.typecode == "I" else packed_tokens(tokens)
@@ -33,14 +33,14 @@ def packed(tokens: Iterable[int]) -> array[int]:
 def chained_keys(
     parent: int, tokens: array[int], block_size: int, extras: Sequence[Hashable] | None = None
 ) -> list[int]:
-    """Keys of the complete blocks of `tokens`, the first of which follows the block of `parent`.
+    """Return the keys of the complete blocks of `tokens`, the first of which continues `parent`.
 
     Args:
-        parent: `ROOT` at the start of a sequence.
-        tokens: Packed.
-        block_size: Tokens.
-        extras: What blocks depend on beside their tokens, for each block, or None; fewer than blocks: nothing for the
-            rest. A salt is `(salt,)` at the first block of a sequence.
+        parent: Key of the block before; `ROOT` at the start of a sequence.
+        tokens: Packed token ids.
+        block_size: Tokens of a block.
+        extras: Extra keys of the first blocks besides their tokens, None for a block without; further blocks have none.
+            A salt is `(salt,)` at the first block of a sequence.
     """
     stride, key = block_size * _TOKEN_BYTES, parent
     data = memoryview(tokens).cast("B")
@@ -54,12 +54,12 @@ def chained_keys(
 
 
 def extras_of(salt: str | None) -> tuple[Hashable, ...] | None:
-    """What the first blocks of a sequence with this salt depend on."""
+    """Return the extra keys of the first blocks of a sequence with this salt."""
     return None if salt is None else ((salt,),)
 
 
 def frozen_extras(extra_keys: Iterable[object] | None) -> list[Hashable] | None:
-    """The extra keys of an event, as they came out of a message, as things that can be hashed."""
+    """Convert the extra keys of a decoded event to hashable values."""
     return None if extra_keys is None else [None if not one else _frozen(one) for one in extra_keys]
 
 
@@ -72,11 +72,11 @@ def _frozen(value: object) -> Hashable:
 
 
 class Prompt:
-    """A prompt, whose keys are made once, however often it is routed.
+    """Prompt to route, whose keys are computed once per block size.
 
     Args:
-        tokens: Ids; kept as they are if they are packed.
-        salt: As replicas publish it (`prefix_cache.shown.event_salt`); None without.
+        tokens: Token ids; kept without a copy if they are packed.
+        salt: Salt in its published form (`prefix_cache.public_hash.event_salt`); None without a salt.
     """
 
     def __init__(self, tokens: Iterable[int], salt: str | None = None) -> None:
@@ -88,7 +88,7 @@ class Prompt:
         return len(self._tokens)
 
     def keys(self, block_size: int) -> list[int]:
-        """Of its complete blocks."""
+        """Return the keys of the prompt's complete blocks."""
         if block_size not in self._keys:
             self._keys[block_size] = chained_keys(ROOT, self._tokens, block_size, extras_of(self._salt))
         return self._keys[block_size]

@@ -1,4 +1,4 @@
-"""One replica as the router knows it, and the requests in flight to it."""
+"""State of one replica in the router, and the requests in flight to it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.prompt import ROOT, chained_keys, frozen_extras, packed
 
-Hash = Hashable  # what a replica calls a block: in vLLM's format an integer of 64 bits
+Hash = Hashable  # a replica's hash of a block: in vLLM's format a 64-bit integer
 
 
 @dataclass
 class Flight:
-    """A request in flight.
+    """Request in flight to a replica.
 
     Attributes:
-        replica: Its name.
-        claimed: Keys of the prompt's blocks, for as long as they are counted as the replica's.
-        to_compute: Tokens of the prompt that are to be computed; 0 once the first token is there.
-        to_generate: Tokens that it is expected to generate yet.
+        replica: Name of the replica.
+        claimed: Keys of the prompt's blocks, while they count as the replica's.
+        to_compute: Prompt tokens to compute; 0 after the first output token.
+        to_generate: Expected number of tokens still to generate.
     """
 
     replica: str
@@ -30,19 +30,19 @@ class Flight:
 
     @property
     def tokens(self) -> int:
-        """That are yet to be computed."""
+        """Tokens yet to be computed, of prompt and output."""
         return self.to_compute + self.to_generate
 
 
 class Replica:
-    """What one replica has told, in the bits of its index.
+    """Contents of one replica, as its events report them, in the bits of its index.
 
     Args:
-        name: Of the replica.
-        number: Of its bit.
-        index: Of the replicas with blocks of its size.
-        has_states: Whether it resumes at snapshots only (a model with recurrent layers).
-        max_requests: That may be in flight to it; None without a limit.
+        name: Name of the replica.
+        number: Number of the replica's bit.
+        index: Index of the replicas with the same block size.
+        has_states: Whether the replica resumes only at snapshots (a model with recurrent layers).
+        max_requests: Maximum requests in flight to the replica; None without a limit.
     """
 
     def __init__(
@@ -52,30 +52,30 @@ class Replica:
         self.index, self.has_states, self.max_requests = index, has_states, max_requests
         self.is_draining = False
         self.in_flight: set[Hashable] = set()  # requests
-        self._keys: dict[Hash, int] = {}  # blocks that it holds
+        self._keys: dict[Hash, int] = {}  # blocks that the replica holds
         self._states: dict[Hash, int] = {}  # snapshots
         if has_states:
             index.with_states |= self.bit
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes one more request."""
+        """True if the replica takes one more request."""
         return not self.is_draining and (self.max_requests is None or len(self.in_flight) < self.max_requests)
 
     @property
     def blocks(self) -> int:
-        """That it holds, by its events."""
+        """Number of blocks that the replica holds, by its events."""
         return len(self._keys)
 
     @property
     def states(self) -> int:
-        """Snapshots that it holds, by its events."""
+        """Number of snapshots that the replica holds, by its events."""
         return len(self._states)
 
     def stored(
         self, hashes: Sequence[Hash], parent: Hash | None, tokens: Iterable[int], extras: Iterable[object] | None
     ) -> bool:
-        """See `Router.stored`."""
+        """Add a run of blocks; see `Router.stored`."""
         ids, size = packed(tokens), self.index.block_size
         if len(ids) != len(hashes) * size:
             raise ValueError(f"{len(hashes)} blocks of {size} tokens come with {len(ids)} token ids")
@@ -92,13 +92,13 @@ class Replica:
         return True
 
     def removed(self, hashes: Iterable[Hash]) -> None:
-        """See `Router.removed`."""
+        """Remove blocks and the snapshots at their ends; see `Router.removed`."""
         gone = [one for one in hashes if one in self._keys]
         self.state_removed(gone)
         self.index.stored.discard(self.bit, [self._keys.pop(one) for one in dict.fromkeys(gone)])
 
     def state_stored(self, hashes: Iterable[Hash]) -> bool:
-        """See `Router.state_stored`."""
+        """Add snapshots; see `Router.state_stored`."""
         new = [one for one in dict.fromkeys(hashes) if one not in self._states]
         known = {one: self._keys[one] for one in new if one in self._keys}
         self._states.update(known)
@@ -106,20 +106,20 @@ class Replica:
         return len(known) == len(new)
 
     def state_removed(self, hashes: Iterable[Hash]) -> None:
-        """See `Router.state_removed`."""
+        """Remove snapshots; see `Router.state_removed`."""
         gone = [one for one in dict.fromkeys(hashes) if one in self._states]
         self.index.states.discard(self.bit, [self._states.pop(one) for one in gone])
 
     def cleared(self) -> None:
-        """It holds nothing."""
+        """Remove all blocks and snapshots."""
         self.state_removed(list(self._states))
         self.removed(list(self._keys))
 
     def picture(self) -> tuple[set[Hash], set[Hash]]:
-        """Blocks and snapshots that it is taken to hold; for tests."""
+        """Return the hashes of the replica's blocks and snapshots, for tests."""
         return set(self._keys), set(self._states)
 
     def check(self) -> None:
-        """Assert that the index has what it holds, as often as it does."""
+        """Assert that the index has the replica's blocks and snapshots, with the right numbers of occurrences."""
         assert self.index.stored.counts(self.bit) == Counter(self._keys.values()), f"blocks of {self.name}"
         assert self.index.states.counts(self.bit) == Counter(self._states.values()), f"snapshots of {self.name}"

@@ -1,8 +1,8 @@
-"""The one object that others talk to: replicas join and leave, say what they hold, and get requests.
+"""Router of a fleet: replicas join and leave, report what they cache, and get requests.
 
-Who calls it gives names of replicas and of requests, and what replicas publish (`docs/fleet.md`); everything is in
-tokens. One thread; nothing here waits, asks for the time or raises for what a replica has not told. `KeyError` is for
-replicas that have not joined and requests that are not in flight: the caller's mistakes.
+The caller passes names of replicas and requests, and the events of replicas (`docs/fleet.md`); all quantities are in
+tokens. Single-threaded: no call blocks, reads a clock, or fails because events of a replica are missing. A `KeyError`
+means a replica that has not joined or a request that is not in flight: a mistake of the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.routing.replica import Flight, Hash, Replica
 
 
 def check_router(fleet: Fleet, replicas: Mapping[str, Replica], flights: Mapping[Hashable, Flight]) -> None:
-    """Assert that nothing is known of who is not there, and that loads and claims are those of the flights."""
+    """Assert that only joined replicas are indexed, and that loads and claims are those of the requests in flight."""
     assert fleet.open == sum(one.bit for one in replicas.values() if one.is_open), "who is open"
     assert sum(fleet.members.values()) == sum(one.bit for one in replicas.values()), "somebody is in no index, or twice"
     assert fleet.indexes.keys() == fleet.members.keys(), "an index of nobody"
@@ -37,28 +37,28 @@ def check_router(fleet: Fleet, replicas: Mapping[str, Replica], flights: Mapping
         one.check()
 
 
-_FIRST_GUESS = 256.0  # tokens that a request generates, before any has ended
-_MEMORY = 64  # requests that the mean of generated tokens remembers
+_FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
+_MEMORY = 64  # requests in the moving average of output tokens
 
 
 class Reason(str, enum.Enum):
-    """Why a request goes where it goes."""
+    """Reason for a routing decision."""
 
-    PREFIX = "prefix"  # the most is skipped there
-    LOAD = "load"  # the least is to be computed there; it may skip something, but another would have skipped more
-    NOTHING_KNOWN = "nothing_known"  # nobody has any of it: the least loaded one
+    PREFIX = "prefix"  # the longest prefix is cached there
+    LOAD = "load"  # the load there is lowest; another replica would have skipped more tokens
+    NOTHING_KNOWN = "nothing_known"  # no replica has a prefix: the least loaded one
     ROUND_ROBIN = "round_robin"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a request is to run.
+    """Routing decision for a request.
 
     Attributes:
-        replica: Its name.
-        skipped: Tokens of the prompt that it is expected to skip.
-        max_skipped: The most that any replica that is open was expected to skip, where the policy looked at that.
-        reason: Why.
+        replica: Name of the replica.
+        skipped: Tokens of the prompt that the replica is expected to skip.
+        max_skipped: Maximum expected skip of any open replica, if the policy computes it.
+        reason: Reason for the choice.
     """
 
     replica: str
@@ -69,7 +69,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """One replica in numbers: tokens of `load` are yet to be computed; blocks and states are what its events say."""
+    """Statistics of one replica: `load` is in tokens yet to be computed; blocks and states follow its events."""
 
     name: str
     is_draining: bool
@@ -81,7 +81,7 @@ class ReplicaView:
 
 
 class Router:
-    """See the module.
+    """Router of requests to replicas; see the module for the contract.
 
     Args:
         settings: Policy and alpha.
@@ -103,18 +103,18 @@ class Router:
     # Replicas
 
     def join(self, replica: str, block_size: int, *, has_states: bool = False, max_requests: int | None = None) -> None:
-        """A replica takes requests from now on; nothing is known of what it holds.
+        """Add a replica, which takes requests from now on and has no known cache contents.
 
-        One that is restarted leaves and joins again.
+        A restarted replica leaves and joins again.
 
         Args:
-            replica: Its name, which no other one has.
-            block_size: Tokens.
-            has_states: Whether it has recurrent layers: then it resumes at snapshots only, which it publishes.
-            max_requests: That may be in flight to it; None without a limit.
+            replica: Unique name of the replica.
+            block_size: Tokens of a block.
+            has_states: Whether the model has recurrent layers: then it resumes only at snapshots, which it publishes.
+            max_requests: Maximum requests in flight to the replica; None without a limit.
 
         Raises:
-            ValueError: It is there already, or a number is not positive.
+            ValueError: The replica has joined already, or a number is not positive.
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica!r} is there already; it has to leave first")
@@ -129,10 +129,10 @@ class Router:
         self._note_open(one)
 
     def leave(self, replica: str) -> list[Hashable]:
-        """A replica is gone, for whatever reason: all that is known of it is forgotten.
+        """Remove a replica, for any reason, with everything known of it.
 
         Returns:
-            Requests that were in flight to it; they are not any more.
+            Requests that were in flight to the replica; the router has dropped them.
         """
         one = self._replicas[replica]
         lost = list(one.in_flight)
@@ -150,12 +150,12 @@ class Router:
         return lost
 
     def drain(self, replica: str, *, is_draining: bool = True) -> None:
-        """Send it nothing more; what is in flight stays, and its events count. Or take that back."""
+        """Send a replica no more requests, or resume; requests in flight stay, and its events still count."""
         self._replicas[replica].is_draining = is_draining
         self._note_open(self._replicas[replica])
 
     def replicas(self) -> list[ReplicaView]:
-        """All that have joined, in the order in which they did."""
+        """Return statistics of all joined replicas, in the order of joining."""
         load = self._fleet.loads.load
         return [
             ReplicaView(
@@ -174,34 +174,34 @@ class Router:
         token_ids: Iterable[int],
         extra_keys: Iterable[object] | None = None,
     ) -> bool:
-        """`BlockStored`: the replica holds a run of blocks.
+        """Handle `BlockStored`: the replica holds a run of blocks.
 
         Args:
-            replica: Its name.
-            hashes: What it calls them, in order; known ones may be among them.
-            parent: The block that the run continues; None at the start of a sequence.
-            token_ids: Of all of them.
-            extra_keys: What they depend on beside the tokens, for each block or None: `[[salt], None, ...]`.
+            replica: Name of the replica.
+            hashes: The replica's hashes of the blocks, in order; some may be known already.
+            parent: Hash of the block before the run; None at the start of a sequence.
+            token_ids: Token ids of all blocks.
+            extra_keys: Extra keys of the blocks besides their tokens, None for a block without: `[[salt], None, ...]`.
 
         Returns:
-            Whether the parent is known. If not, events were lost, the run is left out, and the replica should be asked
-            to replay its state.
+            Whether the parent is known. If not, events were lost, the run is ignored, and the caller should request a
+            replay from the replica.
 
         Raises:
-            ValueError: Not as many tokens as the blocks have, or one is no token id.
+            ValueError: The number of tokens does not match the blocks, or a token id is invalid.
         """
         return self._replicas[replica].stored(hashes, parent, token_ids, extra_keys)
 
     def removed(self, replica: str, hashes: Iterable[Hash]) -> None:
-        """`BlockRemoved`: these are gone, and snapshots at their ends with them; unknown ones are left out."""
+        """Handle `BlockRemoved`: blocks and the snapshots at their ends are gone; unknown hashes are ignored."""
         self._replicas[replica].removed(hashes)
 
     def cleared(self, replica: str) -> None:
-        """`AllBlocksCleared`: it holds nothing."""
+        """Handle `AllBlocksCleared`: the replica's cache is empty."""
         self._replicas[replica].cleared()
 
     def state_stored(self, replica: str, hashes: Iterable[Hash]) -> bool:
-        """`StateStored`: snapshots at the ends of these blocks can be resumed from.
+        """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks.
 
         Returns:
             Whether all of these blocks are known; see `stored`.
@@ -209,20 +209,20 @@ class Router:
         return self._replicas[replica].state_stored(hashes)
 
     def state_removed(self, replica: str, hashes: Iterable[Hash]) -> None:
-        """`StateRemoved`: they cannot any more."""
+        """Handle `StateRemoved`: the snapshots at the ends of these blocks are gone."""
         self._replicas[replica].state_removed(hashes)
 
     # Requests
 
     def prompt(self, tokens: Iterable[int], salt: str | None = None) -> Prompt:
-        """A prompt to be routed, whose keys are made once.
+        """Build a prompt to route, whose keys are computed once.
 
         Args:
-            tokens: Ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
-            salt: As the replicas publish it (`shown.event_salt`).
+            tokens: Token ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
+            salt: Salt in its published form (`public_hash.event_salt`).
 
         Raises:
-            ValueError: One is no token id, or there is none.
+            ValueError: A token id is invalid, or the prompt is empty.
         """
         prompt = Prompt(tokens, salt)
         if not len(prompt):
@@ -230,14 +230,14 @@ class Router:
         return prompt
 
     def route(self, prompt: Prompt, exclude: Iterable[str] = ()) -> Decision | None:
-        """Where to run it; tell `began` when it has been sent there.
+        """Choose the replica for a prompt; call `began` once the request has been sent there.
 
         Args:
-            prompt: See `prompt`.
-            exclude: Names of replicas that it is not to go to; unknown ones are left out.
+            prompt: Prompt from `prompt`.
+            exclude: Names of replicas to avoid; unknown names are ignored.
 
         Returns:
-            None if every other replica is full, draining or gone.
+            The decision; None if every other replica is full, draining or gone.
         """
         replicas = self._fleet.open
         for name in exclude:
@@ -258,16 +258,16 @@ class Router:
         return Reason.PREFIX if choice.skipped >= choice.max_skipped else Reason.LOAD
 
     def began(self, request: Hashable, decision: Decision, prompt: Prompt, new_tokens: int = 0) -> None:
-        """A request has been sent: its tokens are load, and its prompt's blocks are to be there.
+        """Register a sent request: its tokens count as load, and its prompt's blocks as cached on the replica.
 
         Args:
-            request: Its name, which none in flight has.
-            decision: Where it went.
-            prompt: Its.
-            new_tokens: That it may generate. It is expected to generate as many as others did on average, if it may.
+            request: Id of the request, unique among those in flight.
+            decision: Decision that was followed.
+            prompt: Prompt of the request.
+            new_tokens: Maximum tokens to generate; the expected number is the recent average, up to this maximum.
 
         Raises:
-            ValueError: It is in flight.
+            ValueError: The request is in flight already.
         """
         if request in self._flights:
             raise ValueError(f"request {request!r} is in flight to {self._flights[request].replica!r}")
@@ -282,28 +282,28 @@ class Router:
         self._note_open(one)
 
     def prefilled(self, request: Hashable) -> None:
-        """Its first token has come, so its prompt is computed. Optional: `ended` counts it all the same."""
+        """Note that a request's first token has arrived, so its prompt is computed. Optional: `ended` suffices."""
         flight = self._flights[request]
         one = self._replicas[flight.replica]
         self._fleet.loads.take(one.number, flight.to_compute)
         flight.to_compute = 0
-        if one.has_states:  # its boundaries are behind it: from now on events say where it left a state
+        if one.has_states:  # its prompt is complete: from now on events report its snapshots
             one.index.claimed.discard(one.bit, flight.claimed)
             flight.claimed = ()
 
     def generated(self, request: Hashable, tokens: int) -> None:
-        """So many tokens more have come. Optional."""
+        """Note that `tokens` more tokens of a request have arrived. Optional."""
         flight = self._flights[request]
         fewer = min(tokens, flight.to_generate)
         flight.to_generate -= fewer
         self._fleet.loads.take(self._replicas[flight.replica].number, fewer)
 
     def ended(self, request: Hashable, generated: int | None = None) -> None:
-        """It is not in flight any more, however it ended.
+        """Remove a request that has ended in any way.
 
         Args:
-            request: Its name.
-            generated: Tokens that it generated, if it came to its end: what others are expected to.
+            request: Id of the request.
+            generated: Generated tokens of a completed request, for the average; None if it did not complete.
         """
         flight = self._flights.pop(request)
         one = self._replicas[flight.replica]
@@ -315,12 +315,12 @@ class Router:
             self._mean_generated += (generated - self._mean_generated) / _MEMORY
 
     def least_load(self) -> int:
-        """Tokens yet to be computed where the fewest are; for the wait when all are full. 0 without replicas."""
+        """Return the lowest load of all replicas in tokens, to estimate a wait when all are full; 0 without any."""
         return self._fleet.loads.lowest()
 
     def _note_open(self, one: Replica) -> None:
         self._fleet.open = self._fleet.open | one.bit if one.is_open else self._fleet.open & ~one.bit
 
     def check(self) -> None:
-        """Assert that nothing is known of who is not there, and that loads and claims are those of the flights."""
+        """Assert the invariants of the router; see `check_router`."""
         check_router(self._fleet, self._replicas, self._flights)
