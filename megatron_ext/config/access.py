@@ -14,7 +14,7 @@ CONTROL_TOKENS = ("text", "parse")
 class AccessConfig:
     """Authentication, allowed hosts and origins, visible cache counts, and control tokens in messages."""
 
-    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY, else the file, else no key
+    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY or the file; without any, no key is needed
     api_key_file: str | None = None
     admin_key_file: str | None = None
     allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys

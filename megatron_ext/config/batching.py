@@ -56,7 +56,7 @@ class BatchingConfig:
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
     operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
-    cuda_graph_impl: str = GRAPH_IMPLS[0]  # default: off; on a CPU "local" pads steps in the same way
+    cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
 
     def __post_init__(self) -> None:

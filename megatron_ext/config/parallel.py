@@ -16,14 +16,14 @@ LONGEST_TIMEOUT = 60 * 24 * 365  # minutes
 class ParallelConfig:
     """Sizes of the process groups, with Megatron's names, and the communication backend.
 
-    `ranks.layout` checks the sizes against the model and the number of ranks.
+    `parallel.layout` checks the sizes against the model and the number of ranks.
     """
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None  # default: tensor_model_parallel_size
-    num_layers_in_first_pipeline_stage: int | None = None  # default: an equal share, see `ranks.stages`
+    num_layers_in_first_pipeline_stage: int | None = None  # default: an equal share, see `parallel.stages`
     num_layers_in_last_pipeline_stage: int | None = None  # default: an equal share
     distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
     distributed_timeout_minutes: float = 10.0  # Megatron-LM's default

@@ -26,7 +26,7 @@ class SpeculationConfig:
     speculative_method: str | None = None  # of SpeculativeMethod; default: no drafts
     num_speculative_tokens: int = 0  # maximum drafts per request and step
     speculative_load_hf: str | None = None  # checkpoint of the draft model
-    speculative_load: str | None = None  # the same, in Megatron's format
+    speculative_load: str | None = None  # the same, in a format that --load reads
     speculative_ngram_longest: int = 4  # tokens
     speculative_ngram_shortest: int = 2
     speculative_adaptive: bool = True  # the number of drafts depends on their expected gain

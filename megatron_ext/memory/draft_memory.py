@@ -1,7 +1,7 @@
 """Memory of a draft model's pools: as many blocks as the target model's pool, and two states per request.
 
-A request has as many blocks in the pool of each model. The draft model has two states of it: the one that drafting
-advances, and the one after the accepted tokens.
+A request has as many blocks in the pool of each model. The draft model has two states of it: the one after the accepted
+tokens, and the copy that drafting advances.
 """
 
 from __future__ import annotations

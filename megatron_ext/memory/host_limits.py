@@ -110,7 +110,7 @@ def check_address_space() -> None:
 
 @contextmanager
 def allocating(what: str, advice: Callable[[], str]) -> Iterator[None]:
-    """Context that turns a failed allocation into a `ConfigError` with advice.
+    """Turn an allocation that fails in this context into a `ConfigError` with advice.
 
     Args:
         what: Description of the allocation, with its size.

@@ -201,7 +201,7 @@ class PrefixCache:
             self.pool.free([block for block in unused if block not in self._index])
 
     def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
-        """Return the blocks to keep of unused ones, given from a sequence's end to its start; forget the others."""
+        """Return the needed blocks among unused ones, given from a sequence's end to its start; forget the others."""
         kept = []
         for block in self._index.among(unused):
             if self._is_needed(block):

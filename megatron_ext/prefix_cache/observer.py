@@ -1,4 +1,4 @@
-"""Observer of a cache's contents: told of each change. A cache without an observer does no extra work."""
+"""Observer interface for changes of a cache's contents. A cache without an observer does no extra work."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class StateIndex:
     Args:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
         order: Empty eviction order for visible snapshots that are not opportunistic; None for LRU.
-        listener: Told of each snapshot that comes and goes.
+        listener: Callbacks for each snapshot that is stored, removed, displaced or replaced.
     """
 
     def __init__(

@@ -120,6 +120,6 @@ class Replica:
         return set(self._keys), set(self._states)
 
     def check(self) -> None:
-        """Assert that the index has the replica's blocks and snapshots, with the right numbers of occurrences."""
+        """Assert that the index has the replica's blocks and snapshots, with the right number of occurrences."""
         assert self.index.stored.counts(self.bit) == Counter(self._keys.values()), f"blocks of {self.name}"
         assert self.index.states.counts(self.bit) == Counter(self._states.values()), f"snapshots of {self.name}"
