@@ -45,7 +45,7 @@ class Reason(str, enum.Enum):
     """Reason for a routing decision."""
 
     PREFIX = "prefix"  # the longest prefix is cached there
-    LOAD = "load"  # the load there is lowest; another replica would have skipped more tokens
+    LOAD = "load"  # the least work is queued there, though another replica may skip more tokens
     NOTHING_KNOWN = "nothing_known"  # no replica has a prefix: the least loaded one
     ROUND_ROBIN = "round_robin"
 
@@ -164,7 +164,7 @@ class Router:
             for one in self._replicas.values()
         ]
 
-    # What replicas hold: their events, in order
+    # Cache contents of replicas: their events, in order
 
     def stored(
         self,
