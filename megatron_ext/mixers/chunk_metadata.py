@@ -1,4 +1,4 @@
-"""Where sequences are cut into kernel chunks, in training and in the prefill of a step, for every recurrent mixer."""
+"""Kernel chunk boundaries of sequences, in training and in the prefill of a step, for every recurrent mixer."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def cut_chunks(
 ) -> PackedChunks:
     """Cut packed sequences into chunks of at most chunk_size tokens that end on the grid of absolute positions.
 
-    As training does, where sequences begin at 0.
+    Used in training, where sequences begin at 0.
 
     Args:
         starts: Absolute position of the first token of each sequence in this step.
         lengths: Tokens of each sequence in this step, each at least 1.
         chunk_size: Grid width in tokens.
-        device: Where the index tensors go.
+        device: Device of the index tensors.
     """
     cuts = [cut_lengths(start, length, chunk_size) for start, length in zip(starts, lengths, strict=True)]
     return pack_chunks(cuts, device)
@@ -81,16 +81,16 @@ def cut_prefill(
     stops: Sequence[Sequence[int]],
     device: torch.device | str | None,
 ) -> PackedChunks:
-    """Cut the prefill of a step: a chunk ends where a state is wanted, and otherwise where the work is shared evenly.
+    """Cut the prefill of a step: a chunk ends where a state is kept; between those ends, chunks are evenly sized.
 
-    Results do not depend on where chunks end, so that nothing else asks for an end (HY-9).
+    Results do not depend on where chunks end, so no other boundaries are needed (HY-9).
 
     Args:
-        starts: As for `cut_chunks`, as `lengths` and `device`.
-        lengths: See there.
-        chunk_size: The most tokens of a chunk.
-        stops: Positions of each sequence whose states are wanted; see `cut_between`.
-        device: See there.
+        starts: See `cut_chunks`.
+        lengths: See `cut_chunks`.
+        chunk_size: Maximum number of tokens of a chunk.
+        stops: Positions in each sequence whose states are kept; see `cut_between`.
+        device: See `cut_chunks`.
     """
     cuts = [
         cut_between(start, length, chunk_size, wanted)

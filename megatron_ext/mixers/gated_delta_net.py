@@ -28,15 +28,17 @@ A_INIT_RANGE = (1.0, 16.0)
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
-    """See the module. Shapes are per tensor-parallel rank: G key heads of K channels, H value heads of V channels.
+    """Gated delta net layer, see the module.
+
+    Shapes are per tensor-parallel rank: G key heads of K channels, H value heads of V channels.
 
     Args:
         config: Reads linear_num_key_heads (G), linear_key_head_dim (K), linear_num_value_heads (H),
             linear_value_head_dim (V) and linear_conv_kernel_dim.
         submodules: Specs of `in_proj`, `out_norm` and `out_proj`.
         d_model: Hidden size.
-        norm_epsilon: Of the norm of the outputs; None for that of all norms.
-        max_strength: With which a token overwrites what there was; above 1 eigenvalues can be negative.
+        norm_epsilon: Epsilon of the output norm; None for the epsilon of all norms.
+        max_strength: Maximum strength with which a token overwrites the state; above 1, eigenvalues can be negative.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -76,7 +78,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
             self.out_norm.eps = norm_epsilon
 
     def _build_recurrence(self, submodules: MixerSubmodules) -> None:
-        """Convolution, dt bias, A and the norm of the heads, initialised as `GatedDeltaNet` does."""
+        """Build convolution, dt bias, A and the norm of the heads, initialised as `GatedDeltaNet` does."""
         dtype, heads = self.config.params_dtype, self.value_heads_local
         self.conv1d = nn.Conv1d(
             self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, bias=False, dtype=dtype
@@ -87,30 +89,30 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.out_norm = build_module(submodules.out_norm, config=self.config, hidden_size=self.value_head_dim)
 
     def split(self, projected: Tensor) -> Projected:
-        """[T, .] -> [q | k | v] [T, Cn], beta and alpha [T, H], gate [T, H * V]; views."""
+        """Split [T, .] into [q | k | v] [T, Cn], beta and alpha [T, H], gate [T, H * V]; views."""
         heads = self.value_heads_local
         qkv, gate, beta, alpha = projected.split([self.conv_dim, self.v_dim_local, heads, heads], dim=-1)
         return Projected(qkv, (beta, alpha), gate)
 
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
-        """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V]."""
+        """Apply convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V]."""
         q, k, v = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, None))
         beta, alpha = scan_inputs
         log_decay, strength = decays(beta, alpha, self.dt_bias, self.A_log, max_strength=self.max_strength)
         return through.scan(GATED_DELTA_RULE, q, k, v, log_decay, strength, normalize=True).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The norm of each head, times SiLU of its gate."""
+        """Normalize each head and multiply it with SiLU of its gate."""
         known = self.out_norm.row_norm if isinstance(self.out_norm, NamedNorm) else None
         return norm_then_gate(y, gate, known, self._normed, group_size=self.value_head_dim)
 
     def _normed(self, y: Tensor) -> Tensor:
-        """[T, H * V] -> the same; each head by itself."""
+        """Normalize each head by itself: [T, H * V] -> [T, H * V]."""
         normed: Tensor = self.out_norm(y.unflatten(-1, (self.value_heads_local, self.value_head_dim)))
         return normed.flatten(-2)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, Cn] -> q and k [T, G, K], v [T, H, V]; views."""
+        """Split [T, Cn] into q and k [T, G, K], v [T, H, V]; views."""
         q, k, v = qkv.split([self.qk_dim_local, self.qk_dim_local, self.v_dim_local], dim=-1)
         keys, values = (self.key_heads_local, self.key_head_dim), (self.value_heads_local, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
@@ -122,7 +124,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """For distributed checkpoints: keys and splits of megatron-core's `GatedDeltaNet`."""
+        """Return the distributed checkpoint state, with keys and splits of megatron-core's `GatedDeltaNet`."""
         heads = self.value_heads_local
         qkv = {"query": self.qk_dim_local, "key": self.qk_dim_local, "value": self.v_dim_local}
         split = {

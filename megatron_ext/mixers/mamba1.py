@@ -33,7 +33,9 @@ from megatron_ext.ops.step_size import step_sizes
 
 
 class Mamba1Mixer(RecurrentMixer):
-    """See the module. Shapes are per tensor-parallel rank: D channels of d_inner, R the rank of dt, N states a channel.
+    """Mamba-1 layer, see the module.
+
+    Shapes are per tensor-parallel rank: D channels of d_inner, R the rank of dt, N states a channel.
 
     Args:
         config: Reads mamba_state_dim (N).
@@ -42,8 +44,8 @@ class Mamba1Mixer(RecurrentMixer):
         d_inner: Channels of all ranks.
         dt_rank: R.
         d_conv: Convolution window K.
-        inner_norm: What is done to dt, B and C: "none", "plain" (RMS without weights) or "weighted".
-        inner_norm_epsilon: Added to the variance there.
+        inner_norm: Norm of dt, B and C: "none", "plain" (RMS without weights) or "weighted".
+        inner_norm_epsilon: Added to the variance in these norms.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -75,7 +77,7 @@ class Mamba1Mixer(RecurrentMixer):
         self._build_recurrence(inner_norm, inner_norm_epsilon)
 
     def _build_recurrence(self, inner_norm: str, epsilon: float) -> None:
-        """Convolution, the way to dt, B and C, A and D, initialised as the authors do (A, D in fp32)."""
+        """Build convolution, projections to dt, B and C, A and D, initialised as the authors do (A, D in fp32)."""
         dtype, channels, states = self.config.params_dtype, self.d_inner_local, self.d_state
         self.conv1d = nn.Conv1d(channels, channels, self.d_conv, groups=channels, dtype=dtype)
         self.x_proj = nn.Linear(channels, self.dt_rank + 2 * states, bias=False, dtype=dtype)
@@ -92,23 +94,23 @@ class Mamba1Mixer(RecurrentMixer):
             setattr(self, name, _inner_norm(inner_norm, width, epsilon, dtype))
 
     def split(self, projected: Tensor) -> Projected:
-        """[T, .] -> x and z, [T, D] each; views."""
+        """Split [T, .] into x and z, [T, D] each; views."""
         x, z = projected.split(self.d_inner_local, dim=-1)
         return Projected(x, (), z)
 
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
-        """Convolution and selective scan: x [T, D] -> y [T, D]."""
+        """Apply convolution and selective scan: x [T, D] -> y [T, D]."""
         x = through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias)
         dt, b, c = self._selected(x)
         dt, A = step_sizes(dt, self.dt_proj.bias, self.A_log)
         return through.scan(SELECTIVE_SCAN, x, dt, A, b, c, D=self.D.float())
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Y * SiLU(z), in z's type."""
+        """Return y * SiLU(z), in z's type."""
         return silu_gate(y, gate)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is said of each token of x [T, D]: what step sizes are made of [T, D], B [T, N] and C [T, N]."""
+        """Project x [T, D] to the scan's inputs of each token: dt before its bias [T, D], B [T, N] and C [T, N]."""
         projected, is_parallel = self.x_proj(x), self.tp_group.size() > 1
         if is_parallel:
             projected = reduce_from_tensor_model_parallel_region(projected, self.tp_group)
@@ -125,7 +127,7 @@ class Mamba1Mixer(RecurrentMixer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """For distributed checkpoints: x and z are tensors of their own there; norms are whole on every rank."""
+        """Return the distributed checkpoint state: x and z are separate tensors; norms are whole on every rank."""
         split = {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
         norms = ("dt_layernorm.", "b_layernorm.", "c_layernorm.")
         return sharded_mixer_state(
@@ -134,7 +136,7 @@ class Mamba1Mixer(RecurrentMixer):
 
 
 class InnerNorm(nn.Module):
-    """RMS norm of dt, B or C, in fp32. `weight` is None if it has none."""
+    """RMS norm of dt, B or C, in fp32. `weight` is None for a norm without weights."""
 
     weight: nn.Parameter | None
 
@@ -145,11 +147,11 @@ class InnerNorm(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, width] -> [T, width] in x's type."""
+        """Normalize [T, width] -> [T, width] in x's type."""
         return rms_norm(x, RowNorm(self.weight, self.epsilon), self._normed)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """In plain torch; differentiable."""
+        """Normalize in plain torch; differentiable."""
         weight = None if self.weight is None else self.weight.float()
         return F.rms_norm(x.float(), (self.width,), weight, self.epsilon).to(x.dtype)
 

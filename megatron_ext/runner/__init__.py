@@ -1,1 +1,1 @@
-"""How a scheduled step is prepared, and its tokens are chosen: input tensors, logits, sampling. Needs torch only."""
+"""Preparation of a scheduled step and choice of its tokens: input tensors, logits, sampling. Needs torch only."""

@@ -1,4 +1,4 @@
-"""Block tables as rows of one array, which steps share: a table that is the one of the step before costs nothing."""
+"""Block tables of running requests as rows of one array that steps share; an unchanged table is not written again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Table = tuple[BlockId, ...]
 
 
 class BlockRows:
-    """A row for each running state slot, written when the table there is another one than before.
+    """Block table rows by running state slot; a row is written only when its table has changed.
 
-    A request's table is a tuple that is replaced when it changes (see `Sequence`), and what a row was written from is
-    kept beside it; so the same tuple means the same row. There are as many rows as running state slots, as wide as the
-    longest table so far: nothing else bounds or empties this, and nothing has to.
+    A request's table is a tuple that is replaced when it changes (see `Sequence`). The tuple that a row was written
+    from is kept, so an identical tuple means that the row is up to date. The array has as many rows as running state
+    slots and the width of the longest table so far; nothing else bounds or empties it, which is not needed.
+
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class BlockRows:
         self._rows = np.zeros((0, 0), dtype=np.int64)
 
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
-        """The tables of requests with these running state slots, [R, W] int64, zero behind a table's end; a copy."""
+        """Return a copy of the tables in these running state slots, [R, W] int64, zero after a table's end."""
         width = max(map(len, tables))
         self._ensure_capacity(max(slots) + 1, width)
         written = self._written

@@ -1,4 +1,4 @@
-"""Logits as requests want them shaped, rows together; see docs/sampling.md for the order."""
+"""Logits processors of the eager runner, for all rows together; see docs/sampling.md for their order."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_ext.scheduling.logits_options import LogitsOptions
 
 
 def process_logits(values: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Do what the rows want with their logits. A row depends on nothing but that row.
+    """Apply each row's logits processors. A row's result depends on that row alone.
 
     Args:
         values: Logits, [r, V] fp32; modified.
-        rows: Of the logits; each has a `LogitsOptions`.
+        rows: Sampling rows of the logits; each has a `LogitsOptions`.
     """
     metadata = [_row_metadata(row) for row in rows]
     _penalize(values, metadata)
@@ -56,7 +56,7 @@ def _penalize(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
 
 
 def _count(row_metadata: LogitsOptions) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a sequence, each once, and how often each was generated."""
+    """Return the distinct tokens of a sequence and how often each was generated."""
     came = np.asarray(row_metadata.tokens, dtype=np.int64)
     generated = np.bincount(came[row_metadata.prompt_length :], minlength=1 + int(came.max()))
     tokens = np.flatnonzero(np.bincount(came))
@@ -90,7 +90,7 @@ def _rule_out(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
 
 
 def _forbid(values: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Tokens that must not come yet, before shares of the best one's probability are taken: it may be one of them."""
+    """Forbid tokens before `min_p`, whose threshold depends on the best token: a forbidden token may be the best."""
     words = values.shape[1]
     entries = [(i, token) for i, row in enumerate(rows) for token in row.sampling.forbidden if 0 <= token < words]
     if entries:

@@ -1,4 +1,4 @@
-"""One step's message as tensors: what goes to the device, once, before the forward."""
+"""Input tensors of an eager step, copied to the device once, before the forward."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LIVE_SLOT: Final = attrgetter("running_slot")
 
 @dataclass(frozen=True)
 class StagingRules:
-    """What staging knows of pools and model; constant.
+    """Constants of pools and model that staging needs.
 
     Attributes:
-        block_size: Tokens.
-        dummy_block: Where K/V goes that is not to be written.
-        kernel_chunk: Tokens of a kernel chunk at most.
-        has_states: Whether there are recurrent layers on this rank.
+        block_size: Tokens of a block.
+        dummy_block: Block for K/V that must not be written to the cache.
+        kernel_chunk: Maximum number of tokens of a kernel chunk.
+        has_states: True if this rank has recurrent layers.
         token_rounder: The packed token count is padded to a multiple of this.
-        snapshots_in_prefill: Whether mixers keep states inside a prefill; otherwise the caller copies live ones.
-        device: Where the tensors go.
+        snapshots_in_prefill: True if mixers keep states inside a prefill; otherwise the caller copies running states.
+        device: Device of the tensors.
     """
 
     block_size: int
@@ -50,14 +50,14 @@ class StagingRules:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens that a step sampled, where they are: [m] int64, and the row of each request."""
+    """Sampled tokens of a step on the device, [m] int64, and the row of each request."""
 
     tokens: Tensor
     rows: Mapping[int, int]
 
 
 class SamplingRow(NamedTuple):
-    """Whose next token a row of the step's logits is, how it is chosen, and how many drafts are assumed to come."""
+    """Row of the step's logits: its request, its sampling options, and the number of drafts it assumes accepted."""
 
     request_id: int
     sampling: Sampling
@@ -66,7 +66,7 @@ class SamplingRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptScore:
-    """A span of the step's scored tokens that belongs to one request (prompt log-probs)."""
+    """Span of the step's scored tokens that belongs to one request (prompt log-probs)."""
 
     request_id: int
     rows: slice  # of `ModelInput.score_tokens`
@@ -90,9 +90,9 @@ class ModelInput:
     slot_mapping: Tensor  # [num_tokens] int64, index into the cache flattened over blocks and places
     paged_batch: PagedBatch
     recurrent: RecurrentStep | None  # None for models without recurrent layers
-    sample_tokens: Tensor  # [m] int64, those that a next token is drawn behind
-    sampling: tuple[SamplingRow, ...]  # of each of them
-    score_tokens: Tensor  # [k] int64, those whose logits score the prompt token behind them
+    sample_tokens: Tensor  # [m] int64, packed tokens whose logits are sampled
+    sampling: tuple[SamplingRow, ...]  # one for each of them
+    score_tokens: Tensor  # [k] int64, packed tokens whose logits score the prompt token after them
     prompt_scores: tuple[PromptScore, ...]
 
 
@@ -102,13 +102,13 @@ def stage_step(
     last_sampled: SampledTokens | None = None,
     block_rows: BlockRows | None = None,
 ) -> ModelInput:
-    """Stage a step, in one copy but for what a prefill adds. Padding repeats token 0 at position 0.
+    """Stage a step, in one copy except for what a prefill adds. Padding repeats token 0 at position 0.
 
     Args:
-        step: The message; nothing else is read.
-        rules: Of pools and model.
-        last_sampled: Of the step before, for chunks that begin with `LAST_SAMPLED`.
-        block_rows: Block tables of steps before, whose rows are used again; none if missing.
+        step: Scheduled step; nothing else is read.
+        rules: Constants of pools and model.
+        last_sampled: Tokens of the previous step, for chunks that begin with `LAST_SAMPLED`.
+        block_rows: Block table rows of previous steps to reuse; None to write all rows.
     """
     num_decode = step.num_decode
     chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
@@ -157,7 +157,7 @@ def _sampling_rows(chunk: ScheduledChunk) -> tuple[SamplingRow, ...]:
 
 
 def _verified_tokens(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> np.ndarray:
-    """Packed tokens that a next one is drawn behind, where some chunks end with drafts: [m]."""
+    """Return the packed tokens whose logits are sampled, for steps where some chunks end with drafts: [m]."""
     ends = [(chunk, int(end)) for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.sampling is not None]
     return np.concatenate([np.arange(end - 1 - len(chunk.target_sampling), end) for chunk, end in ends])
 
@@ -169,9 +169,9 @@ def stage_tokens(
     firsts: np.ndarray,
     rules: StagingRules,
 ) -> dict[str, np.ndarray]:
-    """What there is for each token of the packed axis, all chunks at once; the first two with padding.
+    """Return the arrays with an entry per packed token; the ids and positions are padded.
 
-    KV goes to the token's place in its block; what lies in shared blocks already goes to the dummy block (KV-3).
+    KV goes to the token's place in its block; KV that shared blocks already hold goes to the dummy block (KV-3).
     """
     total, lengths = int(firsts[-1]), np.diff(firsts)
     padded = total + -total % rules.token_rounder
@@ -192,7 +192,7 @@ def _fill_in(
     firsts: np.ndarray,
     last_sampled: SampledTokens | None,
 ) -> Tensor:
-    """Put tokens that the host does not know into their places, from device to device."""
+    """Copy tokens that the host does not know into their places, from device to device."""
     places = np.flatnonzero(token_ids == LAST_SAMPLED)
     if not len(places):
         return input_ids
@@ -227,7 +227,7 @@ def _stage_recurrent(
 
 
 def _as_slice(slots: Sequence[int]) -> slice | None:
-    """Ascending slots without a gap as a slice; None if there are none, or a gap."""
+    """Return ascending slots without a gap as a slice; None if `slots` is empty or has a gap."""
     if not slots or slots[-1] - slots[0] != len(slots) - 1:
         return None
     return slice(slots[0], slots[-1] + 1)
@@ -236,9 +236,9 @@ def _as_slice(slots: Sequence[int]) -> slice | None:
 def _stage_snapshots(
     prefill: Sequence[ScheduledChunk], keeps: Sequence[bool], packed: PackedChunks, rules: StagingRules
 ) -> SnapshotPlaces | None:
-    """Where in the packed prefill the wanted states arise: each is the end of a kernel chunk (HY-9).
+    """Return the places in the packed prefill where kept states arise: each is the end of a kernel chunk (HY-9).
 
-    Those of chunks that keep none inside are copied when the forward is over (see `StagingRules`).
+    States of chunks that keep none inside are copied after the forward (see `StagingRules`).
     """
     slots, sequences, tokens = [], [], []
     first_token = 0
@@ -259,7 +259,7 @@ def _stage_snapshots(
 def _choose_scored(
     prefill: Sequence[ScheduledChunk], firsts: Sequence[int] | np.ndarray
 ) -> tuple[list[int], list[PromptScore]]:
-    """Which packed tokens score prompt tokens, and whose; `firsts` are where the chunks begin."""
+    """Return the packed tokens that score prompt tokens, and the span of each request; `firsts` are chunk starts."""
     tokens: list[int] = []
     scores: list[PromptScore] = []
     for chunk, first in zip(prefill, firsts, strict=False):
@@ -272,6 +272,6 @@ def _choose_scored(
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
-    """Integer arrays as int64 tensors, in one copy."""
+    """Return integer arrays as int64 tensors, in one copy."""
     flat = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
     return to_device(flat, device).split([len(array) for array in arrays])

@@ -1,4 +1,4 @@
-"""Which errors are a failed allocation."""
+"""Detection of failed allocations."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from megatron_ext.engine.error_isolation import describe
 
-# What torch's CPU allocator says, in a plain RuntimeError.
+# Messages of torch's CPU allocator, which raises a plain RuntimeError.
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on the host, in torch's CPU allocator, or on the device."""
+    """Return whether an allocation failed: on the host, in torch's CPU allocator, or on the device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in describe(error) for words in _CPU_ALLOCATOR)

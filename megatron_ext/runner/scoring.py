@@ -1,4 +1,4 @@
-"""Log-probs of tokens, a few rows at a time: the logits of a long prompt are never all there."""
+"""Log-probs of tokens, a few rows at a time, so that the logits of a long prompt never exist all at once."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from megatron_ext.engine.result import Score
 from megatron_ext.memory.budget import SCORING_BYTES
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 
-# Of one row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
+# Bytes per logit of a row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
 _BYTES_PER_LOGIT = 12
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """How many rows of logits are scored together, within `SCORING_BYTES`."""
+    """Return the number of rows of logits that are scored together, within `SCORING_BYTES`."""
     return max(1, SCORING_BYTES // (_BYTES_PER_LOGIT * vocabulary))
 
 
 def score_rows(
     logits_of: Callable[[slice], Tensor], vocabulary: int, targets: Tensor, top_n: Sequence[int]
 ) -> tuple[Score, ...]:
-    """Score k tokens; a row's scores depend on nothing but that row.
+    """Score k tokens; a row's scores depend on that row alone.
 
     Results reach the host in one read-back per kind, after everything is enqueued.
 
     Args:
-        logits_of: Rows [i, j) of k -> their logits, [j - i, V].
+        logits_of: Returns the logits [j - i, V] of rows [i, j) of the k rows.
         vocabulary: V.
         targets: Token ids, [k] int64.
-        top_n: How many of the best each row is to list, k numbers.
+        top_n: Number of best tokens to list for each row, k numbers.
     """
     most, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
     parts = []

@@ -1,1 +1,1 @@
-"""Steps padded to sizes, in places that never move, computed by programs: CUDA graphs, or the same code uncaptured."""
+"""Steps padded to bucket sizes in static buffers: replayed as CUDA graphs, or run as the same code uncaptured."""

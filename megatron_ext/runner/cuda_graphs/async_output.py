@@ -1,6 +1,6 @@
-"""What a captured step answers: a token a row, and where somebody asks their log-probs and the best ones.
+"""Output of a captured step: a sampled token per row and, if requested, its log-prob and the best tokens.
 
-The tokens come first, so that a step of which nothing else is asked copies nothing else.
+The tokens come first, so a step without log-probs copies nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.scheduling.step import ScheduledChunk
 
 @dataclass(frozen=True)
 class OutputRow:
-    """A row that somebody waits for: whose it is, and how many of the best tokens are listed; None is no log-prob."""
+    """Output row that yields a token: its request, its row and the number of best tokens; None means no log-probs."""
 
     request_id: int
     row: int
@@ -26,7 +26,7 @@ class OutputRow:
 
 
 def output_layout(rows: int, vocabulary: int) -> Layout:
-    """Everything that a step of so many rows may be asked."""
+    """Return the layout of every output that a step of `rows` rows can have."""
     listed = (rows, min(MAX_LISTED, vocabulary))
     shapes = {"tokens": (rows,), "log_probs": (rows,), "best": listed, "best_log_probs": listed}
     return Layout(shapes, frozenset({"log_probs", "best_log_probs"}))
@@ -39,13 +39,13 @@ def fetch(
     *,
     is_scored: bool,
 ) -> Launched:
-    """Enqueue the copy of a step's answer to the host.
+    """Enqueue the copy of a step's output to the host.
 
     Args:
-        answers: Where it comes from.
-        layout: Of the answer.
-        chunks: One a row.
-        is_scored: Whether somebody asks for log-probs.
+        outputs: Source of the copy.
+        layout: Layout of the output.
+        chunks: One chunk per row.
+        is_scored: True if a row requests log-probs.
     """
     rows = [
         OutputRow(chunk.request_id, row, chunk.sampling.top_n)
@@ -56,18 +56,18 @@ def fetch(
 
 
 class Launched:
-    """A step that the device may still be computing."""
+    """Launched step that the device may still be computing."""
 
     def __init__(self, answer: PendingOutput, layout: Layout, rows: Sequence[OutputRow]) -> None:
         self._answer, self._layout, self._asked = answer, layout, rows
 
     @property
     def rows(self) -> list[tuple[int, int]]:
-        """Whose token is in which row."""
+        """Request id and row of each sampled token."""
         return [(one.request_id, one.row) for one in self._asked]
 
     def result(self) -> StepResult:
-        """Wait for its tokens."""
+        """Wait for the tokens of the step and return its result."""
         numbers = self._answer.read()
         tokens = numbers[: self._layout.shapes["tokens"][0]].tolist()
         asked = [one for one in self._asked if one.top_n is not None]

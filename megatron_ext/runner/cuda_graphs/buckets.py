@@ -1,8 +1,8 @@
-"""Which sizes steps are padded to, and why a step is not.
+"""Buckets: the sizes that steps are padded to, and the reasons why a step runs eagerly.
 
-A program is made for a bucket: so many rows that decode, so many prefills with so many tokens, block tables so wide.
-All bounds on the host follow from the bucket, so two steps of one bucket differ in what stands in fixed places and in
-nothing else.
+A graph is captured for each bucket: a number of decode rows, a number of prefills and their tokens, and a width of the
+block tables. All bounds on the host follow from the bucket, so two steps of one bucket differ only in the contents of
+the static buffers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The sizes of a program.
+    """Sizes of one captured graph.
 
     Attributes:
         decodes: Rows that decode, R; at least 1.
         prefills: Rows that prefill, S.
-        tokens: Of all prefills together.
+        tokens: Tokens of all prefills together.
         blocks: Width of the block table.
     """
 
@@ -43,27 +43,27 @@ class Bucket:
 
     @property
     def rows(self) -> int:
-        """R + S."""
+        """Number of rows, R + S."""
         return self.decodes + self.prefills
 
     @property
     def num_tokens(self) -> int:
-        """On the packed axis."""
+        """Tokens on the packed axis."""
         return self.decodes + self.tokens
 
     def grid(self, kernel_chunk: int) -> ChunkGrid:
-        """Room for the kernel chunks of the prefills."""
+        """Return the grid that holds the kernel chunks of the prefills."""
         places = min(kernel_chunk, self.tokens)
         return ChunkGrid(self.prefills, -(-self.tokens // places) + CUTS, places, self.tokens)
 
     @property
     def snapshots(self) -> int:
-        """Room for states inside prefills that are kept."""
+        """Maximum number of states kept inside prefills."""
         return self.prefills * (CUTS + 1)
 
     @property
     def copies(self) -> int:
-        """Room for live states that are copied into snapshots."""
+        """Maximum number of running states copied into snapshots."""
         return min(self.decodes, COPIES) + self.prefills
 
     def __str__(self) -> str:
@@ -72,15 +72,15 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of an engine.
+    """Buckets of an engine.
 
     Args:
-        limits: Of its scheduler.
-        count: Sizes of decode batches at most; more than there are state slots are of no use.
-        kernel_chunk: Tokens that a recurrent layer takes together.
-        snapshots_in_prefill: Whether mixers keep states inside a prefill.
-        one_width: Whether every block table is as wide as the longest, as one program for all lengths needs it;
-            otherwise widths double, for operators that compute as many keys as there is room for.
+        limits: Limits of the engine's scheduler.
+        count: Maximum number of decode batch sizes; more than the state slots are of no use.
+        kernel_chunk: Tokens that a recurrent layer processes together.
+        snapshots_in_prefill: True if mixers keep states inside a prefill.
+        one_width: True if every block table is as wide as the longest, as one graph for all lengths needs; otherwise
+            widths double, for operators that compute as many keys as fit in the table.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Buckets:
         self._snapshots_in_prefill = snapshots_in_prefill
 
     def all(self) -> list[Bucket]:
-        """Every bucket there is, the largest first: memory that it needs does for the others."""
+        """Return all buckets, the largest first: the memory of a larger one suffices for the others."""
         width_first = [
             Bucket(decodes, prefills, tokens, blocks)
             for blocks in self.widths
@@ -109,7 +109,7 @@ class Buckets:
         return sorted(width_first, key=lambda one: (one.num_tokens, one.blocks), reverse=True)
 
     def find(self, step: ScheduledStep) -> Bucket | None:
-        """The smallest bucket that holds a step; None if none does."""
+        """Return the smallest bucket that holds a step; None if no bucket does."""
         decodes, prefills = step.chunks[: step.num_decode], step.chunks[step.num_decode :]
         size = _at_least(self.sizes, max(1, len(decodes)))
         width = _at_least(self.widths, max(len(chunk.block_ids) for chunk in step.chunks))
@@ -131,15 +131,15 @@ class Buckets:
         return kept <= bucket.snapshots and all(len(self.cut(chunk, grid)) <= grid.chunks for chunk in prefills)
 
     def cut(self, chunk: ScheduledChunk, grid: ChunkGrid) -> list[int]:
-        """Tokens of each kernel chunk of a prefill."""
+        """Return the number of tokens of each kernel chunk of a prefill."""
         inside = chunk.snapshots if self._snapshots_in_prefill else ()
         return cut_between(chunk.start, chunk.length, grid.places, sorted({one.position for one in inside}))
 
 
 def why_eager(step: ScheduledStep) -> str | None:
-    """What a step asks for that no program computes; None if nothing.
+    """Return the feature of a step that no captured graph supports; None if there is none.
 
-    Sizes are another matter, see `Buckets.find`.
+    Step sizes are checked separately, see `Buckets.find`.
     """
     if any(chunk.target_sampling for chunk in step.chunks):
         return "drafts are verified"
@@ -156,7 +156,7 @@ def why_eager(step: ScheduledStep) -> str | None:
 
 
 def decode_sizes(most: int, count: int) -> tuple[int, ...]:
-    """Sizes of decode batches, `count` at most and evenly apart, the largest of them all that may run at once.
+    """Return at most `count` evenly spaced decode batch sizes up to `most`, the most rows that run at once.
 
     >>> decode_sizes(16, 4)
     (4, 8, 12, 16)
@@ -168,7 +168,7 @@ def decode_sizes(most: int, count: int) -> tuple[int, ...]:
 
 
 def _widths(most: int, *, one_width: bool) -> tuple[int, ...]:
-    """Widths of block tables: all, or doubling up to all."""
+    """Return the widths of block tables: `most` alone, or widths that double up to `most`."""
     found = {most}
     while not one_width and most > 1:
         most = -(-most // 2)

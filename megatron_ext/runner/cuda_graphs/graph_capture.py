@@ -1,4 +1,4 @@
-"""Programs that are run again and again: captured as CUDA graphs, or run as they are where there are none."""
+"""Capture of code that runs again and again: as CUDA graphs, or run as Python code on devices without graphs."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ _WARM_UPS = 2
 
 
 class Capture(Protocol):
-    """Makes a program of what it computes once.
+    """Capture interface: turns a function into a program that can be replayed.
 
     Attributes:
-        takes_long: So that programs are made before they are needed.
+        takes_long: True if captures are slow, so that programs are captured before they are needed.
     """
 
     takes_long: bool
 
     def capture(self, run: Program) -> Program:
-        """What computes the same on whatever lies in fixed places by then, and leaves its answer in others."""
+        """Return a program that repeats `run` on the current contents of its static buffers."""
 
     def forget(self) -> None:
-        """All programs made so far have been dropped; those to come share nothing with them."""
+        """Reset after all programs made so far were dropped; later programs share nothing with them."""
 
 
 class NoGraphs:
-    """Runs the Python code each time, as on a CPU."""
+    """Capture without graphs: runs the Python code each time, as on a CPU."""
 
     takes_long = False
 
     def capture(self, run: Program) -> Program:
-        """The very function."""
+        """Return `run` itself."""
         return run
 
     def forget(self) -> None:
-        """Nothing was kept."""
+        """Do nothing; this class keeps no state."""
 
 
 class CudaGraphs:
-    """CUDA graphs that share their memory: what a program makes is overwritten by the next, its answers are elsewhere.
+    """CUDA graphs that share one memory pool; a replay overwrites temporaries of the last, never outputs.
 
-    Nothing of a step that is captured may read anything back or make tensors on the host; the recorder in
-    `tests/unit_tests/support/programs.py` sees to that on a CPU.
+    Captured code must not read anything back nor create tensors on the host; the recorder in
+    `tests/unit_tests/support/programs.py` checks this on a CPU.
 
-    All are warmed up and captured on one stream of this object's own. cuBLAS has a workspace for each stream (32 MiB on
-    a device of capability 9.0), whose address graphs keep; torch may free it when a graph of that stream is destroyed,
-    so graphs of a stream live and go together.
+    All graphs are warmed up and captured on one stream owned by this object. cuBLAS has a workspace for each stream (32
+    MiB on a device of capability 9.0), whose address graphs keep. Torch may free the workspace when a graph of that
+    stream is destroyed, so all graphs of a stream are kept and dropped together.
 
     Args:
-        device: Where they run.
+        device: Device that the graphs run on.
     """
 
     takes_long = True
@@ -63,9 +63,9 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Program) -> Program:
-        """Run it a few times beside the current stream, so that libraries have what they need; then capture it.
+        """Warm `run` up on a side stream, so that libraries allocate what they need; then capture it.
 
-        Other threads may allocate and copy meanwhile, a server's among them: only this thread's calls are watched.
+        Other threads, such as a server's, may allocate and copy meanwhile: only calls of this thread are checked.
         """
         current, beside = torch.cuda.current_stream(), self._stream
         beside.wait_stream(current)
@@ -82,13 +82,13 @@ class CudaGraphs:
         return graph.replay
 
     def forget(self) -> None:
-        """Take another pool: torch refuses one whose graphs are gone while any of its memory is still in use."""
+        """Take another pool: torch refuses a pool whose graphs are gone while any of its memory is still in use."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Within it Python collects no garbage, whose finalizers might call CUDA in the thread that captures."""
+    """Disable garbage collection within the context: finalizers might call CUDA in the capturing thread."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""From logits in a fixed place to tokens and their log-probs in another: the programs of a bucket behind its forward.
+"""Captured sampling: the graphs of a bucket that turn static logits into tokens and log-probs after its forward.
 
-Logits that requests want shaped are shaped in a copy, so log-probs are those of the model. A step runs one of six
-programs that choose, and the one that scores if somebody asks for log-probs; what nobody asks for costs nothing.
+Logits processors work on a copy, so log-probs are those of the model. A step replays one of six sampling graphs, and
+the scoring graph only if a row requests log-probs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_ext.runner.scoring import rows_at_once
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
-_DRAWN: Final = 4  # times as much memory as scoring a row where its words are ordered, and weighed in fp64
+_DRAWN: Final = 4  # times the memory of scoring a row, for rows that are sorted and weighed in fp64
 
 
 class SamplerNeeds(NamedTuple):
-    """What a step asks of its logits.
+    """Sampling features that a step needs, over all its rows.
 
     Attributes:
-        is_processed: By some row.
-        has_mask: Some row's answer must have a form; then they are shaped, too.
-        is_drawn: Some row is not greedy.
-        is_scored: Somebody asks for log-probs.
+        is_processed: True if a row has logits processors.
+        has_mask: True if a row has structured output; `is_processed` is then set, too.
+        is_drawn: True if a row is not greedy.
+        is_scored: True if a row requests log-probs.
     """
 
     is_processed: bool
@@ -43,12 +43,12 @@ class SamplerNeeds(NamedTuple):
 
 
 def samplings_of(chunks: Sequence[ScheduledChunk]) -> list[Sampling]:
-    """Of those that yield a token."""
+    """Return the sampling options of the chunks that yield a token."""
     return [chunk.sampling for chunk in chunks if chunk.sampling is not None]
 
 
 def sampler_needs_of(samplings: Sequence[Sampling]) -> SamplerNeeds:
-    """What all rows together ask for."""
+    """Return the sampling features that the rows need together."""
     return SamplerNeeds(
         is_processed=needs_logits_processing(samplings),
         has_mask=any(map(needs_structured_output, samplings)),
@@ -58,13 +58,13 @@ def sampler_needs_of(samplings: Sequence[Sampling]) -> SamplerNeeds:
 
 
 class GraphSampler:
-    """Programs of a bucket that read logits and write its answer.
+    """Sampling graphs of a bucket: read its logits and write its output.
 
     Args:
-        graphs: Makes a program.
-        logits: [R, V], where they will be.
-        parts: What was sent, the wishes about shaping among it.
-        answer: Where tokens and log-probs go, by the names of `output_layout`.
+        graphs: Captures the graphs.
+        logits: Static logits buffer, [R, V].
+        parts: Inputs that were sent to the device, the logits metadata among them.
+        answer: Output tensors by the names of `output_layout`.
     """
 
     def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
@@ -77,7 +77,7 @@ class GraphSampler:
         self._score: Program = graphs.capture(partial(_score, logits, answer))
 
     def run(self, needs: SamplerNeeds) -> None:
-        """Choose, and score if that is asked for."""
+        """Sample the tokens, and score them if a row requests log-probs."""
         self._choose[needs.is_processed, needs.has_mask, needs.is_drawn]()
         if needs.is_scored:
             self._score()
@@ -92,7 +92,7 @@ def _choose(is_processed: bool, has_mask: bool, is_drawn: bool, logits: Tensor, 
 
 
 def _score(logits: Tensor, answer: Parts) -> None:
-    """A few rows at a time, as everywhere: the same memory however many there are."""
+    """Score a few rows at a time, so that memory does not grow with the number of rows."""
     listed, at_once = answer["best"].shape[1], rows_at_once(logits.shape[1])
     for start in range(0, len(logits), at_once):
         rows = slice(start, start + at_once)

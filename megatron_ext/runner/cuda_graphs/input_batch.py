@@ -1,7 +1,7 @@
-"""One captured step: what of it is written where, and what the model is given of that.
+"""Input batch of a captured step: writes its arrays and builds the model input from the static buffers.
 
-Padding is requests that are nobody's: they decode or prefill token 0 at position 0, in the dummy block and in the spare
-state slot, and what they sample is not read. States that no request wants kept go to a spare slot for snapshots.
+Padding rows are dummy requests: they decode or prefill token 0 at position 0, in the dummy block and the spare state
+slot, and their sampled tokens are not read. Surplus snapshot entries write to a spare snapshot slot.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Copies = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SpareSlots:
-    """Where padding has its states; nobody else is ever there."""
+    """Spare slots that only padding rows use."""
 
     live: int
     snapshot: int
 
 
 def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
-    """Everything that a step of this bucket needs on the device."""
+    """Return the layout of everything that a step of this bucket needs on the device."""
     rows, tokens = bucket.rows, bucket.num_tokens
     shapes: dict[str, Shape] = {
         "input_ids": (tokens,),
@@ -74,12 +74,12 @@ def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
 
 
 class InputBatch:
-    """Writes messages into the host's arrays.
+    """Writer of a step's inputs into the host's arrays.
 
     Args:
-        rules: Of pools and model.
-        buckets: What steps are padded to.
-        spare: Slots for padding.
+        rules: Constants of pools and model.
+        buckets: Sizes that steps are padded to.
+        spare: Slots for padding rows.
     """
 
     def __init__(self, rules: StagingRules, buckets: Buckets, spare: SpareSlots) -> None:
@@ -90,7 +90,7 @@ class InputBatch:
         self._dummy = (BlockId(rules.dummy_block),)
 
     def pad(self, step: ScheduledStep, bucket: Bucket) -> tuple[ScheduledChunk, ...]:
-        """A chunk for each row of the bucket: decodes, then prefills, nobody's behind the others of their kind."""
+        """Return a chunk for each row: decodes, then prefills, each kind followed by its dummy requests."""
         decodes, prefills = step.chunks[: step.num_decode], step.chunks[step.num_decode :]
         missing = bucket.decodes - len(decodes), bucket.prefills - len(prefills)
         return (
@@ -107,11 +107,11 @@ class InputBatch:
         """Fill every array of the bucket's layout.
 
         Args:
-            chunks: One a row, see `pad`.
-            bucket: Theirs.
-            arrays: By the names of `layout_of`.
-            copies: Live states that become snapshots behind the forward, as (running state slot, snapshot slot); at
-                most as many as the bucket has room for.
+            chunks: One chunk per row, see `pad`.
+            bucket: Bucket of the step.
+            arrays: Arrays by the names of `layout_of`.
+            copies: Running states that become snapshots after the forward, as (running state slot, snapshot slot); at
+                most `bucket.copies` pairs.
         """
         rules, slots = self._rules, [chunk.running_slot for chunk in chunks]
         tables = [chunk.block_ids for chunk in chunks]
@@ -139,7 +139,7 @@ class InputBatch:
 
     @staticmethod
     def _write_sampling_metadata(chunks: Sequence[ScheduledChunk], arrays: Arrays) -> None:
-        """How each row is drawn; who is greedy, and who yields nothing, says so by a uniform number below zero."""
+        """Write the sampling metadata of each row; `uniform` is negative for greedy rows and rows without a token."""
         metadata = [None if one.sampling is None or one.sampling.uniform is None else one.sampling for one in chunks]
         arrays["temperature"][:] = [1.0 if one is None else one.temperature for one in metadata]
         arrays["top_k"][:] = [0 if one is None else one.top_k for one in metadata]
@@ -148,7 +148,7 @@ class InputBatch:
 
     @staticmethod
     def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
-        """Copies, and padding as the operator knows it."""
+        """Write copies of states, padded with the pair that the operator ignores."""
         missing = len(arrays[sources]) - len(pairs)
         assert missing >= 0, "a bucket has room for its copies"
         numbers = np.asarray([*pairs, *[_NO_COPY] * missing], dtype=np.int64)
@@ -174,7 +174,7 @@ class InputBatch:
     def _write_kept(
         self, prefills: Sequence[ScheduledChunk], cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays
     ) -> None:
-        """States inside the prefills, each the end of a chunk; what is left over keeps the end of the first one."""
+        """Write the states to keep inside prefills, each a chunk's end; spare entries keep sequence 0's last chunk."""
         firsts, ends = arrays["cu_seqlens"], cuts.cumsum(1)
         kept: list[tuple[int, int, int, int]] = []
         if self._rules.snapshots_in_prefill:
@@ -190,7 +190,7 @@ class InputBatch:
 
 
 def write_grid(cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays) -> None:
-    """Where the tokens of each chunk are spread to; cuts [S, m] are the tokens of each, zeros behind the last one."""
+    """Write the padded places of each chunk's tokens; `cuts` [S, m] are chunk lengths, zeros after the last chunk."""
     lengths = cuts.reshape(-1, 1)
     firsts, offsets = starts(lengths.ravel()), np.arange(grid.places)
     is_padding = offsets >= lengths
@@ -205,9 +205,9 @@ def write_grid(cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays) -> None:
 def model_input(
     chunks: tuple[ScheduledChunk, ...], bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules
 ) -> ModelInput:
-    """What layers read: the fixed places, and bounds that follow from the bucket alone.
+    """Return the model input of a bucket: views of the static buffers, and bounds that the bucket alone determines.
 
-    Made anew for each run, since what backends prepare from it depends on what is in the places.
+    The input is made anew for each run because backends prepare data from the contents of the buffers.
     """
     keys = bucket.blocks * rules.block_size
     lengths = (1,) * bucket.decodes + (bucket.tokens,) * bucket.prefills
@@ -250,5 +250,5 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
 
 
 def sampling_metadata_of(parts: Mapping[str, Tensor]) -> SamplingMetadata:
-    """How rows are drawn."""
+    """Return the sampling metadata of all rows."""
     return SamplingMetadata(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"])

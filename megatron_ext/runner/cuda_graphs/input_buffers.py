@@ -1,7 +1,7 @@
-"""Where a step's numbers lie on the device: always at the same addresses, filled by one copy.
+"""Static input and output buffers of a step: fixed device addresses, filled by one copy.
 
-The host writes into one of two pinned buffers while the device may still read the other; an event says when it has.
-All numbers have eight bytes, so whole ones and others share a buffer.
+The host writes into one of two pinned buffers while the device may still read the other; an event marks the end of each
+copy. All numbers have eight bytes, so int64 and float64 share a buffer.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes, one behind the other; `fractions` are those of float64, all others are int64."""
+    """Names and shapes of consecutive arrays; those named in `fractions` are float64, all others int64."""
 
     shapes: Mapping[str, Shape]
     fractions: frozenset[str]
 
     @cached_property
     def count(self) -> int:
-        """Numbers of all together."""
+        """Numbers of all arrays together."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def first(self, name: str) -> int:
-        """Where the numbers of a name begin."""
+        """Return the index of an array's first number."""
         before = list(self.shapes)[: list(self.shapes).index(name)]
         return sum(math.prod(self.shapes[one]) for one in before)
 
     def parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Views of a buffer of int64."""
+        """Return views of an int64 buffer, by name."""
         parts = whole[: self.count].split([math.prod(shape) for shape in self.shapes.values()])
         return {
             name: (part.view(torch.float64) if name in self.fractions else part).view(shape)
@@ -45,7 +45,7 @@ class Layout:
 
 
 class _HostBuffer:
-    """Pinned where there is something to copy to, and free again when that has been done."""
+    """Host buffer, pinned if the device is CUDA; free for reuse when its copy is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -54,29 +54,29 @@ class _HostBuffer:
         self._views: dict[int, tuple[Layout, dict[str, np.ndarray]]] = {}  # by the layout's identity
 
     def views(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Where the numbers of a layout are; made once: that takes as long as writing them."""
+        """Return the arrays of a layout; cached, since making the views takes as long as writing them."""
         if id(layout) not in self._views:
             self._views[id(layout)] = layout, {name: one.numpy() for name, one in layout.parts(self.whole).items()}
         return self._views[id(layout)][1]
 
     def wait(self) -> None:
-        """Until nothing reads or writes it any more."""
+        """Wait until no copy reads or writes the buffer any more."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def mark(self) -> None:
-        """A copy from or to it has just been enqueued."""
+        """Record that a copy from or to the buffer was just enqueued."""
         if self._copied is not None:
             self._copied.record()
 
 
 class InputBuffers:
-    """Buffers for the largest of some layouts; on the device there is room behind it for what a step answers.
+    """Input buffers for the largest of some layouts, followed on the device by the output of a step.
 
     Args:
-        layouts: Of all steps.
-        device: Where they are computed.
-        answer: Numbers of an answer at most; it begins with the sampled tokens, by rows.
+        layouts: Layouts of all steps.
+        device: Device that computes the steps.
+        answer: Maximum size of an output, in numbers; it begins with the sampled tokens, by rows.
     """
 
     def __init__(self, layouts: Iterable[Layout], device: torch.device, answer: int = 0) -> None:
@@ -87,20 +87,20 @@ class InputBuffers:
         self._host = [_HostBuffer(count, device) for _ in range(2)]
 
     def parts(self, layout: Layout) -> dict[str, Tensor]:
-        """Where the device finds what was sent."""
+        """Return the device's views of the inputs that were sent."""
         return layout.parts(self._device)
 
     def gather(self, index: Tensor) -> Tensor:
-        """Numbers by their places in the whole buffer, the last answer behind all layouts: [n] -> [n]."""
+        """Return numbers by index into the whole buffer, where the last output follows the inputs: [n] -> [n]."""
         return self._device.index_select(0, index)
 
     def open(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Where the host writes what is to be sent next; waits until the copy before the last one is done."""
+        """Return the host arrays for the next inputs, after the copy before the last one is done."""
         self._host[0].wait()
         return self._host[0].views(layout)
 
     def send(self, layout: Layout, *, unused: int = 0) -> None:
-        """Enqueue the one copy of a step, but for so many numbers at the end that nobody looks at."""
+        """Enqueue the single copy of a step's inputs, without the last `unused` numbers of the layout."""
         count, buffer = layout.count - unused, self._host[0]
         self._device[:count].copy_(buffer.whole[:count], non_blocking=True)
         buffer.mark()
@@ -108,11 +108,11 @@ class InputBuffers:
 
 
 class AsyncModelOutput:
-    """What programs answer on its way back: one copy a step, into one of two buffers.
+    """Copies of a captured step's outputs to the host: one copy a step, into one of two buffers.
 
     Args:
-        whole: [n] int64, where programs write it.
-        device: Where that is.
+        whole: Device buffer that graphs write their outputs to, [n] int64.
+        device: Device of `whole`.
     """
 
     def __init__(self, whole: Tensor, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class AsyncModelOutput:
         self._host = [_HostBuffer(len(whole), device) for _ in range(2)]
 
     def fetch(self, count: int) -> PendingOutput:
-        """Enqueue the copy of the first so many numbers."""
+        """Enqueue the copy of the first `count` numbers."""
         buffer = self._host[0]
         buffer.whole[:count].copy_(self._whole[:count], non_blocking=True)
         buffer.mark()
@@ -129,12 +129,12 @@ class AsyncModelOutput:
 
 
 class PendingOutput:
-    """Numbers that may still be computed; to be read before the answer after the next one is fetched."""
+    """Output that may still be computed; must be read before the output after the next one is fetched."""
 
     def __init__(self, buffer: _HostBuffer, count: int) -> None:
         self._buffer, self._count = buffer, count
 
     def read(self) -> Tensor:
-        """Wait for them: [count] int64, on the host."""
+        """Wait for the copy and return it: [count] int64, on the host."""
         self._buffer.wait()
         return self._buffer.whole[: self._count]

@@ -1,6 +1,6 @@
-"""What rows want done to their logits, in fixed places: lists of bounded length, behind all else that a step sends.
+"""Static buffers of the logits processors: lists of bounded length, after all other inputs of a step.
 
-Only steps that ask send them, and of the longest list, which is the last, no more than is used.
+Only steps with logits processors send them, and send only the used part of the longest list, which is the last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ext.runner.cuda_graphs.input_buffers import Layout, Shape
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
-# Entries of each list: of one row on average, and of a step at most. 8 bytes each are copied, 16 of biases.
+# Entries of each list: per row on average, and per step at most. 8 bytes each are copied, 16 for biases.
 _ROOM: Final = {
     "came": (4096, 1 << 18),
     "biased": (512, 1 << 13),
@@ -26,18 +26,18 @@ _ROOM: Final = {
 }
 _OF_ROWS: Final = ("repetition", "presence", "frequency", "min_p")
 _LONGEST: Final = "came"
-_NEUTRAL: Final = {"repetition": 1.0}  # others are 0
+_NEUTRAL: Final = {"repetition": 1.0}  # other defaults are 0
 _WISHES: Final = tuple(one.name for one in fields(LogitsMetadata))
 Arrays = Mapping[str, np.ndarray]
 
 
 def capacity_of(rows: int) -> dict[str, int]:
-    """Entries that a step of so many rows may have, by list."""
+    """Return the capacity of each list for a step of `rows` rows."""
     return {name: min(rows * each, most) for name, (each, most) in _ROOM.items()}
 
 
 def with_logits_buffers(layout: Layout, rows: int) -> Layout:
-    """A layout, and behind it what shapes the logits of its rows."""
+    """Return a layout extended by the buffers of the logits processors of its rows."""
     room = capacity_of(rows)
     lists: dict[str, Shape] = {name: (room[name],) for name in (*[one for one in room if one != _LONGEST], _LONGEST)}
     of_rows: dict[str, Shape] = {name: (rows + (name != "min_p"),) for name in _OF_ROWS}
@@ -46,12 +46,12 @@ def with_logits_buffers(layout: Layout, rows: int) -> Layout:
 
 
 def needs_logits_processing(samplings: Iterable[Sampling]) -> bool:
-    """Whether any row wants something done to its logits."""
+    """Return whether any row has logits processors."""
     return any(one.logits_options is not None or one.forbidden for one in samplings)
 
 
 def has_capacity(samplings: Sequence[Sampling], rows: int) -> bool:
-    """Whether what they want fits into a step of so many rows."""
+    """Return whether the lists of these rows fit into a step of `rows` rows."""
     needed = dict.fromkeys(_ROOM, 0)
     for one in samplings:
         needed["forbidden"] += len(one.forbidden)
@@ -67,12 +67,12 @@ def write_logits_buffers(chunks: Sequence[ScheduledChunk], vocabulary: int, arra
     """Fill the arrays of `with_logits_buffers`.
 
     Args:
-        chunks: One a row.
-        vocabulary: V; tokens that must not come and are none of them are left out.
-        arrays: By name.
+        chunks: One chunk per row.
+        vocabulary: V; forbidden tokens outside the vocabulary are left out.
+        arrays: Arrays by name.
 
     Returns:
-        How many numbers at the end of the layout need not be sent.
+        Numbers at the end of the layout that need not be sent.
     """
     for name in _OF_ROWS:
         arrays[name][:] = _NEUTRAL.get(name, 0.0)
@@ -89,15 +89,15 @@ def write_logits_buffers(chunks: Sequence[ScheduledChunk], vocabulary: int, arra
 
 
 def logits_metadata_of(parts: Mapping[str, Tensor]) -> LogitsMetadata:
-    """What the device finds of it."""
+    """Return the device's view of the logits metadata."""
     return LogitsMetadata(**{name: parts[name] for name in _WISHES})
 
 
 class _Lists:
-    """Lists that are filled one behind the other.
+    """Lists that are filled row by row.
 
     Attributes:
-        used: Entries of each.
+        used: Entries used in each list.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -105,7 +105,7 @@ class _Lists:
         self.used = dict.fromkeys(_ROOM, 0)
 
     def add(self, name: str, row: int, tokens: Sequence[int] | np.ndarray, bits: np.ndarray | int = 0) -> slice:
-        """Entries for tokens of a row; where they are now."""
+        """Append entries for the tokens of a row and return their places."""
         if not len(tokens):
             return slice(0, 0)
         places = slice(self.used[name], self.used[name] + len(tokens))
@@ -127,7 +127,7 @@ def _write_row(row: int, row_metadata: LogitsOptions, arrays: Arrays, lists: _Li
 
 
 def _first_token(row_metadata: LogitsOptions) -> int:
-    """From which on tokens of the sequence count: those of the prompt do for repetition only."""
+    """Return the index of the first token that penalties count: prompt tokens count for repetition only."""
     if not row_metadata.has_penalties:
         return len(row_metadata.tokens)
     return 0 if row_metadata.repetition != 1 else row_metadata.prompt_length

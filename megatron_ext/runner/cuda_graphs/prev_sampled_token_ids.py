@@ -1,8 +1,8 @@
-"""Tokens that stay on the device from one captured step to the next (CU-6).
+"""Sampled tokens that stay on the device from one captured step to the next (CU-6).
 
-A program writes what it samples into its answer, behind the places of its step, row by row. The one behind it takes the
-token of each decoding row from there, or from where the host wrote it, as a number in its places says: rows may move
-between the two, and a step is the same program wherever its tokens come from.
+A graph writes its sampled tokens, row by row, into the output after the inputs of its step. The next graph reads the
+token of each decoding row from there or from the host's input, as an index in its inputs says. Rows may move between
+the two steps, and the graph is the same for both sources.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
 
 class PrevSampledTokenIds:
-    """Whose token the last step left in which row.
+    """Rows of the tokens that the last step left on the device.
 
     Args:
-        places: Where programs find what they compute.
+        buffers: Static buffers of the graphs.
     """
 
     def __init__(self, buffers: InputBuffers) -> None:
@@ -30,19 +30,19 @@ class PrevSampledTokenIds:
 
     @property
     def are_there(self) -> bool:
-        """Whether the step that was launched last has left its tokens."""
+        """True if the tokens of the last launched step are on the device."""
         return self._rows is not None
 
     def note(self, rows: Sequence[tuple[int, int]]) -> None:
-        """A step has been launched, which samples for these requests in these rows."""
+        """Record that a step was launched that samples for these requests in these rows."""
         self._rows = dict(rows)
 
     def forget(self) -> None:
-        """What lies there is of no use: another step has been computed since, or none was in these places."""
+        """Discard the recorded rows: an eager step has run since, or no step has used these buffers."""
         self._rows = None
 
     def places_of(self, decodes: Sequence[ScheduledChunk], layout: Layout) -> list[int]:
-        """Where each decoding row finds its token, counted from the start of all places."""
+        """Return the index of each decoding row's token, counted from the start of the whole buffer."""
         first_id = layout.first("input_ids")
         return [
             self._place(chunk.request_id) if chunk.token_ids[0] == LAST_SAMPLED else first_id + row
@@ -53,10 +53,10 @@ class PrevSampledTokenIds:
         assert self._rows is not None, "no step has left its tokens"
         return self._buffers.first_token + self._rows[request_id]
 
-    # What is captured
+    # Captured code.
 
     def fill_in(self, bucket: Bucket, parts: Mapping[str, Tensor]) -> Tensor:
-        """The token ids of a step, [T]: those that decode from where they lie, those of prefills from the host."""
+        """Return the token ids of a step, [T]: decoding rows from their indexed source, prefills from the host."""
         decoding = self._buffers.gather(parts["token_places"])
         if not bucket.prefills:
             return decoding
