@@ -31,7 +31,7 @@ A_INIT_RANGE = (1.0, 16.0)
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """See the module. Shapes are per tensor-parallel rank; d_inner = H * P, Cn = d_inner + 2 * G * N.
+    """Mamba-2 layer, see the module. Shapes are per tensor-parallel rank; d_inner = H * P, Cn = d_inner + 2 * G * N.
 
     Args:
         config: Reads mamba_state_dim (N), mamba_head_dim (P), mamba_num_heads (H), mamba_num_groups (G).
@@ -39,7 +39,7 @@ class Mamba2Mixer(RecurrentMixer):
         d_model: Hidden size.
         d_conv: Convolution window K.
         gated_norm: "gate_first", "norm_first", or None for a gate alone.
-        multipliers: Of z, x, B, C and dt; None for 1.
+        multipliers: Factors of z, x, B, C and dt; None for 1.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -80,7 +80,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.register_buffer("multipliers", self._by_row(multipliers), persistent=False)
 
     def _build_recurrence(self, gated_norm: str | None) -> None:
-        """Convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""
+        """Build convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""
         dtype, heads = self.config.params_dtype, self.nheads_local
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, dtype=dtype)
         self.dt_bias = nn.Parameter(random_step_bias(heads).to(dtype))
@@ -93,7 +93,7 @@ class Mamba2Mixer(RecurrentMixer):
         mark_split((*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, *norm))
 
     def _by_row(self, multipliers: Sequence[float] | None) -> Tensor | None:
-        """Those of z, x, B, C and dt for each row of this rank's projection."""
+        """Return the multipliers of z, x, B, C and dt for each row of this rank's projection."""
         if multipliers is None:
             return None
         inner, grouped = self.d_inner_local, self.ngroups_local * self.d_state
@@ -101,25 +101,25 @@ class Mamba2Mixer(RecurrentMixer):
         return torch.tensor(multipliers, dtype=self.config.params_dtype).repeat_interleave(rows)
 
     def split(self, projected: Tensor) -> Projected:
-        """[T, .] -> xBC [T, Cn], dt [T, H], z [T, d_inner]; views."""
+        """Split [T, .] into xBC [T, Cn], dt [T, H], z [T, d_inner]; views."""
         if self.multipliers is not None:
             projected = projected * self.multipliers
         z, xbc, dt = projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
         return Projected(xbc, (dt,), z)
 
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
-        """Convolution and SSD: xBC [T, Cn], dt [T, H] -> y [T, d_inner]."""
+        """Apply convolution and SSD: xBC [T, Cn], dt [T, H] -> y [T, d_inner]."""
         x, b, c = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias))
         (dt,) = scan_inputs
         dt, A = step_sizes(dt, self.dt_bias, self.A_log)
         return through.scan(SSD, x, dt, A, b, c, D=self.D.float()).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm, or the gate."""
+        """Apply the gated norm, or the gate alone."""
         return silu_gate(y, gate) if self.norm is None else self.norm(y, gate)
 
     def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, Cn] -> x [T, H, P], B [T, G, N], C [T, G, N]; views."""
+        """Split [T, Cn] into x [T, H, P], B [T, G, N], C [T, G, N]; views."""
         group_channels = self.ngroups_local * self.d_state
         x, b, c = xbc.split([self.d_inner_local, group_channels, group_channels], dim=-1)
         groups = (self.ngroups_local, self.d_state)
@@ -135,7 +135,7 @@ class Mamba2Mixer(RecurrentMixer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """For distributed checkpoints: keys and splits of megatron-core's `MambaMixer`."""
+        """Return the distributed checkpoint state, with keys and splits of megatron-core's `MambaMixer`."""
         group_channels = self.ngroups_local * self.d_state
         xbc = {"x": self.d_inner_local, "B": group_channels, "C": group_channels}
         split = {
@@ -147,7 +147,7 @@ class Mamba2Mixer(RecurrentMixer):
 
 
 class GatedGroupRMSNorm(nn.Module):
-    """RMSNorm over groups of channels, of y * silu(z) (gate before norm); computed in fp32."""
+    """RMSNorm over groups of channels of y * silu(z) (gate before norm), computed in fp32."""
 
     def __init__(self, channels: int, group_size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -156,18 +156,18 @@ class GatedGroupRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels, dtype=dtype))
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """y, z [T, channels] -> [T, channels] in z's type."""
+        """Gate and normalize: y, z [T, channels] -> [T, channels] in z's type."""
         return gated_norm(y, z, self.weight, group_size=self.group_size, eps=self.eps)
 
 
 class GroupRMSNormThenGate(GatedGroupRMSNorm):
-    """RMSNorm over groups of channels, of y, times silu(z) (gate behind the norm); computed in fp32."""
+    """RMSNorm over groups of channels of y, times silu(z) (norm before gate), computed in fp32."""
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """y, z [T, channels] -> [T, channels] in z's type."""
+        """Normalize and gate: y, z [T, channels] -> [T, channels] in z's type."""
         return norm_then_gate(y, z, RowNorm(self.weight, self.eps), self._normed, group_size=self.group_size)
 
     def _normed(self, y: Tensor) -> Tensor:
-        """In plain torch; differentiable."""
+        """Normalize in plain torch; differentiable."""
         grouped = y.float().unflatten(-1, (-1, self.group_size))
         return F.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2) * self.weight.float()

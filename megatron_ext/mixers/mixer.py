@@ -1,7 +1,7 @@
-"""What every recurrent mixer does with an engine step and with a batch in training; kinds differ in their recurrence.
+"""Base class of recurrent mixers: runs an engine step or a training batch; subclasses differ in their recurrence.
 
-A mixer projects its input to the inputs of a convolution, to what else its scan is told about each token, and to a
-gate; convolves, scans, gates and projects back. Its state is the convolution's last K-1 inputs and the recurrent state.
+A mixer projects its input to the inputs of a convolution, further inputs of its scan, and a gate; convolves, scans,
+gates and projects back. Its state is the convolution's last K-1 inputs and the recurrent state.
 
 Letters: T tokens, Cn channels and K window of the convolution.
 """
@@ -28,33 +28,33 @@ from megatron_ext.ops.varlen import PackedChunks
 
 
 class Projected(NamedTuple):
-    """The input projection, taken apart; views."""
+    """Parts of the input projection; views."""
 
     conv_inputs: Tensor  # [T, Cn]
-    scan_inputs: tuple[Tensor, ...]  # [T, ...] each, what else the scan is told
+    scan_inputs: tuple[Tensor, ...]  # [T, ...] each, further inputs of the scan
     gate: Tensor  # [T, d_inner]
 
     def tokens(self, start: int, end: int) -> Projected:
-        """The same for some tokens."""
+        """Return the parts of the tokens [start, end)."""
         chosen = slice(start, end)
         return Projected(self.conv_inputs[chosen], tuple(t[chosen] for t in self.scan_inputs), self.gate[chosen])
 
 
 class Pass(Protocol):
-    """One way through a mixer's operators: a kind says what is computed, a pass where states come from and go to."""
+    """Pass through a mixer's operators: the mixer defines the computation, the pass where states are kept."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
     ) -> Tensor:
-        """[T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
+        """Convolve [T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
-        """The operator's inputs -> y [T, ...]."""
+        """Apply the recurrence to its inputs; return y [T, ...]."""
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """Sequences from zero states, none of which is kept; differentiable."""
+    """Training pass: sequences start from zero states, and no states are kept; differentiable."""
 
     chunks: PackedChunks
 
@@ -71,9 +71,10 @@ class TrainingPass:
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """All prefill of a step in one varlen call of each operator (HY-7).
+    """Prefill pass: all prefill of a step in one varlen call of each operator (HY-7).
 
-    Live states and snapshots are one layer's: the convolution's [slots, Cn, K-1], then the recurrence's [slots, ...].
+    `live` (running states) and `snapshots` belong to one layer: the convolution's [slots, Cn, K-1], then the
+    recurrence's [slots, ...].
     """
 
     chunks: PackedChunks
@@ -109,7 +110,7 @@ class PrefillPass:
 
 @dataclass(frozen=True)
 class DecodePass:
-    """One token of each decoding request; live states as in `PrefillPass`."""
+    """Decode pass: one token of each decoding request; `live` as in `PrefillPass`."""
 
     slots: Tensor | slice
     live: tuple[Tensor, Tensor]
@@ -127,18 +128,19 @@ class DecodePass:
 
 @dataclass
 class MixerSubmodules:
-    """What a mixer is built of; a kind takes what it has."""
+    """Submodule specs of a mixer; each kind of mixer uses those it has."""
 
     in_proj: ModuleSpec | type
     out_proj: ModuleSpec | type
-    out_norm: ModuleSpec | type | None = None  # of its outputs, where it is a module of its own
+    out_norm: ModuleSpec | type | None = None  # norm of the outputs, if it is a separate module
 
 
 class RecurrentMixer(MegatronModule):
-    """See the module. A kind builds its projections and its recurrence, and defines `split`, `mix` and `gated`.
+    """Recurrent mixer, see the module. Subclasses build their layers and define `split`, `mix` and `gated`.
 
     Attributes:
-        layer_number: From 1, over all pipeline stages; None for a mixer that stands alone, which no step can run.
+        layer_number: Layer number from 1, over all pipeline stages; None for a stand-alone mixer, which cannot run
+            steps.
         pp_layer_offset: Layers of earlier stages.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
         tp_group: Ranks that share the layer; set before the projections are built.
@@ -150,7 +152,7 @@ class RecurrentMixer(MegatronModule):
     tp_group: ProcessGroup
 
     def build_projections(self, submodules: MixerSubmodules, d_model: int, d_projected: int, d_inner: int) -> None:
-        """`in_proj` from d_model to d_projected and `out_proj` from d_inner to d_model; widths of all ranks."""
+        """Build `in_proj`, d_model to d_projected, and `out_proj`, d_inner to d_model; widths of all ranks."""
         shared = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -174,15 +176,15 @@ class RecurrentMixer(MegatronModule):
         )
 
     def split(self, projected: Tensor) -> Projected:
-        """Take [T, .] apart."""
+        """Split the projection [T, .] into its parts."""
         raise NotImplementedError
 
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
-        """Convolve and scan, along whichever way: [T, d_inner]."""
+        """Convolve and scan with the given pass: [T, d_inner]."""
         raise NotImplementedError
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """[T, d_inner] each -> [T, d_inner], what `out_proj` gets."""
+        """Apply the gate: [T, d_inner] each -> [T, d_inner], the input of `out_proj`."""
         raise NotImplementedError
 
     def forward(
@@ -190,7 +192,7 @@ class RecurrentMixer(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Mix [s, b, h] along s (training), or the packed tokens [T, 1, h] of an engine step.
 
-        With a context the live states of the step's requests are advanced in place.
+        With a context, the running states of the step's requests are updated in place.
 
         Returns:
             Output of the same shape and a bias (None), as megatron's bias-dropout-add expects.
@@ -203,7 +205,7 @@ class RecurrentMixer(MegatronModule):
         return self.out_proj(y)
 
     def _forward_batch(self, projected: Tensor) -> Tensor:
-        """[s, b, .] -> [s, b, d_inner]: b sequences of equal length, from zero states."""
+        """Mix b sequences of equal length from zero states: [s, b, .] -> [s, b, d_inner]."""
         length, batch, _ = projected.shape
         conv_inputs, scan_inputs, gate = self.split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
         chunks = cut_chunks([0] * batch, [length] * batch, self.chunk_size, projected.device)
@@ -211,7 +213,7 @@ class RecurrentMixer(MegatronModule):
         return self.gated(y, gate).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
-        """[T, .] -> [T, d_inner] for tokens packed as `RecurrentStep` says; padding comes out as zeros."""
+        """Mix tokens packed as in `RecurrentStep`: [T, .] -> [T, d_inner], zeros at padding."""
         assert self.layer_number is not None, "a step is for a layer of a stack"
         step, whole = context.recurrent_step, self.split(projected)
         layer = self.layer_number - self.pp_layer_offset
@@ -230,7 +232,7 @@ class RecurrentMixer(MegatronModule):
 
 
 def mark_split(parameters: Iterable[nn.Parameter]) -> None:
-    """Tell Megatron that each rank of the tensor-parallel group has a part of its own of these parameters."""
+    """Mark parameters as split over the ranks of the tensor-parallel group, for Megatron."""
     for parameter in parameters:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, unknown to torch
 

@@ -1,4 +1,4 @@
-"""What recurrent layers are told about an engine step, and what they need of its context; the same for every kind."""
+"""Input of recurrent layers for an engine step, and the context that they need; common to all kinds of mixers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_ext.ops.varlen import PackedChunks
 
 @dataclass(frozen=True)
 class RecurrentStep:
-    """What every recurrent layer is told about one engine step; staged once.
+    """Metadata of one engine step for its recurrent layers; staged once.
 
     The step's tokens are packed as [decode | prefill | padding]: the first `num_decode` tokens belong to one request
     each, then come the prefill sequences that `chunks` describes.
 
     Attributes:
         num_decode: Requests that decode.
-        decode_slots: [num_decode] int64, their live states; a slice where they follow each other, so that states are
-            views.
-        chunks: The prefill, cut into kernel chunks; None without prefill.
-        prefill_slots: Where its sequences have their states; None without prefill.
+        decode_slots: Running state slots of decoding requests, [num_decode] int64; a slice if consecutive, so that
+            states are views.
+        chunks: Prefill sequences, cut into kernel chunks; None without prefill.
+        prefill_slots: State slots of the prefill sequences; None without prefill.
     """
 
     num_decode: int
@@ -33,12 +33,12 @@ class RecurrentStep:
 
 
 class RecurrentContext(Protocol):
-    """The part of an inference context that a recurrent mixer uses."""
+    """Part of an inference context that a recurrent mixer uses."""
 
     recurrent_step: RecurrentStep
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Live states of one layer: convolution [slots, Cn, K-1] and recurrent [slots, ...]; written in place."""
+        """Running states of one layer: convolution [slots, Cn, K-1] and recurrent [slots, ...]; written in place."""
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Snapshots of one layer, of the same shapes with slots of their own; written in place."""

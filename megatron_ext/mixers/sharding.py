@@ -1,8 +1,8 @@
-"""How a recurrent mixer's parameters lie in a distributed checkpoint, whatever the tensor-parallel size.
+"""Distributed checkpoint layout of a recurrent mixer's parameters, independent of the tensor-parallel size.
 
-A rank keeps its rows of z, x, B, C and dt one below the other in one matrix. Written as one tensor split over the
-ranks, the parts of the ranks would be interleaved, and another number of ranks could not read them. So each part is a
-global tensor of its own, `in_proj.weight.z` and so on: the keys that megatron-core's `MambaMixer` writes and reads.
+A rank stacks its rows of z, x, B, C and dt in one matrix. Written as one tensor split over the ranks, the parts of the
+ranks would be interleaved, and another number of ranks could not read them. So each part is a separate global tensor,
+`in_proj.weight.z` and so on: the keys that megatron-core's `MambaMixer` writes and reads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-Offsets = tuple[tuple[int, int, int], ...]  # axes before the tensors' own: (axis, this rank's place, how many places)
+Offsets = tuple[tuple[int, int, int], ...]  # leading axes: (axis, this rank's index, number of shards)
 Metadata = dict[str, object]
 
 
 def split_rows(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTensorFactory:
-    """Write the rows of one tensor as several global tensors, each split over the ranks by itself.
+    """Write the rows of one tensor as several global tensors, each split over the ranks separately.
 
     Args:
         whole: This rank's tensor, split over the ranks along axis 0.
-        sections: Name of each part, in order, to this rank's number of rows of it; the part's key is `key.name`.
+        sections: Rows of each part on this rank, in order, by part name; a part's key is `key.name`.
     """
     template = whole.without_data()
     assert sum(sections.values()) == template.local_shape[0], (sections, template)
@@ -58,15 +58,15 @@ def sharded_mixer_state(
     replicated: Sequence[str] = (),
     columns: Sequence[str] = (),
 ) -> ShardedStateDict:
-    """A mixer's sharded state: projections as they say themselves, the rest split over the ranks along axis 0.
+    """Return a mixer's sharded state: projections by their own rules, the rest split over the ranks along axis 0.
 
     Args:
-        mixer: Has `in_proj`, `out_proj` and the tensor-parallel group `tp_group`.
-        split: Parameter name to its `sections`, see `split_rows`.
-        prefix: Put before every name.
-        sharded_offsets: Axes that stand before the tensors' own, as megatron-core gives them.
-        metadata: As megatron-core gives it.
-        replicated: Prefixes of the names of parameters that every rank has whole.
+        mixer: Module with `in_proj`, `out_proj` and the tensor-parallel group `tp_group`.
+        split: `sections` by parameter name, see `split_rows`.
+        prefix: Prefix of every name.
+        sharded_offsets: Axes before the tensors' own, as megatron-core passes them.
+        metadata: Checkpoint metadata, as megatron-core passes it.
+        replicated: Name prefixes of parameters that every rank holds whole.
         columns: Names of parameters that are split along axis 1 instead.
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)

@@ -1,7 +1,7 @@
 """Short convolution with varlen prefill and decode, on any device.
 
-What LFM2 has beside attention: in_proj -> [B | C | x]; a causal convolution over B * x, without an activation; times C;
-out_proj. The state is the convolution's last inputs, and nothing else.
+Used by LFM2 beside attention: in_proj -> [B | C | x]; a causal convolution over B * x, without an activation; times C;
+out_proj. The state is the convolution's last inputs alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, Recurren
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 
-_NO_STATE = (0,)  # of a recurrence, which there is none of
+_NO_STATE = (0,)  # shape of the recurrent state, which this mixer lacks
 
 
 class ShortConvMixer(RecurrentMixer):
-    """See the module. Shapes are per tensor-parallel rank: D channels of d_model.
+    """Short convolution layer, see the module. Shapes are per tensor-parallel rank: D channels of d_model.
 
     Args:
-        config: Its type of parameters is read.
+        config: Reads the dtype of the parameters.
         submodules: Specs of `in_proj` and `out_proj`.
         d_model: Hidden size.
         d_conv: Convolution window K.
@@ -54,25 +54,25 @@ class ShortConvMixer(RecurrentMixer):
         mark_split(self.conv1d.parameters())
 
     def split(self, projected: Tensor) -> Projected:
-        """[T, .] -> B * x and C, [T, D] each."""
+        """Split [T, .] into B * x and C, [T, D] each."""
         b, c, x = projected.chunk(3, dim=-1)
         return Projected(b * x, (), c)
 
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
-        """The convolution: B * x [T, D] -> y [T, D]."""
+        """Apply the convolution: B * x [T, D] -> y [T, D]."""
         return through.convolve(conv_inputs, self.conv1d.weight, None, PLAIN_CONV1D)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Y * C."""
+        """Return y * C."""
         return y * gate
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int]]:
-        """Shapes of one request's convolution state (D, K-1), and of what a recurrence would have: nothing."""
+        """Shapes of one request's convolution state (D, K-1) and of its empty recurrent state."""
         return (self.channels_local, self.d_conv - 1), _NO_STATE
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
     ) -> ShardedStateDict:
-        """For distributed checkpoints: B, C and x are tensors of their own there."""
+        """Return the distributed checkpoint state: B, C and x are separate tensors there."""
         split = {"in_proj.weight": dict.fromkeys("BCx", self.channels_local)}
         return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata)

@@ -1,4 +1,4 @@
-"""Step sizes of Mamba layers before training: log-uniform, under the softplus that makes them positive."""
+"""Initial step sizes of Mamba layers: log-uniform, given as biases of the softplus that makes them positive."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DT_INIT_FLOOR = 1e-4
 
 
 def random_step_bias(count: int) -> Tensor:
-    """Biases [count] fp32, whose softplus is spread log-uniformly over DT_INIT_RANGE."""
+    """Return biases [count] fp32 whose softplus is log-uniform over DT_INIT_RANGE."""
     log_low, log_high = (math.log(bound) for bound in DT_INIT_RANGE)
     dt = torch.exp(torch.rand(count) * (log_high - log_low) + log_low).clamp(min=DT_INIT_FLOOR)
     return inverse_softplus(dt)
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """X with softplus(x) = y, stable for small y."""
+    """Return x with softplus(x) = y, stable for small y."""
     return y + torch.log(-torch.expm1(-y))

@@ -1,1 +1,1 @@
-"""How layers compute: one folder an operator, each with a plain-torch reference that runs on any device."""
+"""Operators of the layers: one folder each, with a plain-torch reference that runs on any device."""

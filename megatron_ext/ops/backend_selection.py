@@ -1,4 +1,4 @@
-"""Which backends an engine's operators are computed by: as it is asked for, for its device."""
+"""Choice of the backends of an engine's operators, by its arguments and its device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AUTO = "auto"
 
 
 def check(wanted: str, device: torch.device) -> None:
-    """Whether this machine can compute as it is asked to.
+    """Check that this machine supports the requested backend.
 
     Args:
         wanted: Name of a backend, or AUTO.
-        device: Where the model is.
+        device: Device of the model.
 
     Raises:
-        ConfigError: It cannot, and what would work.
+        ConfigError: The backend is not available; the message names alternatives.
     """
     problem = triton.problem(device) if wanted == triton.NAME else None
     if problem is not None:
@@ -40,14 +40,14 @@ def check(wanted: str, device: torch.device) -> None:
 
 
 def preferred(wanted: str) -> str | None:
-    """What `preferring` is told; operators that do not have it are computed as by AUTO."""
+    """Return the argument for `preferring`; operators that lack the backend choose as with AUTO."""
     return None if wanted == AUTO else wanted
 
 
 def chosen(wanted: str, x: torch.Tensor) -> dict[str, tuple[str, ...]]:
-    """The backend of each operator for inputs like `x`, as backend -> operators, the most used one first.
+    """Return the operators by backend for inputs like `x`, the most used backend first.
 
-    Shapes that a backend has no kernel for are computed by the reference all the same, which is said when they come.
+    Shapes that a backend has no kernel for still run on the reference, which is logged when they occur.
     """
     found: dict[str, list[str]] = {}
     with preferring(preferred(wanted)):
@@ -57,7 +57,7 @@ def chosen(wanted: str, x: torch.Tensor) -> dict[str, tuple[str, ...]]:
 
 
 def _names(x: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """Every operator, and the backend that it chooses now."""
+    """Yield every operator and the backend that it chooses now."""
     yield _name(PAGED_ATTENTION, x)
     yield from (_name(convolution.backends, x) for convolution in (CAUSAL_CONV1D, PLAIN_CONV1D))
     yield from (_name(recurrence.backends, x) for recurrence in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE))

@@ -1,7 +1,7 @@
-"""Which implementation of an operator runs: by what it is given, by what this machine has, or as it is asked for.
+"""Choice of an operator's implementation: by its input, by what this machine has, or by request.
 
 An operator's package lists its backends, the preferred one first. The last one is the reference: plain torch, any
-device, the truth for the others. A backend whose libraries are missing takes nothing.
+device, the ground truth for the others. A backend whose libraries are missing takes no input.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 
 class Backend(Protocol):
-    """What is asked of every backend; its functions are its operator's."""
+    """Interface of every backend; its functions depend on the operator."""
 
     @property
     def name(self) -> str:
-        """Unique among the operator's."""
+        """Name, unique among the operator's backends."""
 
     @property
     def takes(self) -> Callable[[Tensor], bool]:
-        """Whether it computes for a main input like this one: its device, its type, whether gradients are wanted."""
+        """Predicate: the backend supports a main input's device and dtype, and gradients if needed."""
 
 
 def anything(_: Tensor) -> bool:
-    """For backends of plain torch."""
+    """Return True: plain torch backends take every input."""
     return True
 
 
@@ -37,7 +37,7 @@ _PREFERRED: ContextVar[str | None] = ContextVar("preferred", default=None)
 
 @contextmanager
 def preferring(name: str | None) -> Iterator[None]:
-    """Let this thread's operators that have a backend of this name compute by it; None is no preference."""
+    """Prefer the backend of this name in this thread, for operators that have it; None means no preference."""
     token = _PREFERRED.set(name)
     try:
         yield
@@ -46,11 +46,11 @@ def preferring(name: str | None) -> Iterator[None]:
 
 
 class Backends(Generic[B]):
-    """The backends of one operator.
+    """Backends of one operator.
 
     Args:
-        operator: Its name, for errors.
-        backends: The preferred one first; the last one takes anything.
+        operator: Name of the operator, for errors.
+        backends: Backends, the preferred one first; the last one takes any input.
     """
 
     def __init__(self, operator: str, *backends: B) -> None:
@@ -61,11 +61,11 @@ class Backends(Generic[B]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All there are here, the preferred one first."""
+        """Names of the backends available here, the preferred one first."""
         return tuple(self._backends)
 
     def choose(self, x: Tensor) -> B:
-        """The one that computes for the main input `x`: the forced or preferred one, or the first that takes it."""
+        """Return the backend for the main input `x`: the forced or preferred one, or the first that takes it."""
         if self._forced is not None:
             return self._forced
         preferred = self._backends.get(_PREFERRED.get() or "")
@@ -75,10 +75,10 @@ class Backends(Generic[B]):
 
     @contextmanager
     def forced(self, name: str) -> Iterator[None]:
-        """Let this one compute whatever is asked for, as contract tests and comparisons need it.
+        """Use this backend whatever is preferred, as contract tests and comparisons need.
 
         Raises:
-            ValueError: There is no such backend here.
+            ValueError: The operator has no such backend here.
         """
         if name not in self._backends:
             raise ValueError(f"{self.operator} has no backend {name!r} here; there are {', '.join(self.names)}")

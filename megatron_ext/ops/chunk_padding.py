@@ -1,6 +1,6 @@
-"""What the reference scans make of a step's chunks: padded places, the order of states, smaller pieces.
+"""Chunk layout for the reference scans: padded places, the order of states, smaller pieces.
 
-Made once a step, from the facts in `varlen` (see `StepMetadata.prepared`); other backends need none of it.
+Computed once a step from the metadata in `varlen` (see `StepMetadata.prepared`); other backends do not use it.
 T tokens of the packed step, S sequences, n chunks, C places in a padded chunk.
 """
 
@@ -21,12 +21,12 @@ PIECE = 32
 
 @dataclass(frozen=True)
 class PaddedPlaces:
-    """How the tokens of uneven chunks are spread over [n, C] places, C being the longest chunk.
+    """Places of uneven chunks' tokens in a padded [n, C] layout, C being the longest chunk.
 
     Attributes:
-        tokens: [n*C] int64, the token at each place; places behind a chunk's end name the chunk's last token again, so
-            that gathering never meets a value from outside the chunk. Whoever gathers gives those places no weight.
-        is_padding: [n, C] bool, True at places behind a chunk's end.
+        tokens: [n*C] int64, the token at each place; places after a chunk's end repeat the chunk's last token, so that
+            gathering never reads a value from outside the chunk. Callers give those places no weight.
+        is_padding: [n, C] bool, True at places after a chunk's end.
         place_of_token: [T] int64, the inverse: index into the flattened places.
     """
 
@@ -37,14 +37,14 @@ class PaddedPlaces:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The order in which states travel from chunk to chunk: first chunks of all sequences, second chunks, and so on.
+    """Order in which states pass from chunk to chunk: first chunks of all sequences, second chunks, and so on.
 
-    Sequences with more chunks come first, so the ones that still have a chunk of rank r are a prefix of those that
-    had one of rank r-1. *Carried* states are stacked as [initial states in this order, states after each chunk in this
-    order]: S + n of them.
+    Sequences with more chunks come first, so those that have a chunk of rank r are a prefix of those that have one of
+    rank r-1. *Carried* states are stacked as [initial states in this order, states after each chunk in this order]: S +
+    n of them.
 
     Attributes:
-        sizes: Sequences that have a chunk of rank 0, 1, ..., on the host; sums to n.
+        sizes: Number of sequences with a chunk of rank 0, 1, ..., on the host; sums to n.
         sequences: [S] int64, the sequences by falling number of chunks.
         chunks: [n] int64, the chunks in this order.
         before: [n] int64, for each chunk (in token order) the carried state before it.
@@ -63,9 +63,9 @@ class PaddedChunks:
     """Chunks as the rows of padded tensors.
 
     Attributes:
-        longest: C, tokens of the longest chunk there is (which may be less than the chunk size it was cut with).
-        places: How to pad the chunks to one length; None if they all have it already.
-        ranks: How states travel between chunks; None if all sequences have equally many, so that [S, n/S] says it.
+        longest: C, tokens of the longest chunk (which may be less than the chunk size used for cutting).
+        places: Padding of the chunks to one length; None if they all have equal lengths.
+        ranks: Order of states between chunks; None if all sequences have equally many chunks, a [S, n/S] grid.
     """
 
     longest: int
@@ -74,7 +74,7 @@ class PaddedChunks:
 
 
 def pad_chunks(chunks: PackedChunks) -> PaddedChunks:
-    """Lay chunks out as padded rows; ask by `chunks.prepared(pad_chunks)`."""
+    """Lay chunks out as padded rows; call through `chunks.prepared(pad_chunks)`."""
     lengths, counts = chunks.chunk_lengths, chunks.chunk_counts
     longest = max(lengths)
     is_even, is_grid = min(lengths) == longest, min(counts) == max(counts)
@@ -94,7 +94,7 @@ class Pieces:
     """Chunks cut further into pieces of at most PIECE tokens.
 
     Attributes:
-        packed: The pieces, in the place of the chunks.
+        packed: The pieces, as packed chunks.
         last: [n] int64, the last piece of each chunk.
     """
 
@@ -103,7 +103,7 @@ class Pieces:
 
 
 def cut_into_pieces(chunks: PackedChunks) -> Pieces:
-    """Cut chunks further; ask by `chunks.prepared(cut_into_pieces)`."""
+    """Cut chunks further; call through `chunks.prepared(cut_into_pieces)`."""
     cuts = [_cut_evenly(length, PIECE) for length in chunks.chunk_lengths]
     device, last = chunks.cu_chunk_seqlens.device, np.cumsum([len(cut) for cut in cuts]) - 1
     remaining = iter(cuts)
@@ -117,7 +117,7 @@ def _cut_evenly(length: int, longest: int) -> list[int]:
 
 
 def _place_arrays(chunk_lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of PaddedPlaces."""
+    """Return the arrays of PaddedPlaces."""
     offsets = np.arange(chunk_lengths.max())
     is_padding = offsets >= chunk_lengths[:, None]  # [n, C]
     first = starts(chunk_lengths)[:-1, None]
@@ -133,11 +133,11 @@ def _places(staged: dict[str, Tensor]) -> PaddedPlaces:
 
 
 def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of RankOrder."""
+    """Return the arrays of RankOrder."""
     num_sequences, num_chunks = len(counts), int(counts.sum())
     sequences = np.argsort(-counts, kind="stable")
     rank = np.arange(num_chunks) - np.repeat(np.cumsum(counts) - counts, counts)  # [n] rank within its sequence
-    standing = np.empty(num_sequences, dtype=np.int64)  # where a sequence stands in `sequences`
+    standing = np.empty(num_sequences, dtype=np.int64)  # position of a sequence in `sequences`
     standing[sequences] = np.arange(num_sequences)
     standing = np.repeat(standing, counts)  # [n]
     first_of_rank = starts(rank_sizes(counts))
@@ -147,7 +147,7 @@ def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def rank_sizes(counts: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """How many sequences have a chunk of rank 0, 1, ... if sequence i has counts[i] chunks."""
+    """Return the number of sequences with a chunk of rank 0, 1, ... if sequence i has counts[i] chunks."""
     found = np.asarray(counts)
     return tuple(int((found > rank).sum()) for rank in range(int(found.max())))
 

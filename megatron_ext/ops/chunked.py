@@ -1,6 +1,6 @@
-"""What chunked scans have in common: tokens laid out in chunks, decay within a chunk, states carried between chunks.
+"""Shared parts of chunked scans: tokens laid out in chunks, decay within a chunk, states passed between chunks.
 
-Letters: T tokens, n chunks, C places in a chunk (c: the place that receives, s: the place that sends), S sequences.
+Letters: T tokens, n chunks, C places in a chunk (c: the receiving place, s: the sending place), S sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ far from denormal numbers, which make exp and matrix products several times slow
 
 
 def pad_to_chunks(t: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, ...] -> [n, C, ...]; places behind a chunk's end repeat its last token."""
+    """Lay tokens out in chunks: [T, ...] -> [n, C, ...]; places after a chunk's end repeat its last token."""
     laid = chunks.prepared(pad_chunks)
     if laid.places is None:
         t = t[: chunks.sequences.num_tokens]
@@ -31,7 +31,7 @@ def pad_to_chunks(t: Tensor, chunks: PackedChunks) -> Tensor:
 
 
 def pad_steps_to_chunks(steps: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
+    """Lay steps out in chunks: [T, H] -> [n, H, C]; zero after a chunk's end, where nothing may decay or be added."""
     steps, places = pad_to_chunks(steps, chunks), _places(chunks)
     if places is not None:
         steps = steps.masked_fill(places.is_padding.unsqueeze(-1), 0.0)
@@ -39,7 +39,7 @@ def pad_steps_to_chunks(steps: Tensor, chunks: PackedChunks) -> Tensor:
 
 
 def collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
-    """[n, C, ...] -> [num_rows, ...], zero behind the last sequence."""
+    """Return tokens from their chunks: [n, C, ...] -> [num_rows, ...], zero after the last sequence."""
     y, places = y.flatten(0, 1), _places(chunks)
     if places is not None:
         y = y.index_select(0, places.place_of_token)
@@ -53,9 +53,9 @@ def carry_states(
     """Pass states from chunk to chunk, all sequences at once: state after = decay * state before + added.
 
     Args:
-        added: [n, ...], what a chunk's own tokens leave at its end.
-        decay: [n, ...], of a whole chunk, broadcast against the states.
-        chunks: Which chunk follows which.
+        added: [n, ...], contribution of a chunk's own tokens to the state at its end.
+        decay: [n, ...], decay over a whole chunk, broadcast against the states.
+        chunks: Defines the order of the chunks.
         initial_states: [S, ...], zeros if None.
 
     Returns:
@@ -76,10 +76,10 @@ def pass_states(
     """Pass states from chunk to chunk, all sequences at once, by any rule.
 
     Args:
-        advance: From states and the rows of `inputs` of one chunk each, to the states after those chunks. Called rank
-            by rank, see `RankOrder`, for fewer and fewer sequences if some end early.
+        advance: Maps states and the rows of `inputs` of one chunk each to the states after those chunks. Called rank by
+            rank, see `RankOrder`, for fewer and fewer sequences if some end early.
         inputs: [n, ...] each, one row a chunk.
-        chunks: Which chunk follows which.
+        chunks: Defines the order of the chunks.
         initial_states: [S, ...].
 
     Returns:
@@ -97,7 +97,7 @@ def pass_states(
 
 
 def _by_rank(t: Tensor, chunks: PackedChunks) -> Sequence[Tensor]:
-    """[n, ...] as the first chunks of all sequences, the second ones, and so on."""
+    """Split [n, ...] into the first chunks of all sequences, the second ones, and so on."""
     ranks = _ranks(chunks)
     if ranks is None:
         return t.unflatten(0, (len(chunks.chunk_counts), -1)).unbind(1)
@@ -105,7 +105,7 @@ def _by_rank(t: Tensor, chunks: PackedChunks) -> Sequence[Tensor]:
 
 
 def in_token_order(by_rank: Sequence[Tensor], chunks: PackedChunks) -> Tensor:
-    """[n, ...] of what `advance` came upon, given rank by rank."""
+    """Return values that `advance` produced rank by rank in token order, [n, ...]."""
     ranks = _ranks(chunks)
     if ranks is None:
         return torch.stack(tuple(by_rank), dim=1).flatten(0, 1)
@@ -121,23 +121,23 @@ def _ranks(chunks: PackedChunks) -> RankOrder | None:
 
 
 def decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decay from place s to place c of a chunk: [..., c, s] in `dtype`.
+    """Return the decay from place s to place c of a chunk: [..., c, s] in `dtype`.
 
-    It is 1 where c comes before s, for the caller to mask.
+    The decay is 1 where c comes before s; the caller masks those places.
 
     Args:
-        log_decay: [..., C] fp64, logarithm of the decay from the chunk's start to the end of each place. In fp64 since
-            sums over a chunk of fast decay may reach thousands, and differences of them are wanted to 1e-5.
-        dtype: Of the answer.
+        log_decay: [..., C] fp64, logarithm of the decay from the chunk's start to the end of each place. Needs fp64
+            since sums over a chunk of fast decay may reach thousands, and their differences must be accurate to 1e-5.
+        dtype: Type of the result.
     """
     return _DecayBetween.apply(log_decay, dtype)
 
 
 class _DecayBetween(torch.autograd.Function):
-    """See `decay_between`.
+    """Autograd function of `decay_between`.
 
-    The fp64 logarithms are split in two numbers of `dtype`, so that their differences come out exact without an fp64
-    [c, s]. A function of its own because autograd alone would keep one more [c, s] and pass over it five more times.
+    The fp64 logarithms are split in two numbers of `dtype`, so that their differences are exact without an fp64 [c, s].
+    Autograd alone would keep one more [c, s] and pass over it five more times.
     """
 
     @staticmethod

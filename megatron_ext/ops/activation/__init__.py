@@ -1,4 +1,4 @@
-"""Activations of MLPs, between their two products."""
+"""MLP activations, between the two matrix products."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ACTIVATION = Backends("activation", triton.BACKEND, reference.BACKEND)
 
 
 def squared_relu_(x: Tensor) -> Tensor:
-    """relu(x)^2, written over x [..., f]. Not differentiable."""
+    """Compute relu(x)^2 in place on x [..., f]. Not differentiable."""
     return ACTIVATION.choose(x).squared_relu(x)
 
 
 def gated_silu(inner: Tensor, factor: float = 1.0) -> Tensor:
-    """SiLU(factor * gate) * up, of [..., 2 f] with the gates first: [..., f]. Not differentiable."""
+    """Return SiLU(factor * gate) * up, [..., f], for [..., 2 f] with the gates first. Not differentiable."""
     return ACTIVATION.choose(inner).gated_silu(inner, factor)
 
 

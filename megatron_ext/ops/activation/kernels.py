@@ -1,4 +1,4 @@
-"""Activations of MLPs on a CUDA device: in fp32, rounded once; a NaN stays one."""
+"""MLP activations on a CUDA device: computed in fp32 and rounded once; NaNs are kept."""
 
 import triton.language as tl
 
@@ -9,7 +9,7 @@ TYPES = [{"T": name} for name in FLOATS]
 
 @kernel(pointers={"T": "x"}, strides="width", types=TYPES, configs=[config(BLOCK=1024)])
 def relu_squared(x, width, BLOCK: tl.constexpr):
-    """relu(x)^2 in place; the grid is (rows, blocks of a row)."""
+    """Compute relu(x)^2 in place; the grid is (rows, blocks of a row)."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place, is_column = x + row * width + column, column < width
     values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
@@ -19,7 +19,7 @@ def relu_squared(x, width, BLOCK: tl.constexpr):
 
 @kernel(pointers={"T": "inner y"}, strides="width", scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
 def silu_times(inner, y, width, factor, BLOCK: tl.constexpr):
-    """SiLU(factor * gate) * up of rows [gates | ups] of 2 * width; the grid is (rows, blocks of a row of y)."""
+    """Compute SiLU(factor * gate) * up of rows [gates | ups] of 2 * width; the grid is (rows, blocks of a row of y)."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source, is_column = inner + row * 2 * width + column, column < width
     gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32) * factor

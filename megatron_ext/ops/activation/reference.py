@@ -1,4 +1,4 @@
-"""Activations of MLPs in plain torch, on any device."""
+"""MLP activations in plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_ext.ops.backends import anything
 
 @dataclass(frozen=True)
 class ActivationBackend:
-    """One way to compute them; the signatures are those of the package.
+    """Backend of the MLP activations; the signatures are those of the package.
 
     Attributes:
         name: Unique among the operator's backends.
-        takes: Whether it computes for an input like that.
-        squared_relu: As `squared_relu_`.
-        gated_silu: As `gated_silu`.
+        takes: Returns whether the backend supports an input.
+        squared_relu: See `squared_relu_`.
+        gated_silu: See `gated_silu`.
     """
 
     name: str

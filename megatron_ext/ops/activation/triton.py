@@ -1,4 +1,4 @@
-"""Activations of MLPs in Triton, for CUDA devices: one launch each. `kernels.py` computes."""
+"""MLP activations in Triton, for CUDA devices: one launch each, with the kernels in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.ops.triton.launching import say_reference_computes
 
 
 def _lacks(x: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for this input; None if there is one."""
     from megatron_ext.ops.activation import kernels
 
     if not x.is_contiguous():

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution: with SiLU, as recurrent layers have it before their scan, and plain."""
+"""Depthwise causal convolution: with SiLU, as recurrent layers use it before their scan, and plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolution in C++, for CPUs: slots are read and written in place. `kernels.cpp` beside this file computes."""
+"""Convolution in C++, for CPUs: reads and writes slots in place, with the kernels in `kernels.cpp`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def prefill(
     live: Tensor,
     snapshots: Tensor | None,
 ) -> Tensor:
-    """As `CausalConv1d.prefill`."""
+    """Compute `CausalConv1d.prefill`."""
     return cpp.kernels().conv_prefill(x, weight, bias, *prefill_places(chunks, slots, live, snapshots))
 
 
 def decode(x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
-    """As `CausalConv1d.decode`."""
+    """Compute `CausalConv1d.decode`."""
     return cpp.kernels().conv_decode(x, weight, bias, *decode_places(slots), live)
 
 

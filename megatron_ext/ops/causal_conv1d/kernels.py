@@ -1,6 +1,6 @@
-"""The convolution on a CUDA device: outputs of a prefill, the states behind it, and one token of each request.
+"""Convolution kernels on a CUDA device: outputs of a prefill, the states after it, and one token of each request.
 
-A token's sum begins with the bias and goes from the oldest input to its own, wherever those come from: its bits depend
+A token's sum starts with the bias and runs from the oldest input to its own, wherever those come from: its bits depend
 neither on where a sequence is cut nor on what else the step computes.
 """
 
@@ -24,7 +24,7 @@ def conv_prefill(
     has_bias, activate,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs [rows, channels] of the packed sequences; zero behind the last one. States are read, not written."""
+    """Compute outputs [rows, channels] of the packed sequences, zero after the last one. States are only read."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
@@ -54,7 +54,7 @@ def conv_prefill(
 
 @triton.jit
 def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WINDOW: tl.constexpr, KEPT: tl.constexpr):
-    """The WINDOW - 1 inputs before token `after` of the packed axis, [channels, KEPT], in fp32."""
+    """Return the WINDOW - 1 inputs before token `after` of the packed axis, [channels, KEPT], in fp32."""
     source = after - (WINDOW - 1) + tl.arange(0, KEPT)
     is_new = is_place & (source >= begin)[None, :]
     is_old = is_place & (source < begin)[None, :] & has_state
@@ -84,7 +84,7 @@ def conv_states(
     snapshot_row, channels, kept,
     WINDOW: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """States that are to be kept, then the last ones, of one sequence: nobody else reads its slot any more."""
+    """Write a sequence's kept states, then its final state; no other program reads its slot any more."""
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence)
     begin = tl.load(cu_seqlens + sequence)
@@ -106,7 +106,7 @@ def conv_states(
                 columns = columns.to(snapshots.dtype.element_ty)
                 tl.store(snapshots + target * snapshot_row + place, columns, mask=is_place)
         columns = _last_inputs(x, state, x_row, channel, begin, end, has_state, is_place, WINDOW=WINDOW, KEPT=KEPT)
-        tl.debug_barrier()  # all of a short sequence's old columns are read before one is written
+        tl.debug_barrier()  # read all of a short sequence's old columns before writing one
         tl.store(state + place, columns.to(live.dtype.element_ty), mask=is_place)
 
 
@@ -124,7 +124,7 @@ def conv_decode(
     x, weight, bias, y, live, slots, x_row, live_row, channels, has_bias, activate,
     WINDOW: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request, its columns moved on by one; a row of padding becomes zero and touches no slot."""
+    """Convolve one token of a request and shift its columns by one; a padding row becomes zero and touches no slot."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
@@ -149,5 +149,5 @@ def conv_decode(
         place = state + channel[:, None] * (WINDOW - 1) + column[None, :]
         moved = tl.load(place + 1, mask=is_moved, other=0.0).to(tl.float32)
         moved = tl.where((column == WINDOW - 2)[None, :], own[:, None], moved)
-        tl.debug_barrier()  # all columns are read before one is written
+        tl.debug_barrier()  # read all columns before writing one
         tl.store(place, moved.to(live.dtype.element_ty), mask=is_place)

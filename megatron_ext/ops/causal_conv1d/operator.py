@@ -1,4 +1,4 @@
-"""The convolution as layers call it: over sequences in training, over a step's prefill and decode with states in pools.
+"""Convolution operator: over sequences in training, over a step's prefill and decode with states in pools.
 
 Letters: T tokens, Cn channels, K window, S sequences, R requests, n snapshots.
 """
@@ -17,16 +17,16 @@ from megatron_ext.ops.varlen import PackedChunks
 
 @dataclass(frozen=True)
 class ConvolutionBackend:
-    """One way to convolve; the signatures are those of the reference.
+    """Backend of the convolution; the signatures are those of the reference.
 
     Attributes:
         name: Unique among the operator's backends.
-        takes: Whether it computes for a main input like that.
-        convolve: Over packed sequences.
-        step: Over one token of each request.
-        states_after: The states of sequences after some of their tokens.
-        prefill: As `CausalConv1d.prefill`, for kernels that read and write slots; None goes by the three above.
-        decode: As `CausalConv1d.decode`; None goes by `step`.
+        takes: Returns whether the backend supports a main input.
+        convolve: Convolves packed sequences.
+        step: Convolves one token of each request.
+        states_after: Returns the states of sequences after some of their tokens.
+        prefill: See `CausalConv1d.prefill`, for kernels that read and write slots; None to use the three above.
+        decode: See `CausalConv1d.decode`; None to use `step`.
     """
 
     name: str
@@ -39,13 +39,13 @@ class ConvolutionBackend:
 
 
 class CausalConv1d:
-    """The operator; x is [T, Cn] or [R, Cn], weight [Cn, K], bias [Cn] or None, everywhere."""
+    """Convolution operator; x is [T, Cn] or [R, Cn], weight [Cn, K], bias [Cn] or None, everywhere."""
 
     def __init__(self, name: str, *backends: ConvolutionBackend) -> None:
         self.backends = Backends(name, *backends)
 
     def scan(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: PackedChunks) -> Tensor:
-        """Convolve packed sequences that begin with zeros: [T, Cn]. Differentiable."""
+        """Convolve packed sequences from zero states: [T, Cn]. Differentiable."""
         return self.backends.choose(x).convolve(x, weight, bias, chunks.sequences)[0]
 
     def prefill(
@@ -59,15 +59,15 @@ class CausalConv1d:
         live: Tensor,
         snapshots: Tensor | None,
     ) -> Tensor:
-        """Convolve packed sequences behind their live states; their last states, and those to be kept, are written.
+        """Convolve packed sequences from their running states; write their final states and the snapshots.
 
         Args:
-            x: Inputs; may have rows behind the last sequence, which are not read.
-            weight: Of each channel.
-            bias: Of each channel.
-            chunks: Where sequences lie on the token axis.
-            slots: Where the sequences' states lie.
-            live: [slots, Cn, K-1], written in place; every initial state is read before it (HY-8).
+            x: Inputs; may have rows after the last sequence, which are not read.
+            weight: Weight of each channel.
+            bias: Bias of each channel.
+            chunks: Places of the sequences on the token axis.
+            slots: State slots of the sequences.
+            live: Running states, [slots, Cn, K-1], written in place; every initial state is read before it (HY-8).
             snapshots: [slots, Cn, K-1], written in place; not needed if `slots` keeps nothing.
 
         Returns:
@@ -96,7 +96,7 @@ def prefill_by_scan(
     live: Tensor,
     snapshots: Tensor | None,
 ) -> Tensor:
-    """`CausalConv1d.prefill` by a backend that knows no slots: states are gathered before it and scattered after it."""
+    """Compute `CausalConv1d.prefill` on a backend without slots: gather states before, scatter them after."""
     initial = initial_states(live, slots).to(x.dtype)
     y, final = backend.convolve(x, weight, bias, chunks.sequences, initial_states=initial)
     store(live, slots.live, final)
@@ -112,7 +112,7 @@ def prefill_by_scan(
 def decode_by_step(
     backend: ConvolutionBackend, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor | slice, live: Tensor
 ) -> Tensor:
-    """`CausalConv1d.decode` in the same way."""
+    """Compute `CausalConv1d.decode` on a backend without slots."""
     y, states = backend.step(x, weight, bias, live[slots].to(x.dtype))
     store(live, slots, states)
     return y

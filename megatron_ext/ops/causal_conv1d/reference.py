@@ -4,7 +4,7 @@
 
 and the same without SiLU.
 
-The state of a sequence is its last K-1 inputs (oldest first), whether they came in this call or before it.
+The state of a sequence is its last K-1 inputs (oldest first), from this call or before it.
 Letters: T tokens, Cn channels, K window, S sequences, R requests.
 """
 
@@ -30,18 +30,18 @@ def causal_conv1d(
     initial_states: Tensor | None = None,
     activate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve packed sequences, none of which sees another. Differentiable.
+    """Convolve packed sequences independently of each other. Differentiable.
 
     Args:
-        x: [T, Cn]; may have rows behind the last sequence, which are not read.
+        x: [T, Cn]; may have rows after the last sequence, which are not read.
         weight: [Cn, K].
         bias: [Cn] or None.
-        sequences: Where sequences lie on the token axis; they may be shorter than the window.
+        sequences: Places of the sequences on the token axis; they may be shorter than the window.
         initial_states: [S, Cn, K-1], zeros if None; not modified.
-        activate: Whether SiLU comes last.
+        activate: True to apply SiLU to the result.
 
     Returns:
-        y [T, Cn], zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
+        y [T, Cn], zero at rows after the last sequence, and the final states [S, Cn, K-1] (a copy, never
         a view of x or of the initial states); both in x's dtype.
     """
     if sequences.has_static_shapes:
@@ -67,7 +67,7 @@ def causal_conv1d_step(
         weight: [Cn, K].
         bias: [Cn] or None.
         state: [R, Cn, K-1], not modified.
-        activate: Whether SiLU comes last.
+        activate: True to apply SiLU to the result.
 
     Returns:
         y [R, Cn] in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
@@ -81,13 +81,13 @@ def causal_conv1d_step(
 
 
 def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_states: Tensor) -> Tensor:
-    """The states of sequences after some of their tokens: the last K-1 inputs there.
+    """Return the states of sequences after some of their tokens: the last K-1 inputs there.
 
     Args:
         x: [T, Cn], inputs of the packed sequences.
-        tokens: [n] int64, how many tokens of the packed axis are done.
-        first_tokens: [n] int64, where on that axis the sequence begins.
-        initial_states: [n, Cn, K-1], of the sequence; older inputs come from there.
+        tokens: [n] int64, number of tokens before each state on the packed axis.
+        first_tokens: [n] int64, start of the sequence on that axis.
+        initial_states: [n, Cn, K-1], of the sequence; the source of older inputs.
 
     Returns:
         [n, Cn, K-1], in x's dtype.
@@ -95,7 +95,7 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
     kept = initial_states.shape[2]
     columns = torch.arange(kept, device=x.device) - kept
     rows = tokens[:, None] + columns  # [n, K-1]
-    before = rows - first_tokens[:, None]  # negative: that far before the sequence's first token of this call
+    before = rows - first_tokens[:, None]  # negative: distance to the sequence's first token of this call
     from_tokens = x[rows.clamp(min=0)].transpose(1, 2)  # [n, Cn, K-1]
     columns = (before + kept).clamp(0, kept - 1)[:, None].expand(-1, x.shape[1], -1)
     from_initial = initial_states.to(x.dtype).gather(2, columns)
@@ -110,7 +110,7 @@ def _convolve_bounded(
     initial_states: Tensor | None,
     activate: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The same where only the device knows the lengths: every token by itself, behind the K-1 inputs before it."""
+    """Convolve with lengths that only the device knows: each token with the K-1 inputs before it."""
     if initial_states is None:
         initial_states = x.new_zeros(len(sequences.lengths), x.shape[1], weight.shape[1] - 1)
     first, owners = sequences.cu_seqlens[:-1], sequences.seq_idx
@@ -131,7 +131,7 @@ def _extend(x: Tensor, sequences: PackedSequences, window: int, initial_states: 
 
 
 def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Slide the window over all rows, also where two sequences meet (the caller drops those): [rows-K+1, Cn]."""
+    """Slide the window over all rows, also across sequence boundaries (the caller drops those): [rows-K+1, Cn]."""
     window = weight.shape[1]
     num_outputs = extended.shape[0] - window + 1
     oldest = extended[:num_outputs]
@@ -142,7 +142,7 @@ def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> Tensor:
-    """The last K-1 inputs of every sequence, older ones included where it is shorter: [S, Cn, K-1]."""
+    """Return the last K-1 inputs of every sequence, older ones included if it is shorter: [S, Cn, K-1]."""
     num_sequences = len(sequences.lengths)
     kept = torch.arange(window - 1, device=extended.device)
     shift = torch.arange(num_sequences, device=extended.device) * (window - 1)

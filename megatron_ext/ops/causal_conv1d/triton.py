@@ -1,6 +1,6 @@
-"""The convolution in Triton, for CUDA devices: slots are read and written in place. `kernels.py` beside this computes.
+"""Convolution in Triton, for CUDA devices: reads and writes slots in place, with the kernels in `kernels.py`.
 
-A slot of -1 is a row, or a sequence, of padding: its rows come out as zeros, and no slot is touched.
+A slot of -1 marks a row or a sequence of padding: its outputs are zeros, and no slot is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.ops.varlen import PackedChunks
 
 
 def _lacks(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.causal_conv1d import kernels
 
     window = weight.shape[1]
@@ -45,10 +45,10 @@ def _blocks(channels: int, config: Config) -> int:
 
 
 class Convolution:
-    """Convolves, with SiLU or without."""
+    """Convolution with Triton kernels, with SiLU or without."""
 
     def __init__(self, plain: ConvolutionBackend, *, activate: bool) -> None:
-        self.plain = plain  # what computes where there is no kernel
+        self.plain = plain  # fallback for inputs without a kernel
         self.activate = activate
 
     def prefill(
@@ -62,7 +62,7 @@ class Convolution:
         live: Tensor,
         snapshots: Tensor | None,
     ) -> Tensor:
-        """As `CausalConv1d.prefill`."""
+        """Compute `CausalConv1d.prefill`."""
         lack = _lacks(x, weight, bias, live)
         if lack is not None:
             say_reference_computes(lack)
@@ -97,7 +97,7 @@ class Convolution:
         return y
 
     def decode(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
-        """As `CausalConv1d.decode`."""
+        """Compute `CausalConv1d.decode`."""
         lack = _lacks(x, weight, bias, live)
         if lack is not None:
             say_reference_computes(lack)
@@ -122,13 +122,13 @@ class Convolution:
         return y
 
     def _flags(self, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | int]:
-        """The bias, or what is not read in its place, and whether there is SiLU."""
+        """Return the bias, or an unread tensor in its place, and the flag for SiLU."""
         given = weight if bias is None else bias.contiguous()
         return {"bias": given, "has_bias": int(bias is not None), "activate": int(self.activate)}
 
 
 def backend(plain: ConvolutionBackend, *, activate: bool) -> ConvolutionBackend:
-    """The kernels as a backend; what they do not compute is computed by `plain`: training, and odd shapes."""
+    """Return the kernels as a backend; `plain` computes everything else: training, and unsupported shapes."""
     convolution = Convolution(plain, activate=activate)
     return ConvolutionBackend(
         triton.NAME,

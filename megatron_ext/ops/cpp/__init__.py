@@ -1,8 +1,8 @@
-"""Operators in C++ for CPUs: compiled once on the machine that runs them, loaded once a process, asked for by name.
+"""C++ operators for CPUs: compiled once on the machine that runs them, loaded once a process, called by name.
 
-Each operator has its source in its own folder (`ops/<operator>/kernels.cpp`); what they share are the headers here. All
-are compiled as one: a source has a namespace of its own. It registers functions as `torch.ops.megatron_ext_cpu.<name>`.
-How many threads there are is torch's business as everywhere else; no result depends on it.
+Each operator has its source in its own folder (`ops/<operator>/kernels.cpp`); shared code is in the headers here. All
+sources are compiled together, each in its own namespace. A source registers functions as
+`torch.ops.megatron_ext_cpu.<name>`. Torch sets the number of threads as everywhere else; no result depends on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCK = threading.RLock()
 
 
 class Kernels:
-    """The functions of the library, by the names that their sources register; each is looked up once."""
+    """Functions of the library, by the names that their sources register; each is looked up once."""
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
         function: Callable[..., Tensor] = getattr(torch.ops.megatron_ext_cpu, name).default
@@ -38,14 +38,14 @@ class Kernels:
 
 
 def say(line: str) -> None:
-    """A line for whoever waits, where there is somewhere to write it; of several ranks the first one writes."""
+    """Print a progress line to stderr, if there is one; among several ranks only the first prints."""
     if sys.stderr is not None and os.environ.get("RANK", "0") in ("", "0"):
         print(f"megatron_ext: {line}", file=sys.stderr, flush=True)
 
 
 @functools.cache
 def _problem() -> str | None:
-    """Why this process has no library; None if it is loaded. Builds it where need be."""
+    """Return why this process has no library; None if it is loaded. Builds the library if necessary."""
     try:
         library = open_library(say)
     except BuildError as error:
@@ -76,24 +76,24 @@ def _choose() -> bool:
 
 @functools.cache
 def are_used() -> bool:
-    """Whether operators on the CPU are computed by the kernels here; builds and loads them when first asked.
+    """Return whether these kernels compute operators on the CPU; the first call builds and loads them.
 
-    Says once, on stderr, why they are not, unless it was asked for.
+    Reports once, on stderr, why they are not used, unless they are switched off.
 
     Raises:
-        ConfigError: They are required and cannot be had, or the environment variable has a value that it cannot have.
+        ConfigError: The kernels are required but not available, or the environment variable has an invalid value.
     """
-    with _LOCK:  # threads that ask at once wait for one answer
+    with _LOCK:  # concurrent threads wait for one result
         return _choose()
 
 
 def can_be_built() -> bool:
-    """Whether this machine has a compiler, without building anything; for tests."""
+    """Return whether this machine has a compiler, without building anything; for tests."""
     return compiler() is not None
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels compute for inputs like this one: on the CPU, in fp32 or 16 bits, without gradients."""
+    """Return whether the kernels support inputs like this one: on the CPU, in fp32 or 16 bits, without gradients."""
     if not x.is_cpu or x.dtype not in DTYPES:
         return False
     return not (x.requires_grad and torch.is_grad_enabled()) and are_used()
@@ -101,10 +101,10 @@ def takes(x: Tensor) -> bool:
 
 @functools.cache
 def kernels() -> Kernels:
-    """The functions of the library, also where the environment says that they are not to be used.
+    """Return the functions of the library, even if the environment variable switches them off.
 
     Raises:
-        RuntimeError: There is no library, and why.
+        RuntimeError: There is no library; the message says why.
     """
     with _LOCK:
         problem = _problem()

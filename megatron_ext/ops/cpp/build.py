@@ -1,9 +1,9 @@
-"""Compiling the kernels into one library in the user's cache, once for each source, torch, CPU and compiler.
+"""Build of the kernels as one library in the user's cache, once for each source, torch, CPU and compiler.
 
-A build is found by the content of everything that it is made of, not by the places where that lies: checkouts and
-environments that are equal share it, and no path of the machine gets into the library. A build happens in a directory
-of its own and is renamed into its place, so a library in the cache is a whole one. Processes that need the same build
-wait for the one that makes it; its lock is the kernel's and ends with its process.
+A build is identified by the content of all its inputs, not by their paths: equal checkouts and environments share it,
+and no path of the machine gets into the library. A build happens in a separate directory that is then renamed, so a
+library in the cache is always complete. Processes that need the same build wait for the one that makes it; its lock is
+held by the kernel and ends with the process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_ext.ops.cpp.compilation import CompileError, compile_library
 from megatron_ext.ops.cpp.trusted_path import UntrustedPathError
 
 OPS = Path(__file__).parents[1]
-_RETRY_AFTER = 600.0  # seconds; processes that start together do not all try what has just failed
-# What `at::vec` is compiled for, by what torch says of the CPU; anything else gets the portable vectors.
+_RETRY_AFTER = 600.0  # seconds; processes that start together do not all retry a failed build
+# Flags for `at::vec`, by the CPU capability that torch reports; any other CPU gets the portable vectors.
 _VECTOR_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c -DCPU_CAPABILITY_AVX512",
     "AVX2": "-mavx2 -mfma -mf16c -DCPU_CAPABILITY_AVX2",
@@ -37,18 +37,18 @@ _LINKED = ("-ltorch_cpu", "-lc10", "-Wl,-z,now")
 
 
 class BuildError(Exception):
-    """There is no library. The message is one line: why, and what would help."""
+    """Build failure. The message is one line: the reason, and a remedy."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What turns sources into a library.
+    """Compiler and flags that build the library.
 
     Attributes:
-        compiler: The compiler's command, as $CXX may give it: wrappers and flags included.
-        version: What it says of itself.
-        flags: Flags that decide what comes out.
-        folders: Flags that name folders of this machine. The sources and torch's version say what lies there.
+        compiler: Command of the compiler, as $CXX may give it: wrappers and flags included.
+        version: Output of `--version`.
+        flags: Flags that affect the result.
+        folders: Flags that name folders of this machine, whose content the sources and torch's version determine.
     """
 
     compiler: tuple[str, ...]
@@ -58,19 +58,19 @@ class Toolchain:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command that compiles."""
+        """Full command of the compiler, with all flags."""
         return (*self.compiler, *self.flags, *self.folders)
 
 
 def compiler() -> tuple[str, ...] | None:
-    """The command of the C++ compiler: $CXX, or the first one there is."""
+    """Return the command of the C++ compiler: $CXX, or the first one installed; None if there is no compiler."""
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [["c++"], ["g++"], ["clang++"]]
     return next((tuple(command) for command in candidates if shutil.which(command[0])), None)
 
 
 def sources() -> list[Path]:
-    """The kernels, in order of their operators' names."""
+    """Return the kernels' source files, sorted by operator name."""
     return sorted(OPS.glob("*/*.cpp"))
 
 
@@ -78,7 +78,7 @@ def open_library(say: Callable[[str], None]) -> Library:
     """Open the library for this machine, compiled if it is not in the cache.
 
     Args:
-        say: Told when something takes long.
+        say: Receives a message when something takes long.
 
     Raises:
         BuildError: There is no compiler, it fails, the cache cannot be written, or others can write to it.
@@ -102,17 +102,17 @@ def open_library(say: Callable[[str], None]) -> Library:
 
 
 def toolchain() -> Toolchain:
-    """The compiler of this machine, told what torch says of the CPU.
+    """Return the compiler of this machine, with flags for the CPU that torch reports.
 
     Raises:
-        BuildError: There is none.
+        BuildError: This machine has no compiler.
     """
     command = compiler()
     if command is None:
         named = os.environ.get("CXX")
         problem = f"CXX={named} is not there" if named else "there is no C++ compiler (c++, g++, clang++)"
         raise BuildError(f"{problem}; with one, operators are compiled once")
-    plain = os.environ | {"LC_ALL": "C"}  # in every language the same
+    plain = os.environ | {"LC_ALL": "C"}  # output independent of the user's language
     asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, env=plain)
     if asked.returncode != 0:
         raise BuildError(f"{shlex.join(command)} --version: exit code {asked.returncode}")
@@ -129,18 +129,18 @@ def _flags() -> tuple[str, ...]:
 
 def _folders() -> tuple[str, ...]:
     headers = Path(torch.__file__).parent / "include"
-    # __FILE__, which every TORCH_CHECK keeps, is of the package and of torch, wherever they are installed.
+    # __FILE__, which every TORCH_CHECK keeps, must not depend on where the package and torch are installed.
     mapped = (f"-ffile-prefix-map={OPS}=megatron_ext/ops", f"-ffile-prefix-map={headers}=torch/include")
     return (f"-isystem{headers}", f"-isystem{headers / 'torch/csrc/api/include'}", f"-I{OPS / 'cpp'}", *mapped)
 
 
 def build_key(tools: Toolchain) -> str:
-    """The digest of everything that a build is made of: sources, torch, compiler, flags, machine; of no folder."""
+    """Return the digest of all build inputs: sources, torch, compiler, flags, machine; independent of folders."""
     digest = hashlib.sha256()
     for path in [*sources(), *sorted(OPS.glob("*/*.h"))]:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(OPS).as_posix()} {len(content)}\n".encode() + content)
-    # A compiler is known by its version; of a wrapper's command line the names count, and flags as they are.
+    # A compiler is identified by its version; of a wrapper's command line, names and flags count.
     command = [word if word.startswith("-") else Path(word).name for word in tools.compiler]
     version = [line for line in tools.version.splitlines() if not line.startswith("InstalledDir:")]  # of clang
     linked = (platform.machine(), torch.__version__, torch.version.git_version, *_LINKED)
@@ -149,7 +149,7 @@ def build_key(tools: Toolchain) -> str:
 
 
 def _build(tools: Toolchain, cache: BuildCache, key: str, say: Callable[[str], None]) -> Library:
-    """Compile in a folder of the cache and publish it; the build's lock is held."""
+    """Compile in a folder of the cache and publish the result; the build's lock is held."""
     log = f"{key}.log"
     if _has_failed_lately(cache.folder / log):
         shown = cache.path / log

@@ -1,10 +1,10 @@
-"""The user's cache of compiled operators: a directory with one directory for each build.
+"""User's cache of compiled operators: a directory with one directory for each build.
 
-Everything happens through one handle on the directory, which other users can neither write to nor replace
-(`trusted_path`). The library of a build is loaded through the handle that was checked.
+All accesses use one handle on the directory, which other users can neither write to nor replace (`trusted_path`). The
+library of a build is loaded through the handle that was checked.
 
-Builds stay in the cache in order of their last use, at most `MAX_BUILDS` (half a megabyte each). A process holds a
-shared lock on the library that it has loaded, and a locked build is not removed.
+At most `MAX_BUILDS` builds (half a megabyte each) are kept, the most recently used ones. A process holds a shared lock
+on the library that it has loaded, and a locked build is not removed.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ MAX_BUILDS = 64
 
 
 def cache_path() -> Path:
-    """The directory of builds, in $XDG_CACHE_HOME or ~/.cache."""
-    # The XDG base directory specification: a path that is not absolute counts as none.
+    """Return the directory of builds, in $XDG_CACHE_HOME or ~/.cache."""
+    # XDG base directory specification: a relative path counts as unset.
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (home if home.is_absolute() else Path.home() / ".cache") / "megatron_ext" / "operators"
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library file that was checked and is open.
+    """Open library file that passed the checks.
 
     Attributes:
-        handle: Its file descriptor; while it is open, the build stays in the cache.
-        path: Where it was found, for messages.
+        handle: File descriptor; while it is open, the build stays in the cache.
+        path: Path of the file, for messages.
     """
 
     handle: int
     path: Path
 
     def load(self) -> None:
-        """Load it into this process, through the handle, which stays open.
+        """Load the library into this process, through the handle, which stays open.
 
         Raises:
-            OSError: It cannot be loaded.
+            OSError: The library cannot be loaded.
         """
-        # torch.ops.load_library would resolve the link in /proc and open what lies under that path by then.
+        # torch.ops.load_library would resolve the link in /proc and open whatever that path then names.
         ctypes.CDLL(f"/proc/self/fd/{self.handle}")
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class Library:
 
 
 class BuildCache:
-    """An open cache directory.
+    """Open cache directory.
 
     Attributes:
-        path: Where it was opened, for messages.
+        path: Path of the directory, for messages.
         folder: The same directory as a path through its handle, valid in this process and until `close`.
     """
 
@@ -70,8 +70,8 @@ class BuildCache:
         """Open the directory; created if missing.
 
         Raises:
-            UntrustedPathError: Another user can have written a part of the path.
-            OSError: It cannot be opened or created.
+            UntrustedPathError: Another user may have written a part of the path.
+            OSError: The directory cannot be opened or created.
         """
         self._handle = open_directory(path)
         self.path = path
@@ -84,17 +84,17 @@ class BuildCache:
         os.close(self._handle)
 
     def find(self, key: str) -> Library | None:
-        """Open a build's library, which counts as a use; None if there is none.
+        """Open a build's library, which counts as a use; None if it is not in the cache.
 
         Raises:
-            UntrustedPathError: Another user can have written it.
-            OSError: It cannot be opened.
+            UntrustedPathError: Another user may have written the library.
+            OSError: The library cannot be opened.
         """
         try:
             handle = open_file(self._handle, f"{key}/{LIBRARY}")
         except FileNotFoundError:
             return None
-        # Neither is possible in every cache: it may be root's, filled in advance, or on a file system without locks.
+        # Either may fail: the cache may be root's, filled in advance, or on a file system without locks.
         with contextlib.suppress(OSError):
             os.utime(key, dir_fd=self._handle)
         with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class BuildCache:
 
     @contextlib.contextmanager
     def lock(self, key: str, say: Callable[[str], None]) -> Iterator[None]:
-        """Hold the exclusive lock of a build; it ends with this process, however that ends."""
+        """Hold the exclusive lock of a build; it is released when this process ends, however it ends."""
         handle = self._locked(f"{key}.lock", say)
         try:
             yield
@@ -119,7 +119,7 @@ class BuildCache:
                 except BlockingIOError:
                     say("waiting for another process, which compiles the operators")
                     fcntl.flock(handle, fcntl.LOCK_EX)
-                if os.fstat(handle).st_nlink:  # else it was removed with its build meanwhile
+                if os.fstat(handle).st_nlink:  # otherwise the lock file was removed with its build meanwhile
                     return handle
             except BaseException:
                 os.close(handle)
@@ -128,8 +128,8 @@ class BuildCache:
 
     @contextlib.contextmanager
     def work_folder(self, key: str) -> Iterator[Path]:
-        """An empty directory for a build, removed at the end unless it was published; needs the build's lock."""
-        for left in self.folder.glob(f"{key}.building-*"):  # by a process that was killed
+        """Create an empty directory for a build, removed at the end unless it was published; needs the build's lock."""
+        for left in self.folder.glob(f"{key}.building-*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=self.folder))
         try:
@@ -138,13 +138,13 @@ class BuildCache:
             shutil.rmtree(work, ignore_errors=True)
 
     def publish(self, work: Path, key: str) -> None:
-        """Put a work folder with a finished library into the build's place; needs the build's lock."""
+        """Move a work folder with a finished library into the build's place; needs the build's lock."""
         (work / LIBRARY).chmod(0o700)  # the linker obeys the umask, which may let a group write
         self._remove_unused(MAX_BUILDS - 1)
         os.rename(work.name, key, src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
     def _remove_unused(self, kept: int) -> None:
-        """Remove builds, those used longest ago first, until `kept` are left or the others are in use."""
+        """Remove the least recently used builds that are not in use, until `kept` are left."""
         builds = sorted((path for path in self.folder.glob(f"*/{LIBRARY}") if not path.parent.suffix), key=_last_use)
         excess = len(builds) - kept
         for library in builds:
@@ -159,7 +159,7 @@ class BuildCache:
 
 
 def _last_use(library: Path) -> float:
-    """Seconds since the epoch; 0 if another process has just removed the build."""
+    """Return the last use in seconds since the epoch; 0 if another process has just removed the build."""
     try:
         return library.parent.stat().st_mtime
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Running the compiler: all sources in one go, since what they include takes most of the time."""
+"""Compiler runs: all sources are compiled in one go, since their includes take most of the time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LONGEST_RUN = 900.0  # seconds, on a machine that is busy with other things
 
 
 class CompileError(Exception):
-    """The compiler or the linker fails.
+    """Failure of the compiler or the linker.
 
     Attributes:
-        output: The command, and what it wrote.
+        output: The command and its output.
     """
 
     def __init__(self, output: str) -> None:
@@ -30,20 +30,21 @@ def compile_library(
     """Compile `sources` and link them to `folder / name`; leaves nothing else there.
 
     Args:
-        command: The compiler with its flags.
-        sources: C++ files that can be parts of one, each with a namespace of its own.
-        folder: Empty.
-        name: Of the library.
-        linked: What the linker is told.
+        command: Compiler with its flags.
+        sources: C++ files that can be included in one file, each in its own namespace.
+        folder: Empty folder.
+        name: File name of the library.
+        linked: Arguments of the linker.
 
     Raises:
-        CompileError: It fails, or takes too long.
+        CompileError: The command fails, or takes too long.
     """
     source, made = folder / "all.cpp", folder / "all.o"
     source.write_text("".join(f'#include "{path}"\n' for path in sources), "utf-8")
-    # Names are relative to the folder: its path may be one through a handle of this process.
+    # Names are relative to the folder: its path may go through a handle of this process.
     _run([*command, "-c", source.name, "-o", made.name], folder)
-    # No OpenMP is linked: torch has loaded one for the whole process, and a second one would count threads for itself.
+    # OpenMP is not linked: torch has loaded one for the whole process, and a second one would count its threads
+    # separately.
     plain = [flag for flag in command if flag != "-fopenmp"]
     _run([*plain, "-shared", made.name, "-o", name, *linked], folder)
     source.unlink()
@@ -51,7 +52,7 @@ def compile_library(
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    """Run a command; neither it nor what it started is left behind if this process is interrupted."""
+    """Run a command; its process group is killed if this process is interrupted."""
     try:
         process = _start(command, folder)
     except OSError as error:
@@ -78,5 +79,5 @@ def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # a group of its own: compilers start others
+        start_new_session=True,  # a separate process group, since compilers start other processes
     )

@@ -1,4 +1,4 @@
-"""How kernels are told where the states of requests lie."""
+"""Arguments of the C++ kernels for the places of requests' states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PrefillPlaces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | No
 
 
 def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None) -> PrefillPlaces:
-    """What `Prefill` in `prefill.h` is made of: where sequences begin, where states lie, which are to be kept."""
+    """Return the members of `Prefill` in `prefill.h`: sequence starts, state slots, and the states to keep."""
     starts, kept = chunks.sequences.cu_seqlens, slots.snapshots
     if kept is None:
         return starts, slots.live, slots.has_initial_state, live, None, None, None, None
@@ -19,7 +19,7 @@ def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapsh
 
 
 def decode_places(slots: Tensor | slice) -> tuple[Tensor | None, int]:
-    """The slots [R] and 0, or None and the first one where they follow each other."""
+    """Return the slots [R] and 0, or None and the first slot if they are consecutive."""
     if isinstance(slots, slice):
         assert slots.step in (None, 1), "one behind the other"
         return None, slots.start or 0

@@ -1,16 +1,16 @@
-"""Opening directories and files that no other user can have written or put in place.
+"""Opening of directories and files that no other user can have written or put in place.
 
 A path is walked part by part. Each part is opened relative to the directory before it without following links, and is
-judged by its own handle, so a rename between check and use changes nothing: the object that was checked is the object
-that is returned. Links are followed by hand, so the parts of their targets are checked like all others.
+checked by its own handle, so a rename between check and use has no effect: the object that was checked is the object
+that is returned. Links are resolved explicitly, so the parts of their targets are checked like all others.
 
 A part is trusted if it belongs to root or to this user, and group and others cannot write to it (an access control list
-shows in the bits of the group). The bits of a link mean nothing, its owner is enough.
+shows in the bits of the group). The mode bits of a link mean nothing; only its owner is checked.
 
-On the way to a directory there may be sticky directories that every user can write to, such as /tmp. There only root,
-the owner of the directory and the owner of an entry can rename or remove the entry. Both owners are root or this user,
-because the next part is checked as well. Another user can create an entry before this user does: then its owner is
-wrong, and it is refused. The directory at the end must not be of this kind, since entries of it are used by any name.
+The path may lead through sticky directories that every user can write to, such as /tmp. There only root, the owner of
+the directory and the owner of an entry can rename or remove the entry. Both owners are root or this user, because the
+next part is checked as well. If another user creates an entry first, its owner is wrong and it is refused. The last
+directory must not be of this kind, since its entries are used by any name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import os
 import stat
 from pathlib import Path
 
-_PART = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # a handle on the part itself; needs no permission to read it
-_MAX_LINKS = 40  # on one path, as in the kernel
+_PART = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC  # handle of the part itself; needs no read permission
+_MAX_LINKS = 40  # per path, as in the kernel
 
 
 class UntrustedPathError(Exception):
@@ -30,10 +30,10 @@ class UntrustedPathError(Exception):
 
 
 def open_directory(path: Path) -> int:
-    """Open a directory for reading, and create the parts that are missing, for this user alone.
+    """Open a directory for reading; missing parts are created for this user alone.
 
     Args:
-        path: Absolute.
+        path: Absolute path.
 
     Raises:
         UntrustedPathError: A part belongs to another user, or others can write to it.
@@ -52,7 +52,7 @@ def open_file(directory: int, path: str) -> int:
 
     Args:
         directory: Handle of a directory that `open_directory` has returned.
-        path: Relative to it.
+        path: Path relative to the directory.
 
     Raises:
         UntrustedPathError: A part belongs to another user, others can write to it, or it is not a regular file.
@@ -69,7 +69,7 @@ def open_file(directory: int, path: str) -> int:
 
 
 def name_of(handle: int) -> str:
-    """The present path of an open file, for messages."""
+    """Return the present path of an open file, for messages."""
     return os.readlink(f"/proc/self/fd/{handle}")
 
 
@@ -78,7 +78,7 @@ def _walk(here: int, path: str, *, is_directory: bool) -> int:
 
     Args:
         here: Handle of the directory that the path begins in.
-        path: Parts with slashes between.
+        path: Parts separated by slashes.
         is_directory: Create missing parts, and accept sticky directories.
     """
     parts, links = _parts(path), 0
@@ -109,7 +109,7 @@ def _replace(old: int, new: int) -> int:
 
 
 def _parts(path: str) -> list[str]:
-    """The parts of a path, the last one first."""
+    """Return the parts of a path, the last one first."""
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
@@ -128,7 +128,7 @@ def _open_part(directory: int, name: str, create: bool) -> int:
 
 
 def _target_or_close(part: int) -> str | None:
-    """What a trusted link points to, its handle closed; None if the part is not a link."""
+    """Return the target of a trusted link and close its handle; None if the part is not a link."""
     if not stat.S_ISLNK(os.fstat(part).st_mode):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The gated delta rule (gated delta net): the chunked scan for prefill and training, and the one-token step."""
+"""Gated delta rule (gated delta net): the chunked scan for prefill and training, and the one-token step."""
 
 from __future__ import annotations
 

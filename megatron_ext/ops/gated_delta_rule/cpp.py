@@ -1,4 +1,4 @@
-"""The gated delta rule in C++, for CPUs: slots are read and written in place. `kernels.cpp` beside this computes."""
+"""Gated delta rule in C++, for CPUs: reads and writes slots in place, with the kernels in `kernels.cpp`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prefill(
     snapshots: Tensor | None,
     normalize: bool = False,
 ) -> Tensor:
-    """As `Recurrence.prefill`; inputs are those of `reference.gated_delta_scan`."""
+    """Compute `Recurrence.prefill` for the inputs of `reference.gated_delta_scan`."""
     return cpp.kernels().gated_delta_prefill(
         q, k, v, g, beta, normalize, *prefill_places(chunks, slots, live, snapshots)
     )
@@ -42,7 +42,7 @@ def decode(
     live: Tensor,
     normalize: bool = False,
 ) -> Tensor:
-    """As `Recurrence.decode`; inputs are those of `reference.gated_delta_step`."""
+    """Compute `Recurrence.decode` for the inputs of `reference.gated_delta_step`."""
     return cpp.kernels().gated_delta_decode(q, k, v, g, beta, normalize, *decode_places(slots), live)
 
 

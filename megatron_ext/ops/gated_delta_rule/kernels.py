@@ -1,18 +1,19 @@
-"""The gated delta rule on a CUDA device: prefill in tiles of tokens, and one token of each request.
+"""Gated delta rule on a CUDA device: prefill in tiles of tokens, and one token of each request.
 
-Formulas and letters are those of `reference.py`, a tile being its chunk. What needs no state is computed for all tiles
-at once (`delta_tiles`); then a program has some value channels V of one head of one sequence, whose state stays in
-registers from the sequence's first token of the step to its last (`delta_prefill`). Tiles begin at the sequence's first
-token of the step. Where states are kept on the way is nothing to them: outputs do not depend on it, and where a
-sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
+Formulas and letters are those of `reference.py`, a tile being its chunk. Terms without the state are computed for all
+tiles at once (`delta_tiles`). A program of `delta_prefill` then computes some value channels V of one head of one
+sequence, whose state stays in registers from the sequence's first token of the step to its last. Tiles begin at the
+sequence's first token of the step. Outputs do not depend, to the bit, on which states are kept, nor on cuts of a
+sequence at multiples of TILE; nor do the states depend on such cuts.
 
-Sums of log decays are fp64 and split in two fp32 numbers before differences are taken: of fast decay they reach
+Sums of log decays are fp64 and split in two fp32 numbers before differences are taken: with fast decay they reach
 thousands. (I + L) is inverted by blocks, which is stable where powers of L are not.
 
-Products: between inputs of 16 bits exact, summed in fp32; of fp32 inputs in full. Of fp32 numbers with others, where
-states are made of them, in full, or as good as that: see `precise_product`, and tf32x3. For outputs, in tf32 at least.
+Products of 16-bit inputs are exact and summed in fp32; products of fp32 inputs have full precision. Products of fp32
+numbers with inputs that enter states have full precision or nearly: see `precise_product`, and tf32x3. Products for
+outputs have at least tf32 precision.
 
-What the state waits for of the next tile is loaded while this one is computed.
+Data of the next tile that the state update needs are loaded while the current tile is computed.
 """
 
 import triton
@@ -21,17 +22,17 @@ import triton.language as tl
 from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
 from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
 
-MAX_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
-TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; products in full fp32 have no registers for more
-CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # of keys at once in `delta_tiles`
-WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # of 64 and 128 keys: as few as have the registers
-NORM_EPSILON = tl.constexpr(1e-6)  # that of `reference.py`
+MAX_ODD_KEYS = 64  # for more keys, loading elements one by one takes too many registers
+TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; full fp32 products leave no registers for more
+CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # key channels at once in `delta_tiles`
+WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # for 64 and 128 keys: as few as registers allow
+NORM_EPSILON = tl.constexpr(1e-6)  # as in `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
 
 
 @triton.jit
 def load_keys(keys, row, row_stride, group, key_dim, is_token, K: tl.constexpr):
-    """Keys, or queries, of the tokens `row`: [tokens, K]; zero where there are none."""
+    """Load keys or queries of the tokens `row`: [tokens, K]; zero at padding."""
     channel = tl.arange(0, K)
     at = row[:, None] * row_stride + (group * key_dim + channel)[None, :]
     return tl.load(keys + at, mask=is_token[:, None] & (channel < key_dim)[None, :], other=0.0)
@@ -39,17 +40,17 @@ def load_keys(keys, row, row_stride, group, key_dim, is_token, K: tl.constexpr):
 
 @triton.jit
 def first_bits(b, MASK: tl.constexpr):
-    """fp32 numbers with the last bits of their significands left out: `b` minus this is exact, and has the others."""
+    """Clear the last bits of fp32 significands; `b` minus the result is exact and holds the cleared bits."""
     return (b.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def precise_product(a, b):
-    """Inputs `a`, as they were loaded, times fp32 `b`, as precise as fp32 or nearly: 16 bits are exact in any operand.
+    """Multiply inputs `a`, as they were loaded, with fp32 `b`, in fp32 precision or nearly.
 
-    With bf16 `b` is cut into three numbers of 8 bits. The second and third are multiplied by 2**8 and 2**16, so that
-    their sums are sums of their own and the three run beside each other. With fp16, whose exponents are too few for
-    that, it is cut into two in tf32.
+    16-bit numbers are exact in any operand. For bf16, `b` is split into three numbers of 8 bits. The second and third
+    are multiplied by 2**8 and 2**16, so that they have separate sums and the three products run in parallel. For fp16,
+    whose exponent range is too small for that, `b` is split into two tf32 numbers.
     """
     if a.dtype == tl.bfloat16:
         high = first_bits(b, MASK=-65536)  # bf16 has 16 bits less
@@ -69,7 +70,7 @@ def precise_product(a, b):
 
 @triton.jit
 def output_product(a, b):
-    """The same for outputs, where 11 bits of `b` are enough if `a` has 16."""
+    """Multiply `a` with fp32 `b` for outputs, where 11 bits of `b` suffice if `a` has 16 bits."""
     if a.dtype == tl.bfloat16:
         high = first_bits(b, MASK=-65536)
         rest = ((b - high) * 256.0).to(tl.bfloat16)
@@ -81,9 +82,9 @@ def output_product(a, b):
 
 @triton.jit
 def invert(lower, TILE: tl.constexpr):
-    """The inverse of I + `lower` [TILE, TILE], which is zero on the diagonal and above it.
+    """Return the inverse of I + `lower` [TILE, TILE], which is zero on the diagonal and above it.
 
-    By blocks of twice the size each time: that of [[A, 0], [C, B]] is [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
+    Block sizes double each time: the inverse of [[A, 0], [C, B]] is [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
     """
     place = tl.arange(0, TILE)
     is_c = (place[:, None] % 2 == 1) & (place[None, :] == place[:, None] - 1)
@@ -100,7 +101,7 @@ def invert(lower, TILE: tl.constexpr):
 
 @triton.jit
 def fading(elapsed, count, lengths, TILE: tl.constexpr):
-    """How the state fades over a tile's first `count` tokens, and what keys are multiplied with for behind them."""
+    """Return the decay of the state over a tile's first `count` tokens, and the factors of their keys after them."""
     place = tl.arange(0, TILE)
     until = tl.sum(tl.where(place == count - 1, elapsed, 0.0), 0)
     return tl.exp(until.to(tl.float32)), tl.where(
@@ -123,15 +124,16 @@ def delta_tiles(
     key_dim, sequences, heads, heads_per_group, normalize, scale,
     TILE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of one head: (I + L)^-1 diag(beta), and what each token's output takes of what each token writes.
+    """Compute (I + L)^-1 diag(beta) of a tile of one head, and the weight of each token's write in each output.
 
     The grid is (tiles of `find_piece`, heads); solved and mixed are [T, H, TILE], a row for each token. The others are
-    [T, H]: what a token's key is multiplied with before anything else, and before it reads the tile's first state; what
-    its query is, before it reads that; its key, before it is written to the last one; how the first fades until then.
+    [T, H] factors: of a token's key before any use (key_lengths), of the key when it reads the tile's first state
+    (reads), of the query when it reads that state (asks), of the key when it is written to the tile's last state
+    (writes), and the decay of the first state until then (fades).
     """
     FULL_FP32: tl.constexpr = (
         q.dtype.element_ty == tl.float32
-    )  # products of numbers of 16 bits are, on tensor cores too
+    )  # products of 16-bit numbers are exact on tensor cores, too
     sequence, first = find_piece(cu_seqlens, sequences, tl.program_id(0), 1, TILE)
     start = tl.load(cu_seqlens + sequence) + first
     end = tl.load(cu_seqlens + sequence + 1)
@@ -184,9 +186,9 @@ def load_tile(
     k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, start, end, head, heads, heads_per_group, value,
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What the state waits for of a tile, as stored, zeros behind the end.
+    """Load the inputs of a tile's state update, as stored, zeros after the end.
 
-    Keys, what they are multiplied with to read and to write, some values, and the inverse that `delta_tiles` made.
+    Returns keys, their factors for reading and for writing, some values, and the inverse that `delta_tiles` made.
     """
     place = tl.arange(0, TILE)
     row = (start + place).to(tl.int64)
@@ -232,7 +234,7 @@ def delta_prefill(
     value_dim, kept, heads, heads_per_group,
     TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's tokens of one head: outputs, states that are to be kept, and the last one, in place."""
+    """Compute outputs of a sequence's tokens of one head; write the kept states and, in place, the final state."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
@@ -300,7 +302,7 @@ def delta_decode(
     heads_per_group, normalize, scale,
     K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request, of one head; a row of padding becomes zero and touches no slot."""
+    """Compute one token of a request, of one head; a padding row becomes zero and touches no slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value, key = tl.program_id(2) * V + tl.arange(0, V), tl.arange(0, K)
     is_value, is_key = value < value_dim, key < key_dim

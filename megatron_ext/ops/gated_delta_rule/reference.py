@@ -1,4 +1,4 @@
-"""The gated delta rule in plain torch, on any device.
+"""Gated delta rule in plain torch, on any device.
 
 Per value head (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks", equation 10), with decay a_t = exp(g_t):
 
@@ -13,7 +13,7 @@ Linear Transformers with the Delta Rule", section 3.2), b_c being the decay from
     S <- b_C S + sum over s of b_C / b_s k_s u_s^T
 
 Letters: T tokens, G key heads, H value heads, J = H / G value heads that share a key head, K key dimension, V value
-dimension, S sequences, R requests, n chunks, C places in a chunk (c: the place that receives, s: the place that sends).
+dimension, S sequences, R requests, n chunks, C places in a chunk (c: the receiving place, s: the sending place).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_ext.ops.chunked import (
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
-NORM_EPSILON = 1e-6  # of flash-linear-attention and transformers, which trained models have seen
+NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers, which models were trained with
 
 
 def gated_delta_scan(
@@ -50,19 +50,19 @@ def gated_delta_scan(
     """Run the recurrence over packed sequences, quadratic within chunks and linear between them. Differentiable.
 
     Args:
-        q: [T, G, K]; may have rows behind the last sequence, which are not read.
-        k: [T, G, K], of length at most 1 unless `normalize` sees to that.
+        q: [T, G, K]; may have rows after the last sequence, which are not read.
+        k: [T, G, K], of length at most 1 unless `normalize` is True.
         v: [T, H, V].
         g: [T, H] fp32, logarithm of the decay, at most 0.
         beta: [T, H], between 0 and 1.
-        chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
+        chunks: Places of sequences and chunks on the token axis; results do not depend on the cuts.
         initial_states: [S, H, K, V], zeros if None.
         normalize: Divide q and k by their lengths.
 
     Returns:
         y, and states of [H, K, V].
 
-    All sums are accumulated in fp32 (fp64 if v is fp64, and then the states are, too).
+    All sums are accumulated in fp32 (fp64 if v is fp64; states are then fp64, too).
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     groups, rows, scale = k.shape[1], v.shape[0], k.shape[-1] ** -0.5
@@ -110,25 +110,25 @@ def gated_delta_step(
         _keyed(t, wide, normalize).unsqueeze(2).expand(-1, -1, shared, -1).flatten(1, 2) for t in (q, k)
     )  # [R, H, K]
     decayed = state.to(wide) * g.exp().to(wide)[..., None, None]
-    missing = v.to(wide) - (k.unsqueeze(-2) @ decayed).squeeze(-2)  # [R, H, V], what k does not recall
+    missing = v.to(wide) - (k.unsqueeze(-2) @ decayed).squeeze(-2)  # [R, H, V], the part of v that k does not recall
     new_state = torch.addcmul(decayed, k.unsqueeze(-1), (missing * beta.to(wide).unsqueeze(-1)).unsqueeze(-2))
     y = (q.unsqueeze(-2) @ new_state).squeeze(-2) * k.shape[-1] ** -0.5
     return y.to(v.dtype), new_state.to(state.dtype)
 
 
 def _keyed(t: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
-    """Queries or keys in `dtype`, of length 1 if asked for."""
+    """Return queries or keys in `dtype`, of length 1 if `normalize` is True."""
     t = t.to(dtype)
     return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + NORM_EPSILON) if normalize else t
 
 
 def _pad_heads(t: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, heads, D] -> [n, heads, C, D]."""
+    """Lay heads out in chunks: [T, heads, D] -> [n, heads, C, D]."""
     return pad_to_chunks(t, chunks).transpose(1, 2).contiguous()
 
 
 def _solve(system: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
-    """Solve (I + L) X = right, L being what `system` [..., c, s] has below its diagonal; for several [..., C, D]."""
+    """Solve (I + L) X = right for several [..., C, D], L being the part of `system` [..., c, s] below its diagonal."""
     sizes = [side.shape[-1] for side in right]
     return torch.linalg.solve_triangular(system, torch.cat(right, -1), upper=False, unitriangular=True).split(sizes, -1)
 
@@ -139,15 +139,15 @@ def _carry(
     """Pass states from chunk to chunk.
 
     Args:
-        added: [n, H, C, V], what the tokens would write if the state before the chunk were zero.
-        read: [n, H, C, K], times that state is what they leave out since it is there already.
-        keys: [n, H, C, K], decayed from there to the chunk's end.
+        added: [n, H, C, V], the tokens' writes if the state before the chunk were zero.
+        read: [n, H, C, K], times that state is the part of the writes that the state already holds.
+        keys: [n, H, C, K], decayed from their place to the chunk's end.
         decay: [n, H, 1, 1], of the whole chunk.
         initial_states: [S, H, K, V] or None.
-        chunks: Where the chunks are.
+        chunks: Places of the chunks.
 
     Returns:
-        What the tokens write, [n, H, C, V], and the states before and after each chunk, [n, H, K, V].
+        The tokens' writes, [n, H, C, V], and the states before and after each chunk, [n, H, K, V].
     """
     written = []
 

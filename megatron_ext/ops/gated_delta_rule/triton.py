@@ -1,6 +1,6 @@
-"""The gated delta rule in Triton, for CUDA devices: slots are read and written in place. `kernels.py` computes.
+"""Gated delta rule in Triton, for CUDA devices: reads and writes slots in place, with the kernels in `kernels.py`.
 
-A slot of -1 is a row, or a sequence, of padding: its rows come out as zeros, and no slot is touched.
+A slot of -1 marks a row or a sequence of padding: its outputs are zeros, and no slot is touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALES = ("key_lengths", "reads", "asks", "writes", "fades")
 
 
 def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.gated_delta_rule import kernels
 
     if q.shape[-1] > MAX_KEYS:
@@ -46,12 +46,12 @@ def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
 
 
 def _is_aligned(*inputs: Tensor) -> bool:
-    """Whether heads and tokens begin at multiples of 16."""
+    """Return whether heads and tokens begin at multiples of 16."""
     return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> dict[str, Argument]:
-    """What the kernels are given, by the names of their parameters."""
+    """Return the kernels' arguments by parameter name."""
     q, k, v, g, beta = (rows_of(t) for t in (q, k, v, g.float(), beta.float()))
     (heads, value_dim), (groups, key_dim) = v.shape[1:], k.shape[1:]
     strides = {f"{name}_row": t.stride(0) for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
@@ -73,7 +73,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normali
 
 
 def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, arguments: dict[str, Argument]) -> None:
-    """With those of the arguments that the kernel has."""
+    """Launch a kernel with those of the arguments that it has."""
     taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
     kernel.launch(grid, config, **{name: arguments[name] for name in taken})
 
@@ -91,7 +91,7 @@ def prefill(
     snapshots: Tensor | None,
     normalize: bool = False,
 ) -> Tensor:
-    """As `Recurrence.prefill`; inputs are those of `reference.gated_delta_scan`."""
+    """Compute `Recurrence.prefill` for the inputs of `reference.gated_delta_scan`."""
     lack = _lacks(q, k, v, live)
     if lack is not None:
         say_reference_computes(lack)
@@ -110,7 +110,7 @@ def prefill(
     arguments["sequences"] = sequences
     y = arguments["y"]
     assert isinstance(y, Tensor)
-    y.zero_()  # rows behind the last sequence; of a decode each row is written
+    y.zero_()  # rows after the last sequence; a decode writes every row
     _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
     _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
     return y
@@ -127,7 +127,7 @@ def decode(
     live: Tensor,
     normalize: bool = False,
 ) -> Tensor:
-    """As `Recurrence.decode`; inputs are those of `reference.gated_delta_step`."""
+    """Compute `Recurrence.decode` for the inputs of `reference.gated_delta_step`."""
     lack = _lacks(q, k, v, live)
     if lack is not None:
         say_reference_computes(lack)

@@ -1,4 +1,4 @@
-"""Gates behind a recurrence: y * SiLU(z), alone or with an RMS norm over groups of channels; and such norms alone."""
+"""Gates after a recurrence: y * SiLU(z), alone or with an RMS norm over groups of channels; and such norms alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps:
         y: [T, Cn].
         gate: [T, Cn].
         weight: [Cn].
-        group_size: Channels that are normed together.
-        eps: Added to their mean square.
+        group_size: Channels that are normalized together.
+        eps: Added to the mean square of a group.
 
     Returns:
         [T, Cn] in the gate's type.
@@ -30,21 +30,21 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps:
 
 
 def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
-    """Y * SiLU(gate), computed in fp32: [T, Cn] each, in the gate's type. Differentiable."""
+    """Return y * SiLU(gate), computed in fp32: [T, Cn] each, in the gate's type. Differentiable."""
     return GATED_NORM.choose(y).gate(y, gate)
 
 
 def norm_then_gate(
     y: Tensor, gate: Tensor, norm: RowNorm | None, plain: Callable[[Tensor], Tensor], *, group_size: int
 ) -> Tensor:
-    """RMS norm of y, times SiLU(gate) (gate behind the norm).
+    """RMS norm of y, times SiLU(gate) (norm before gate).
 
     Args:
         y: [T, Cn].
-        gate: [T, Cn], of the type that is wanted.
-        norm: What the norm is; None if it can be had by calling it only.
-        plain: Computes the norm, [T, Cn] -> [T, Cn] of any type, for backends that do not.
-        group_size: Channels that are normed together.
+        gate: [T, Cn], in the type of the result.
+        norm: Parameters of the norm; None if the norm can only be called.
+        plain: Computes the norm, [T, Cn] -> [T, Cn] of any type, for backends without it.
+        group_size: Channels that are normalized together.
     """
     backend = GATED_NORM.choose(y)
     if norm is not None and backend.norm_rows is not None:
@@ -55,9 +55,9 @@ def norm_then_gate(
 
 
 def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    """RMS norm over the last axis, in fp32, for norms that torch has no kernel for: [..., Cn] -> the same.
+    """RMS norm over the last axis, in fp32, for norms that torch has no kernel for: [..., Cn] -> [..., Cn].
 
-    `plain` computes it for backends that do not.
+    `plain` computes the norm for backends without it.
     """
     backend = GATED_NORM.choose(x)
     if backend.norm_rows is not None:
@@ -69,13 +69,13 @@ def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Ten
 
 
 def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) -> tuple[Tensor, Tensor] | None:
-    """Residual + factor * output, and a norm of that, in one go; None where that is to be computed one by one.
+    """Return residual + factor * output and its norm from one kernel; None if they must be computed separately.
 
     Args:
         output: [..., Cn].
-        residual: The same.
-        norm: A module; one that is no `NamedNorm` is computed by itself.
-        factor: Of the output.
+        residual: [..., Cn].
+        norm: Module; only a `NamedNorm` can be fused.
+        factor: Factor of the output.
     """
     backend = GATED_NORM.choose(output)
     if backend.add_norm is None or not isinstance(norm, NamedNorm):

@@ -1,4 +1,4 @@
-"""Gates and the gated norm in C++, for CPUs, in one pass each. `kernels.cpp` beside this file computes."""
+"""Gates and the gated norm in C++, for CPUs, in one pass each, with the kernels in `kernels.cpp`."""
 
 from __future__ import annotations
 

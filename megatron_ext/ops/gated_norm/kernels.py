@@ -1,6 +1,6 @@
-"""Gates and norms over groups of channels on a CUDA device: a program has one group of one row, or a part of it.
+"""Gates and norms over groups of channels on a CUDA device: a program computes one group of one row, or a part.
 
-Everything is in fp32 and rounded once. A sum over a group is made in an order that its size alone decides.
+All arithmetic is fp32 and rounded once. The order of a sum over a group depends on the group's size alone.
 """
 
 import triton.language as tl
@@ -25,10 +25,9 @@ def norm_rows(
     x, gate, weight, y, x_row, gate_row, group_size, order, weight_step, has_weight, eps, offset,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a group of a row, gated before it, behind it or not; the grid is (rows, groups).
+    """RMS norm of a group of a row, with a gate before it, after it or none; the grid is (rows, groups).
 
-    y [rows, groups * group_size]; weights of a group begin `weight_step` behind those of the one before, and `offset`
-    is added to each.
+    y [rows, groups * group_size]; weights of consecutive groups are `weight_step` apart, and `offset` is added to each.
     """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, gates = x + row * x_row + group * group_size, gate + row * gate_row + group * group_size
@@ -62,7 +61,7 @@ def norm_rows(
     configs=[config(BLOCK=1024)],
 )
 def gate_rows(x, gate, y, x_row, gate_row, channels, BLOCK: tl.constexpr):
-    """X * SiLU(gate); the grid is (rows, blocks of channels); y [rows, channels]."""
+    """Compute x * SiLU(gate); the grid is (rows, blocks of channels); y [rows, channels]."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < channels
     values = tl.load(x + row * x_row + channel, mask=is_channel, other=0.0).to(tl.float32)
@@ -82,9 +81,9 @@ def add_norm_rows(
     output, residual, weight, added, y, channels, has_weight, factor, eps, offset,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Residual + factor * output, and the RMS norm of that; the grid is the rows, all of them in one piece.
+    """Compute residual + factor * output, and its RMS norm; the grid is the rows, all contiguous.
 
-    Rounded where plain torch rounds: behind the factor, behind the sum, behind the norm.
+    Values are rounded where plain torch rounds: after the factor, after the sum, after the norm.
     """
     row = tl.program_id(0).to(tl.int64) * channels
     squares = tl.zeros([BLOCK], tl.float32)
@@ -97,7 +96,7 @@ def add_norm_rows(
         tl.store(added + row + channel, total, mask=is_channel)
         squares += total.to(tl.float32) * total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(squares, 0) / channels + eps)
-    for start in range(0, channels, BLOCK):  # added anew: what was stored above other threads may not see yet
+    for start in range(0, channels, BLOCK):  # added again: other threads' stores above may not be visible yet
         channel = start + tl.arange(0, BLOCK)
         is_channel = channel < channels
         own = tl.load(output + row + channel, mask=is_channel, other=0.0).to(tl.float32) * factor

@@ -13,7 +13,7 @@ from megatron_ext.ops.backends import anything
 
 
 class Order(IntEnum):
-    """Where a gate stands beside a norm."""
+    """Position of a gate relative to a norm."""
 
     NO_GATE = 0
     GATE_FIRST = 1
@@ -22,10 +22,10 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class RowNorm:
-    """An RMS norm.
+    """Parameters of an RMS norm.
 
     Attributes:
-        weight: Of each channel, or of those of one group for all groups; None for 1.
+        weight: Weight of each channel, or of the channels of one group for all groups; None for 1.
         eps: Added to the mean square.
         offset: Added to each weight.
     """
@@ -36,26 +36,27 @@ class RowNorm:
 
 
 class NamedNorm:
-    """A norm that says what it computes, so that a kernel can do that beside other things."""
+    """Norm that exposes its parameters, so that a kernel can fuse it with other work."""
 
     @property
     def row_norm(self) -> RowNorm:
-        """What it computes of each row."""
+        """Parameters of the norm over each row."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class GateBackend:
-    """One way to gate; the signatures are those of the package.
+    """Backend of gates and gated norms; the signatures are those of the package.
 
     Attributes:
         name: Unique among the operator's backends.
-        takes: Whether it computes for a y like that.
-        norm: As `gated_norm`.
-        gate: As `silu_gate`.
-        norm_rows: (x [T, Cn], gate [T, Cn] or None, norm, group_size, order) -> [T, Cn], of the same type, for
-            backends that compute any norm in one go; None where they do not compute that one. Not differentiable.
-        add_norm: As `add_and_norm`, for the same backends.
+        takes: Returns whether the backend supports an input y.
+        norm: See `gated_norm`.
+        gate: See `silu_gate`.
+        norm_rows: (x [T, Cn], gate [T, Cn] or None, norm, group_size, order) -> [T, Cn] of the same type, for backends
+            that compute any norm in one kernel; returns None for a norm that the backend does not support. Not
+            differentiable.
+        add_norm: See `add_and_norm`, for the same backends.
     """
 
     name: str

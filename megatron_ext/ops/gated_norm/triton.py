@@ -1,4 +1,4 @@
-"""Gates and norms in Triton, for CUDA devices: one launch each. `kernels.py` computes."""
+"""Gates and norms in Triton, for CUDA devices: one launch each, with the kernels in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.ops.triton.registry import Config
 
 
 def _lacks(x: Tensor, *others: Tensor | None) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.gated_norm import kernels
 
     different = [one.dtype for one in others if one is not None and one.dtype != x.dtype]
@@ -23,7 +23,7 @@ def _lacks(x: Tensor, *others: Tensor | None) -> str | None:
 
 
 def _config(group_size: int) -> Config:
-    """Groups larger than all of them are passed over in several blocks."""
+    """Return the configuration for groups of this size; groups larger than every block take several blocks."""
     from megatron_ext.ops.gated_norm import kernels
 
     *_, largest = kernels.BY_SIZE
@@ -44,7 +44,7 @@ def _launch_norm(x: Tensor, gate: Tensor | None, norm: RowNorm, group_size: int,
 
     (rows, channels), y = x.shape, x.new_empty(x.shape)
     gate = x if gate is None else rows_of(gate)
-    weight = x if norm.weight is None else norm.weight.contiguous()  # what stands for none is not read
+    weight = x if norm.weight is None else norm.weight.contiguous()  # the stand-in for None is not read
     kernels.norm_rows.launch(
         (rows, channels // group_size),
         _config(group_size),
@@ -80,7 +80,7 @@ def add_and_norm(output: Tensor, residual: Tensor, norm: RowNorm, factor: float)
         _config(channels),
         output=output,
         residual=residual,
-        weight=output if norm.weight is None else norm.weight.contiguous(),  # what stands for none is not read
+        weight=output if norm.weight is None else norm.weight.contiguous(),  # the stand-in for None is not read
         added=added,
         y=normed,
         channels=channels,

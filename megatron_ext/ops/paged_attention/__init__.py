@@ -1,4 +1,4 @@
-"""Causal attention over keys and values that lie in blocks of a shared pool."""
+"""Causal attention over keys and values in blocks of a shared pool."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, refer
 def paged_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Let every query see the keys of its sequence up to its own position, or the last of them.
+    """Attend from every query to the keys of its sequence up to its own position, or to the last `window` of them.
 
-    In a step without a sequence longer than the window that is the same. Others are for backends that have windows, and
-    for plain torch.
+    If no sequence of the step is longer than the window, the window has no effect. Otherwise backends with windows
+    compute the step, or else plain torch.
 
     Args:
-        q: [T, Hq, D], sequences in the batch's order; rows behind theirs are not read.
-        key_cache: [NB, B, Hkv, D], the queries' own keys written already. What lies behind a sequence's keys is never
-            used and may be anything, NaN too.
-        value_cache: The same for values.
-        batch: Where each sequence's keys lie.
-        scale: What the scores are multiplied with.
-        window: Keys that a query sees at most, its own the last of them; None for all.
+        q: [T, Hq, D], sequences in the batch's order; later rows are not read.
+        key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Entries after a sequence's keys are
+            never used and may be anything, NaN too.
+        value_cache: [NB, B, Hkv, D], likewise for values.
+        batch: Block table and lengths of the sequences.
+        scale: Factor of the scores.
+        window: Maximum number of keys that a query sees, its own the last of them; None for all.
 
     Returns:
-        [T, Hq, D], zero behind the batch's sequences.
+        [T, Hq, D], zero after the batch's sequences.
     """
     backend = PAGED_ATTENTION.choose(q)
     if backend.has_windows:

@@ -1,4 +1,4 @@
-"""Where the keys of each sequence of a step lie in the pool of blocks: a step's facts, used by every layer.
+"""Block tables and lengths of the sequences of a step: metadata shared by all attention layers.
 
 Letters: T tokens, R sequences (requests in the step), B tokens in a block, W blocks of the longest table.
 """
@@ -26,12 +26,13 @@ class PagedBatch(StepMetadata):
 
     Attributes:
         num_decode: Sequences that decode.
-        query_lengths: Queries of each sequence on the packed token axis, on the host; the axis may go on behind them.
+        query_lengths: Queries of each sequence on the packed token axis, on the host; the axis may have rows after
+            them.
         kv_lengths: Keys of each sequence, the queries' own included, on the host.
         block_size: B, tokens.
-        block_table: [R, W] int64, blocks of each sequence in order; what lies behind its keys is never used.
-        cu_seqlens_q: [R+1] int64, first query of each sequence, then their number.
-        seqlens_k: [R] int64, the keys of each sequence.
+        block_table: [R, W] int64, blocks of each sequence in order; entries after its keys are never used.
+        cu_seqlens_q: [R+1] int64, first query of each sequence, then the number of queries.
+        seqlens_k: [R] int64, number of keys of each sequence.
     """
 
     num_decode: int
@@ -45,13 +46,13 @@ class PagedBatch(StepMetadata):
 
     @property
     def num_tokens(self) -> int:
-        """Queries of all sequences."""
+        """Queries of all sequences together."""
         return sum(self.query_lengths)
 
 
 @dataclass(frozen=True)
 class StaticBatch(PagedBatch):
-    """The same, where lengths on the host are the most that there may be, and those on the device count."""
+    """Batch with static shapes: lengths on the host are upper bounds, those on the device are the actual ones."""
 
     has_static_shapes = True
 
@@ -64,15 +65,15 @@ def build_paged_batch(
     block_size: int,
     device: torch.device | str | None,
 ) -> PagedBatch:
-    """Describe the sequences of a step.
+    """Build the batch of a step's sequences.
 
     Args:
         block_tables: Blocks of each sequence in order; may hold more than its keys need.
         query_lengths: Queries of each sequence; 1 for the first `num_decode`.
         kv_lengths: Keys of each sequence, the queries' own included.
-        num_decode: Sequences to attend in one batch.
+        num_decode: Sequences that decode, attended in one batch.
         block_size: B, tokens.
-        device: Where the tensors go.
+        device: Device of the tensors.
     """
     assert all(length == 1 for length in query_lengths[:num_decode])
     counts = [-(-keys // block_size) for keys in kv_lengths]

@@ -1,4 +1,4 @@
-"""Paged attention in C++, for CPUs: keys and values are read in their blocks by `kernels.cpp` beside this file."""
+"""Paged attention in C++, for CPUs: the kernels in `kernels.cpp` read keys and values from their blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.ops.paged_attention.reference import AttentionBackend
 
 
 def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
-    """See the operator. A query's result is the same bits however its sequence was cut, and whatever runs beside it."""
+    """Compute paged attention; a query's result is bit-identical for any cuts of its sequence and any other work."""
     where = (batch.block_table, batch.cu_seqlens_q, batch.seqlens_k)
     return cpp.kernels().paged_attention(q, key_cache, value_cache, *where, scale)
 

@@ -1,11 +1,10 @@
-"""Paged attention's kernels in Triton: few queries over many keys, and many queries.
+"""Triton kernels of paged attention: few queries over many keys, and many queries.
 
-A program attends for M rows of one sequence and one key head. Row i is query i // J and the i % J-th of the J query
-heads that share the key head, so that keys are read once for all of them. Scores are in powers of two: they are
-multiplied with log2(e) on their way. Where a key lies is looked up for each: block_table[place // B], place % B.
-
-What a row sees depends on its own place alone: tiles of keys begin at multiples of N of the absolute position, and a
-tile of which a row sees nothing leaves its sums as they are, to the bit.
+A program computes attention for M rows of one sequence and one key head. Row i is query i // J and the i % J-th of the
+J query heads that share the key head, so that keys are read once for all of them. Scores are base-2 exponents: the
+scale includes log2(e). The place of each key is looked up: block_table[place // B], place % B. The keys of a row depend
+on its own place alone: tiles of keys begin at multiples of N of the absolute position, and a tile without keys for a
+row leaves its sums unchanged, to the bit.
 
 Letters: T tokens, S sequences, J query heads of a key head, D head size (padded to DP), B tokens in a block, M rows and
 N keys of a tile.
@@ -19,8 +18,8 @@ import triton.language as tl
 from megatron_ext.ops.triton.device import find_piece, product
 from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, config, kernel
 
-SPAN = 512  # keys of a program of `paged_decode_split`, always: what a decode gets depends on its own keys only
-ROWS_OF_SPLIT = 16  # the fewest that a matrix product takes
+SPAN = 512  # keys of a program of `paged_decode_split`, constant so that a decode's result depends on its own keys only
+ROWS_OF_SPLIT = 16  # minimum rows of a matrix product
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
 MANY = {
     (types, channels): config(
@@ -31,7 +30,7 @@ MANY = {
         num_warps=warps,
         only=types,
         registers=limit,
-        aligned=True,  # elements one by one take more registers than there are
+        aligned=True,  # loading elements one by one takes too many registers
     )
     for types, channels, rows, keys, warps, limit in (
         (NARROW, 16, 64, 64, 4, None),
@@ -81,9 +80,9 @@ def load_queries(
     M: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """M rows of a sequence whose first query is token `first_query` and that has `rows` of them.
+    """Load M rows of a sequence whose first query is token `first_query` and that has `rows` rows.
 
-    Returns the queries [M, DP], and of each row its token and query head and whether it is there.
+    Returns the queries [M, DP], and for each row its token, its query head and whether it exists.
     """
     row = first_row + tl.arange(0, M)
     token = (first_query + row // group_size).to(tl.int64)
@@ -115,9 +114,9 @@ def attend_keys(
     DP: tl.constexpr,
     FULL_FP32: tl.constexpr,
 ):
-    """Softmax of queries [M, DP] at their positions over the keys [first, end), unfinished.
+    """Compute the unnormalized softmax of queries [M, DP] at their positions over the keys [first, end).
 
-    Returns the greatest score of each row, the sum of the weights beside it, and the values weighted [M, DP].
+    Returns the maximum score of each row, the sum of its weights relative to that, and the weighted values [M, DP].
     """
     channel = tl.arange(0, DP)
     greatest = tl.full([M], float("-inf"), tl.float32)
@@ -134,7 +133,7 @@ def attend_keys(
         behind = position[:, None] - place[None, :]
         scores = tl.where(is_key[None, :] & (behind >= 0) & (behind < window), scores, float("-inf"))
         greater = tl.maximum(greatest, tl.max(scores, 1))
-        base = tl.where(greater == float("-inf"), 0.0, greater)  # of rows that have seen nothing so far
+        base = tl.where(greater == float("-inf"), 0.0, greater)  # for rows that have seen no key so far
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(greatest - base)
         values = tl.load(values_of_head + at, mask=is_real, other=0.0)
@@ -175,10 +174,10 @@ def paged_prefill(
     DP: tl.constexpr,
     FULL_FP32: tl.constexpr,
 ):
-    """All keys of a tile of rows in one program; of sequences with any number of queries.
+    """Attend from a tile of rows to all keys in one program, for sequences with any number of queries.
 
-    The grid is (tiles of pieces, key heads) with the pieces of `find_piece`; the last tiles, which see most, are begun
-    with. `group_size` is J.
+    The grid is (tiles of pieces, key heads) with the pieces of `find_piece`; the last tiles, which have the most keys,
+    start first. `group_size` is J.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -242,11 +241,11 @@ def paged_decode_split(
     DP: tl.constexpr,
     FULL_FP32: tl.constexpr,
 ):
-    """SPAN keys of a tile of rows in one program, for `merge_splits` to add; of decodes.
+    """Attend from a tile of decode rows to SPAN keys in one program, for `merge_splits` to merge.
 
-    The grid is (S * tiles, key heads, spans), `tiles` being those of the most queries of a sequence. What lies behind a
-    sequence's keys, or before its window, is not written. sums [T, Hq, spans, 2] fp32: greatest score, sum of weights;
-    parts [T, Hq, spans, D] fp32.
+    The grid is (S * tiles, key heads, spans), `tiles` being the tiles of the sequence with the most queries. Spans
+    after a sequence's keys, or before its window, are not written. sums [T, Hq, spans, 2] fp32: maximum score, sum of
+    weights; parts [T, Hq, spans, D] fp32.
     """
     sequence = tl.program_id(0) // tiles
     first_row = tl.program_id(0) % tiles * M
@@ -294,7 +293,7 @@ def merge_splits(
     TILE: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Merge what `paged_decode_split` left into one softmax; the grid is (S * max_queries, query heads).
+    """Merge the results of `paged_decode_split` into one softmax; the grid is (S * max_queries, query heads).
 
     Rows without keys are zeros.
     """
