@@ -1,9 +1,9 @@
-"""Recurrent operators: what SSD, the selective scan and the gated delta rule have in common.
+"""Recurrent operators: the common interface of SSD, the selective scan and the gated delta rule.
 
-Each is called in three ways, with inputs of its own in front: `scan` over packed sequences from zero or given states
-(differentiable: training), `prefill` over packed sequences whose states lie in pools, and `decode` of one token of each
-of R requests, in place. A backend brings a scan and a step that know no pools; one whose kernels read and write slots
-themselves brings `prefill` and `decode` too.
+An operator has three entry points, which take its own inputs first: `scan` over packed sequences from zero or given
+states (differentiable, for training), `prefill` over packed sequences whose states lie in pools, and `decode` of one
+token of each of R requests, in place. A backend provides a scan and a step without pools; a backend whose kernels read
+and write slots also provides `prefill` and `decode`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ext.ops.varlen import PackedChunks
 
 
 class ScanOutput(NamedTuple):
-    """What a scan gives.
+    """Result of a scan.
 
     Attributes:
-        y: [T, ...] in the type of the input that it weighs; zero at rows behind the last sequence.
+        y: [T, ...] in the type of the input that it weighs; zero at rows after the last sequence.
         final_states: [S, ...] fp32, after the last token of each sequence.
         chunk_states: [n, ...] fp32, after the last token of each chunk.
     """
@@ -35,15 +35,15 @@ class ScanOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrenceBackend:
-    """One way to compute a recurrence.
+    """Backend of a recurrence.
 
     Attributes:
         name: Unique among the operator's backends.
-        takes: Whether it computes for a main input like that.
+        takes: Returns whether the backend supports a main input.
         scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput.
         step: (*inputs, states [R, ...], **options) -> y and the new states; the given ones are not modified.
-        prefill: As `Recurrence.prefill`, for kernels that read and write slots; None goes by `scan`.
-        decode: As `Recurrence.decode`; None goes by `step`.
+        prefill: See `Recurrence.prefill`, for kernels that read and write slots; None to use `scan`.
+        decode: See `Recurrence.decode`; None to use `step`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class RecurrenceBackend:
 
 
 class Recurrence:
-    """A recurrent operator. The inputs are those of its reference's scan and step, packed as [T, ...] or [R, ...]."""
+    """Recurrent operator; takes the inputs of its reference's scan and step, packed as [T, ...] or [R, ...]."""
 
     def __init__(self, name: str, *backends: RecurrenceBackend) -> None:
         self.backends = Backends(name, *backends)
@@ -76,15 +76,15 @@ class Recurrence:
         snapshots: Tensor | None,
         **options: object,
     ) -> Tensor:
-        """Run over packed sequences from their live states; their last states, and those to be kept, are written.
+        """Run over packed sequences from their running states; write their final states and the snapshots.
 
         Args:
-            inputs: The operator's.
-            chunks: Where sequences and kernel chunks lie on the token axis.
-            slots: Where the sequences' states lie.
-            live: [slots, ...], written in place; every initial state is read before it.
+            inputs: Inputs of the operator.
+            chunks: Places of sequences and kernel chunks on the token axis.
+            slots: State slots of the sequences.
+            live: Running states, [slots, ...], written in place; every initial state is read before it.
             snapshots: [slots, ...], written in place; not needed if `slots` keeps nothing.
-            options: The operator's.
+            options: Options of the operator.
 
         Returns:
             y [T, ...].
@@ -98,10 +98,10 @@ class Recurrence:
         """Run over one token of each of R requests: y [R, ...].
 
         Args:
-            inputs: The operator's.
-            slots: [R] int64 of the live states, or a slice where they follow each other, so that states are views.
-            live: [slots, ...], written in place.
-            options: The operator's.
+            inputs: Inputs of the operator.
+            slots: Running state slots, [R] int64, or a slice if consecutive, so that states are views.
+            live: Running states, [slots, ...], written in place.
+            options: Options of the operator.
         """
         backend = self.backends.choose(inputs[0])
         if backend.decode is not None:
@@ -118,7 +118,7 @@ def prefill_by_scan(
     snapshots: Tensor | None,
     options: Mapping[str, object],
 ) -> Tensor:
-    """`Recurrence.prefill` by a scan that knows no slots: states are gathered before it and scattered after it."""
+    """Compute `Recurrence.prefill` by a scan without slots: gather states before it, scatter them after it."""
     scanned = scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
     store(live, slots.live, scanned.final_states)
     if slots.snapshots is not None:
@@ -134,7 +134,7 @@ def decode_by_step(
     live: Tensor,
     options: Mapping[str, object],
 ) -> Tensor:
-    """`Recurrence.decode` in the same way."""
+    """Compute `Recurrence.decode` by a step without slots."""
     y, states = step(*inputs, live[slots].float(), **options)
     store(live, slots, states)
     return y

@@ -1,6 +1,6 @@
 """Paged causal attention in plain torch, on any device.
 
-Keys and values are gathered and handed to torch's attention: all decodes in one batch, every prefill alone.
+Keys and values are gathered and passed to torch's attention: all decodes in one batch, every prefill alone.
 
 Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B
 tokens, R decodes, W blocks of the longest table, K keys of the longest decode.
@@ -22,13 +22,13 @@ from megatron_ext.ops.paged_attention.static_shapes import static_shape_attentio
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to attend.
+    """Backend of paged attention.
 
     Attributes:
         name: Unique among the backends.
-        takes: Whether it computes for queries like those.
-        attend: With the signature of `paged_attention`.
-        has_windows: Whether `attend` takes a `window`, too.
+        takes: Returns whether the backend supports given queries.
+        attend: Function with the signature of `paged_attention`.
+        has_windows: True if `attend` takes a `window`, too.
     """
 
     name: str
@@ -39,11 +39,11 @@ class AttentionBackend:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """What one sequence with any number of queries is gathered by.
+    """Plan to gather the keys of one sequence with any number of queries.
 
     Attributes:
-        queries: Where its queries are on the token axis.
-        kv_length: Its keys.
+        queries: Slice of its queries on the token axis.
+        kv_length: Number of its keys.
         blocks: [ceil(kv_length / B)] int64.
         mask: [queries, kv_length] bool, True where a query sees a key; None if plain causal (equal lengths) or if its
             only query sees every key.
@@ -56,19 +56,19 @@ class PrefillPlan:
 
     @property
     def is_causal(self) -> bool:
-        """Whether torch's own causal mask says it."""
+        """True if torch's own causal mask suffices."""
         return self.mask is None and self.queries.stop - self.queries.start > 1
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """What this backend makes of a batch, once a step.
+    """Gather plan of a batch, made once a step.
 
     Attributes:
         decode_places: [R, K] int64, the keys' places in the pool (block * B + offset); shorter sequences repeat their
-            own first place, which is always written.
+            first place, which is always written.
         decode_mask: [R, 1, 1, K] bool, True at real keys; None if all are equally long.
-        prefills: The other sequences.
+        prefills: Plans of the other sequences.
     """
 
     decode_places: Tensor
@@ -77,7 +77,7 @@ class GatherPlan:
 
 
 def plan_gathers(batch: PagedBatch) -> GatherPlan:
-    """Ask by `batch.prepared(plan_gathers)`."""
+    """Plan the gathers of a batch; call through `batch.prepared(plan_gathers)`."""
     places, mask = _decode_places(batch)
     return GatherPlan(places, mask, tuple(_prefill_plans(batch)))
 
@@ -106,7 +106,7 @@ def _prefill_plans(batch: PagedBatch) -> Sequence[PrefillPlan]:
 
 
 def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where query i, at position keys - queries + i, sees key j: [queries, keys]."""
+    """Return the mask [queries, keys], True where query i, at position keys - queries + i, sees key j."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -120,7 +120,7 @@ def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pa
 def attend_gathered(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, plan: GatherPlan, scale: float
 ) -> Tensor:
-    """The operator over the keys of a plan."""
+    """Attend to the keys of a gather plan."""
     decodes, parts = batch.num_decode, []
     if decodes:
         parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale))
@@ -132,7 +132,7 @@ def attend_gathered(
 
 
 def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float) -> Tensor:
-    """One query of each sequence, all at once: [R, Hq, D]. A key head's query heads stand in as its queries."""
+    """Attend from one query of each sequence, all at once: [R, Hq, D]. A key head's query heads act as its queries."""
     kv_heads, head_size = key_cache.shape[2:]
     places = plan.decode_places
     keys, values = (
@@ -146,12 +146,12 @@ def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan,
 
 
 def _gather(cache: Tensor, plan: PrefillPlan) -> Tensor:
-    """A sequence's keys or values: [kv_length, Hkv, D]; what lies behind its last position is cut off."""
+    """Return a sequence's keys or values, [kv_length, Hkv, D], without entries after its last position."""
     return cache.index_select(0, plan.blocks).flatten(0, 1)[: plan.kv_length]
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: float) -> Tensor:
-    """All queries of one sequence: [queries, Hq, D]. Key heads stand in as the batch, so that none is repeated."""
+    """Attend from all queries of one sequence: [queries, Hq, D]. Key heads act as the batch, so no key is repeated."""
     kv_heads = keys.shape[1]
     heads = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, J, queries, D]
     keys, values = (

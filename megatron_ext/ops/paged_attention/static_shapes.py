@@ -1,7 +1,7 @@
-"""Paged attention in plain torch where only the device knows how long the sequences are.
+"""Paged attention in plain torch for sequence lengths that only the device knows.
 
-Every shape follows from the most that there may be, so two steps of one size are the same program on other numbers: fit
-for a CUDA graph. What is too much is masked. Kernels that read block tables and lengths need none of this.
+Every shape follows from upper bounds, so two steps of one size run the same program on other numbers, as a CUDA graph
+needs. Surplus entries are masked. Kernels that read block tables and lengths need none of this.
 
 Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv, D head size, B tokens of a block, R decodes, S other
 sequences, Q places for the queries of each of them, K keys at most: blocks of the table times B.
@@ -22,14 +22,15 @@ from megatron_ext.ops.paged_attention.batch import PagedBatch
 
 @dataclass(frozen=True)
 class Spans:
-    """Some sequences of a step, each with places for as many queries.
+    """Sequences of a step, each with the same number of query places.
 
     Attributes:
-        places: [S, K] int64, of keys in the pool (block * B + offset); those that are no keys repeat the first one.
+        places: [S, K] int64, places of keys in the pool (block * B + offset); entries after the keys repeat the first
+            one.
         mask: [S, 1, 1, Q, K] bool, True where a query sees a key.
         queries: [S, Q] int64, the token at each place; None for decodes, Q = 1, whose tokens are in order.
         origin: [T] int64, the flattened place of each token; None for decodes.
-        is_real: [T] bool, whether a token belongs to a sequence; None for decodes.
+        is_real: [T] bool, True if a token belongs to a sequence; None for decodes.
     """
 
     places: Tensor
@@ -60,7 +61,7 @@ def static_shape_attention(
 
 @functools.cache
 def _decodes_of(window: int | None) -> Callable[[PagedBatch], Spans]:
-    """The same function for the same window, so that a step's layers share what it makes."""
+    """Return a planner of decodes, cached by window so that the layers of a step share its result."""
 
     def find(batch: PagedBatch) -> Spans:
         rows = slice(batch.num_decode)
@@ -72,7 +73,7 @@ def _decodes_of(window: int | None) -> Callable[[PagedBatch], Spans]:
 
 @functools.cache
 def _prefills_of(window: int | None, most: int) -> Callable[[PagedBatch], Spans]:
-    """The same for sequences of up to `most` queries, which are those of all together."""
+    """Return a planner of prefills with up to `most` queries, the bound for all of them together; cached likewise."""
 
     def find(batch: PagedBatch) -> Spans:
         rows, device = slice(batch.num_decode, None), batch.block_table.device
@@ -97,7 +98,7 @@ def _places(batch: PagedBatch, rows: slice) -> Tensor:
 
 
 def _visible(batch: PagedBatch, rows: slice, positions: Tensor, window: int | None) -> Tensor:
-    """Which keys the queries at `positions` [S, Q] see: [S, 1, 1, Q, K]."""
+    """Return the mask of keys that the queries at `positions` [S, Q] see: [S, 1, 1, Q, K]."""
     table = batch.block_table[rows]
     keys = torch.arange(table.shape[1] * batch.block_size, device=table.device)
     seen = (keys <= positions.unsqueeze(-1)) & (keys < batch.seqlens_k[rows, None, None])
@@ -107,7 +108,7 @@ def _visible(batch: PagedBatch, rows: slice, positions: Tensor, window: int | No
 
 
 def _attend(q: Tensor, key_cache: Tensor, value_cache: Tensor, spans: Spans, scale: float) -> Tensor:
-    """[S, Q, Hq, D] -> the same."""
+    """Attend from the queries [S, Q, Hq, D] to the keys of `spans`; return [S, Q, Hq, D]."""
     kv_heads, head_size = key_cache.shape[2:]
     keys, values = (
         cache.view(-1, kv_heads, head_size).index_select(0, spans.places.flatten()).unflatten(0, spans.places.shape)

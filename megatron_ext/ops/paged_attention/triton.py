@@ -1,8 +1,7 @@
-"""Paged attention in Triton, for CUDA devices; `kernels.py` beside this computes.
+"""Paged attention in Triton, for CUDA devices, with the kernels in `kernels.py`.
 
-Sizes of grids come from the shapes of what is given (rows of the block table and its width, the token axis), not from
-lengths: a CUDA graph of one step is right for every other one of the same shapes. Sequences without keys come out as
-zeros.
+Grid sizes depend on shapes (rows and width of the block table, the token axis), not on lengths: a CUDA graph of one
+step is right for every other step of the same shapes. Sequences without keys yield zeros.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is asked for, in the words of the kernels."""
+    """Arguments of one call, in the terms of the kernels."""
 
     q: Tensor
     key_cache: Tensor
@@ -49,12 +48,12 @@ class _Call:
 
     @property
     def shape(self) -> tuple[tuple[str, ...], int]:
-        """Types and padded channels, which decide the configuration."""
+        """Dtypes and padded channels, which determine the configuration."""
         types = _kernels().WIDE if self.q.dtype == torch.float32 else _kernels().NARROW
         return types, triton.padded(self.q.shape[2])
 
     def arguments(self) -> dict[str, Tensor | int | float]:
-        """Those that both kernels have."""
+        """Return the arguments that both kernels take."""
         keys, values, table = self.key_cache, self.value_cache, self.batch.block_table
         return {
             "q": self.q,
@@ -76,11 +75,11 @@ class _Call:
 def paged_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """See the operator; `window` may be given.
+    """Compute paged attention, optionally with a `window`.
 
-    The first `num_decode` sequences, of few queries each, have their keys shared out among programs, 512 to each. Of
-    every other one a program takes a tile of queries over all keys. Which of the two it is depends on nothing else, and
-    both compute a query from its own keys alone.
+    The keys of the first `num_decode` sequences, with few queries each, are split among programs, 512 keys to each. For
+    every other sequence a program computes a tile of queries over all keys. The choice depends on `num_decode` alone,
+    and both kernels compute a query from its own keys alone.
     """
     lack = _lacks(q, key_cache, value_cache)
     if lack is not None:
@@ -99,7 +98,7 @@ def paged_attention(
 
 
 def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     if q.dtype != key_cache.dtype:
         return f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}"
     if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
@@ -112,20 +111,20 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
 
 
 def _is_aligned(q: Tensor, *caches: Tensor) -> bool:
-    """Whether keys and values begin at multiples of 16 bytes, and queries can."""
+    """Return whether keys and values begin at multiples of 16 bytes, and queries can."""
     at = [q.shape[2], *(number for cache in caches for number in (*cache.stride()[:2], cache.data_ptr()))]
     return not any(number % 16 for number in at)
 
 
 def _aligned(q: Tensor) -> Tensor:
-    """Queries whose heads follow each other, beginning at multiples of 16 bytes."""
+    """Return queries with contiguous heads that begin at multiples of 16 bytes."""
     q = rows_of(q)
     return q if q.stride(0) % 16 == 0 and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
-    """Queries from `first_token` on."""
-    out[first_token:].zero_()  # padding, of which nobody knows here how much it is
+    """Attend from the queries from `first_token` on."""
+    out[first_token:].zero_()  # padding, of a size unknown here
     batch, few = call.batch, call.batch.num_decode
     sequences = batch.seqlens_k.numel() - few
     if not sequences:
@@ -144,7 +143,7 @@ def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
 
 
 def _attend_few(call: _Call, out: Tensor) -> None:
-    """Queries of the first sequences."""
+    """Attend from the queries of the first `num_decode` sequences."""
     kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
     chosen, adding = kernels.FEW[call.shape], kernels.SUMS[call.shape[1]]
     max_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]

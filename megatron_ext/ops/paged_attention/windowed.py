@@ -1,6 +1,6 @@
-"""Paged attention whose queries see the last keys only, in plain torch, on any device.
+"""Paged attention with a sliding window, in plain torch, on any device.
 
-What no query of the step sees is not gathered. Letters as in reference.py; N keys of a window.
+Keys that no query of the step sees are not gathered. Letters as in reference.py; N keys of a window.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron_ext.ops.paged_attention.batch import PagedBatch
 from megatron_ext.ops.paged_attention.reference import GatherPlan, PrefillPlan, attend_gathered
 from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
-_SMALLEST_TILE = 128  # queries; fewer are computed together slowly
+_SMALLEST_TILE = 128  # queries; smaller tiles are slow
 
 
 def windowed_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int
 ) -> Tensor:
-    """See the operator; `window` is N."""
+    """Compute paged attention with a `window` of N keys."""
     if batch.has_static_shapes:
         return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(_planner(window)), scale)
@@ -29,7 +29,7 @@ def windowed_attention(
 
 @functools.cache
 def _planner(window: int) -> Callable[[PagedBatch], GatherPlan]:
-    """The same function for the same window, so that a step's layers share what it makes."""
+    """Return a planner, cached by window so that the layers of a step share its result."""
 
     def plan(batch: PagedBatch) -> GatherPlan:
         places, mask = _decode_places(batch, window)
@@ -39,7 +39,7 @@ def _planner(window: int) -> Callable[[PagedBatch], GatherPlan]:
 
 
 def _decode_places(batch: PagedBatch, window: int) -> tuple[Tensor, Tensor]:
-    """Places [R, K] of the last N keys of each sequence, and which are keys, [R, 1, 1, K]; see `GatherPlan`."""
+    """Return places [R, K] of each sequence's last N keys, and the mask of real keys [R, 1, 1, K]; see `GatherPlan`."""
     device, decodes = batch.block_table.device, batch.num_decode
     longest = min(window, max(batch.kv_lengths[:decodes], default=0))
     lengths = batch.seqlens_k[:decodes, None]
@@ -52,7 +52,7 @@ def _decode_places(batch: PagedBatch, window: int) -> tuple[Tensor, Tensor]:
 
 
 def _prefill_plans(batch: PagedBatch, window: int) -> Sequence[PrefillPlan]:
-    """Queries of a sequence in tiles, each with the keys that it sees: of long prompts most keys are seen by few."""
+    """Plan a sequence's queries in tiles, each with the keys that it sees: few queries of a long prompt see a key."""
     plans, first = [], batch.num_decode
     for row in range(batch.num_decode, len(batch.query_lengths)):
         queries = batch.query_lengths[row]
@@ -63,7 +63,7 @@ def _prefill_plans(batch: PagedBatch, window: int) -> Sequence[PrefillPlan]:
 
 
 def _tile_plan(batch: PagedBatch, window: int, row: int, first: int, tile: slice) -> PrefillPlan:
-    """Of some queries of the sequence `row`, the first query of which is `first` on the token axis."""
+    """Plan a tile of queries of the sequence `row`, whose first query is `first` on the token axis."""
     size, count = batch.block_size, tile.stop - tile.start
     keys = batch.kv_lengths[row] - batch.query_lengths[row] + tile.stop  # up to the tile's last query
     skipped = max(0, keys - count - window + 1) // size  # blocks that its first query does not see
@@ -74,6 +74,6 @@ def _tile_plan(batch: PagedBatch, window: int, row: int, first: int, tile: slice
 
 
 def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """True where query i, at the place of key keys - queries + i, sees key j: [queries, keys]."""
+    """Return the mask [queries, keys], True where query i, at the place of key keys - queries + i, sees key j."""
     last = keys - queries
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last).triu(last - window + 1)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of packed tokens, and the way of their keys and values into the blocks of the cache."""
+"""Rotary position embeddings of packed tokens, and writes of their keys and values to the blocks of the cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ROTARY_WRITE = Backends("rotary_write", triton.BACKEND, reference.BACKEND)
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """Rotate queries and keys, and write keys and values to their places.
+    """Rotate queries and keys, and write keys and values to the cache.
 
     Args:
-        heads: Of T tokens.
-        rotation: Of each token; None leaves queries and keys as they are.
+        heads: Heads of T tokens.
+        rotation: Rotation of each token; None leaves queries and keys unchanged.
         key_cache: [blocks, B, Hkv, D], written in place.
-        value_cache: The same.
-        slots: [t] int64, block * B + offset of each of the first t tokens; those behind them are padding, whose keys
-            and values go nowhere.
+        value_cache: [blocks, B, Hkv, D], written in place.
+        slots: [t] int64, block * B + offset of each of the first t tokens; later tokens are padding, whose keys and
+            values are not written.
 
     Returns:
         Queries [T, Hq, D].

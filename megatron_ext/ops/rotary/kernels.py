@@ -1,7 +1,6 @@
 """Norms and rotation of queries and keys on a CUDA device, and writes of keys and values: all heads in one launch.
 
-What comes out of a norm, and products before they are added, are rounded to the type of what is rotated, as they are in
-plain torch.
+Results of a norm, and products before they are added, are rounded to the type of the rotated heads, as in plain torch.
 """
 
 import triton
@@ -14,7 +13,7 @@ BY_CHANNELS = tuple(config(num_warps=warps, HEADS=8, CHANNELS=n) for warps, n in
 
 @triton.jit
 def normed(values, weight, channel, is_channel, scale, has_norm, offset, states):
-    """Some channels of heads [HEADS, CHANNELS], times the scale of their heads and their own weights."""
+    """Multiply channels of heads [HEADS, CHANNELS] by the scale of each head and the channel weights."""
     weights = tl.load(weight + channel, mask=is_channel & (has_norm != 0), other=1.0).to(tl.float32) + offset
     found = (values * scale[:, None] * weights[None, :]).to(states.dtype.element_ty).to(tl.float32)
     return tl.where(has_norm != 0, found, values)
@@ -25,9 +24,9 @@ def rotated(
     source, states, weight, is_head, cos, sin, head_size, half, has_norm, eps, offset,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, [HEADS, CHANNELS] fp32, normed: the first 2 * half channels of each turned, in pairs.
+    """Return heads of one token, [HEADS, CHANNELS] fp32, normalized, with the first 2 * half channels rotated in pairs.
 
-    `source` [HEADS] says where heads begin, `cos` and `sin` where the token's are.
+    `source` [HEADS] points to the heads, `cos` and `sin` to the token's values.
     """
     channel = tl.arange(0, CHANNELS)
     is_channel, is_first = channel < head_size, channel < half
@@ -61,7 +60,7 @@ def rotate_and_write(
     key_heads, has_norm, eps, offset,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token; the grid is (rows, tiles of query heads, then of key heads, then of value heads).
+    """Process some heads of one token; the grid is (rows, tiles of query heads, then key heads, then value heads).
 
     Rows from `tokens` on have queries only. out [rows, query_heads, head_size].
     """

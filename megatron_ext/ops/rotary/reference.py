@@ -15,13 +15,13 @@ HeadNorms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Heads:
-    """What a layer's projection says of T tokens; views of it, mostly.
+    """Queries, keys and values of T tokens from a layer's projection; mostly views of it.
 
     Attributes:
         query: [T, G, J, D], J query heads of each of G groups.
         key: [T, Hkv, D].
         value: [T, Hkv, D].
-        norms: Of each head of queries, and of keys, before they are rotated: [..., D] -> the same; None without.
+        norms: Norms of each query head and each key head before rotation, [..., D] -> [..., D]; None for no norms.
     """
 
     query: Tensor
@@ -32,7 +32,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class RotaryBackend:
-    """One way to rotate and write; `write` has the signature of `rotate_and_write`."""
+    """Backend that rotates and writes; `write` has the signature of `rotate_and_write`."""
 
     name: str
     takes: Callable[[Tensor], bool]

@@ -1,7 +1,7 @@
 """Rotary position embeddings of packed tokens, cosines and sines computed once for all layers of a step.
 
-Channel i < n/2 and channel i + n/2 of the first n channels of a head are a pair that is rotated by one angle; channels
-behind them stay what they are. This is megatron-core's layout without `rotary_interleaved`, and that of Hugging Face.
+Channel i < n/2 and channel i + n/2 of the first n channels of a head are a pair that is rotated by one angle; later
+channels are unchanged. This is megatron-core's layout without `rotary_interleaved`, and that of Hugging Face.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Rotation:
 
 
 def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Rotation:
-    """The rotation of each token.
+    """Return the rotation of each token.
 
     Args:
         angles: [positions, 1, 1, n] as megatron-core's `RotaryEmbedding` gives it: both halves are the same.
         positions: [T] int64.
-        dtype: Of the result; the angles are looked up in their own.
-        magnitude: What is rotated is multiplied by this.
+        dtype: Type of the result; the angles keep their own type until then.
+        magnitude: Factor of the rotated channels.
     """
     chosen = angles[..., : angles.shape[-1] // 2][positions]
     cos, sin = chosen.cos(), chosen.sin()
@@ -37,7 +37,7 @@ def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype, magnitude
 
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate [T, 1, heads, D] where D >= n."""
+    """Rotate the first n channels of [T, 1, heads, D], where D >= n."""
     half = rotation.cos.shape[-1]
     first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
     return torch.cat(

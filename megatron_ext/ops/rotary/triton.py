@@ -1,4 +1,4 @@
-"""Rotation and writes of keys and values in Triton, for CUDA devices: one launch. `kernels.py` computes."""
+"""Rotation and writes of keys and values in Triton, for CUDA devices: one launch, with the kernel in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
 
 
 def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.rotary import kernels
 
     others = (heads.query, heads.value, key_cache, value_cache, *(() if rotation is None else (rotation.cos,)))
@@ -29,7 +29,7 @@ def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cac
 
 
 def _lacks_norms(heads: Heads) -> str | None:
-    """The same of the norms of heads."""
+    """Return why there is no kernel for the norms of these heads; None if there is one."""
     if heads.norms is None:
         return None
     if not all(isinstance(one, NamedNorm) for one in heads.norms):
@@ -44,7 +44,7 @@ def _lacks_norms(heads: Heads) -> str | None:
 
 
 def _row_norms(norms: HeadNorms) -> tuple[RowNorm, RowNorm]:
-    """What they compute."""
+    """Return the parameters of both norms."""
     query, key = norms
     assert isinstance(query, NamedNorm)
     assert isinstance(key, NamedNorm)
@@ -52,7 +52,7 @@ def _row_norms(norms: HeadNorms) -> tuple[RowNorm, RowNorm]:
 
 
 def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
-    """Weights of both norms, and what they have in common; what stands for none is not read."""
+    """Return the weights of both norms and their shared parameters; stand-ins for missing weights are not read."""
     if heads.norms is None:
         return {"query_weight": heads.key, "key_weight": heads.key, "has_norm": 0, "eps": 1.0, "offset": 0.0}
     query, key = _row_norms(heads.norms)
@@ -63,7 +63,7 @@ def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
 
 
 def _follow(cache: Tensor) -> bool:
-    """Whether blocks [blocks, B, Hkv, D], each in one piece, follow each other."""
+    """Return whether contiguous blocks [blocks, B, Hkv, D] are adjacent."""
     return len(cache) < 2 or cache.stride(0) == cache[0].numel()
 
 
@@ -105,7 +105,7 @@ def rotate_and_write(
 
 
 def _rotation(rotation: Rotation | None, query: Tensor) -> dict[str, Tensor | int]:
-    """Cosines and sines, and half of the channels that are turned; what stands for none is not read."""
+    """Return cosines, sines and half the number of rotated channels; stand-ins for a missing rotation are not read."""
     if rotation is None:
         return {"cos": query, "sin": query, "half": 0}
     return {
@@ -116,7 +116,7 @@ def _rotation(rotation: Rotation | None, query: Tensor) -> dict[str, Tensor | in
 
 
 def _strides(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
-    """From token to token, from group to group, from head to head."""
+    """Return the strides between tokens, groups and heads."""
     row, group, head, _ = query.stride()
     found = {"query_row": row, "query_group": group, "query_head": head}
     for name, one in (("key", key), ("value", value)):

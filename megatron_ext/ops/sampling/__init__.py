@@ -1,4 +1,4 @@
-"""Choosing the next token: one uniform number per request decides."""
+"""Sampling of the next token, determined by one uniform number per request."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ SAMPLING = Backends("sampling", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw a token for each row by inverting its distribution function.
 
-    Kept are the `top_k` best tokens, and of them the fewest best ones whose renormalised mass reaches `top_p`: those
-    before which less than `top_p` lies. Of equal logits the one with the smaller id is better. The kept tokens stand on
-    a line in order of their ids, each as long as its mass; the token at `uniform` times the line's length is drawn.
+    Kept are the `top_k` best tokens, and of them the smallest set of best ones whose renormalised mass reaches `top_p`:
+    those with less than `top_p` before them. Of equal logits, the one with the smaller id is better. The kept tokens
+    are laid on a line in order of their ids, each as long as its mass; the token at `uniform` times the line's length
+    is drawn.
 
-    A row's token depends on nothing but that row, so a request is sampled alike alone and in any batch. Backends draw
-    the same token unless `uniform` lies within 1e-5 of a border between two tokens, or `top_p` within 1e-5 of one at
-    which it would keep a token more or less.
+    A row's token depends on that row alone, so a request gets the same sample alone and in any batch. Backends draw the
+    same token unless `uniform` lies within 1e-5 of a border between two tokens, or `top_p` within 1e-5 of a value at
+    which one token more or less would be kept.
 
     Args:
-        logits: [R, V] of any type; -inf never comes.
-        batch: What each row asks for.
+        logits: [R, V] of any type; -inf is never drawn.
+        batch: Sampling options of each row.
 
     Returns:
         Ids [R] int64.

@@ -1,4 +1,4 @@
-"""Sampling in C++, for CPUs: each row by itself. `kernels.cpp` beside this file computes."""
+"""Sampling in C++, for CPUs: each row separately, with the kernel in `kernels.cpp`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""LogitsOptions logits where the device has what rows ask for: lists of fixed lengths, of which so much is used.
+"""Logits processors with options on the device: lists of fixed lengths, of which a prefix is used.
 
-The operations of `logits_processors.py` in their order, on every row of a step; fit for a CUDA graph. An entry of a
-list is one
-number: a row, a token, and one bit. Letters: R rows, V words, n places of a list.
+Applies the operations of `logits_processors.py` in their order to every row of a step; suitable for a CUDA graph. An
+entry of a list is one number: a row, a token, and one bit. Letters: R rows, V words, n places of a list.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _TOKEN_MASK = (1 << (_ROW_BITS - 1)) - 1
 
 @dataclass(frozen=True)
 class LogitsMetadata:
-    """What rows ask for, on the device; entries are those of `pack`, and what is behind the used ones does not matter.
+    """Logits processor options of all rows, on the device; entries are those of `pack`, and unused ones are arbitrary.
 
     Attributes:
-        used: [4] int64, entries of the four lists in this order.
-        came: [n] int64, tokens of sequences, as often as they came; the bit says that one was generated.
+        used: [4] int64, used entries of the four lists in this order.
+        came: [n] int64, tokens of sequences, one entry per occurrence; the bit marks generated tokens.
         biased: [n] int64; no row has a token twice.
-        ruled_out: [n] int64, unless they are all that a row has.
+        ruled_out: [n] int64, not applied to a row that would have no tokens left.
         forbidden: [n] int64.
         biases: [n] float64, of `biased`.
-        repetition: [R + 1] float64, positive; the last one, of nobody, is 1.
+        repetition: [R + 1] float64, positive; the last one, of the dummy row, is 1.
         presence: [R + 1] float64.
         frequency: [R + 1] float64.
         min_p: [R] float64 from 0 (off) to 1.
@@ -60,21 +59,21 @@ class LogitsMetadata:
 
 
 def pack(row: int, tokens: np.ndarray, bit: np.ndarray | int = 0) -> np.ndarray:
-    """Entries of a list for tokens [m] of a row: [m] int64."""
+    """Return list entries for the tokens [m] of a row: [m] int64."""
     return (row << _ROW_BITS) + (tokens.astype(np.int64) << 1) + bit
 
 
 def process_logits(logits: Tensor, metadata: LogitsMetadata, masks: Tensor | None = None) -> Tensor:
-    """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32.
+    """Apply the logits processors; rows without any keep their logits: [R, V] -> [R, V] fp32.
 
     Args:
         logits: [R, V].
-        wishes: Of all rows.
-        masks: [R, W] int32, W at least V / 32: token t may come where bit t % 32 of number t / 32 is set; None if all
-            may.
+        metadata: Options of all rows.
+        masks: [R, W] int32, W at least V / 32: token t is allowed if bit t % 32 of number t / 32 is set; None allows
+            all tokens.
     """
     rows, words = logits.shape
-    values = torch.zeros(rows + 1, words, dtype=torch.float32, device=logits.device)  # the last row is nobody's
+    values = torch.zeros(rows + 1, words, dtype=torch.float32, device=logits.device)  # the last row is a dummy
     values[:rows].copy_(logits)
     lists = (metadata.came, metadata.biased, metadata.ruled_out, metadata.forbidden)
     came, biased, ruled_out, forbidden = (
@@ -92,9 +91,9 @@ def process_logits(logits: Tensor, metadata: LogitsMetadata, masks: Tensor | Non
 
 
 class _Entries(NamedTuple):
-    """A list, [n] int64 each; unused entries are of the last row, spread over its words.
+    """Unpacked list, [n] int64 each; unused entries point to the dummy last row, spread over its words.
 
-    Spread, since a device adds one by one what goes to the same place.
+    Entries are spread because a device adds to the same place one by one.
     """
 
     rows: Tensor
@@ -113,7 +112,7 @@ def _unpack(entries: Tensor, count: Tensor, nobody: int, words: int) -> _Entries
 
 
 def _counted(came: _Entries, values: Tensor) -> CameBefore:
-    """How often each token was generated. One that came twice stands there twice, and gets the same value each time."""
+    """Return how often each token was generated; a token that occurs twice has two entries with the same count."""
     places = came.rows * values.shape[1] + came.tokens
     counts = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     counts.scatter_add_(0, places, came.bits.float())  # whole numbers: exact in any order

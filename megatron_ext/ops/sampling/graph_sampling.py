@@ -1,6 +1,6 @@
-"""Drawing tokens where the device has what rows ask for: every row the same way, no shape from what is asked.
+"""Sampling with options on the device: every row is computed the same way, and no shape depends on the options.
 
-Fit for a CUDA graph: steps are the same program. Backends that have no way of their own order all rows, whatever these
+Steps run the same program, as a CUDA graph needs. Backends without a sampling kernel sort all rows, whatever these
 keep. Letters: R rows, V words.
 """
 
@@ -15,17 +15,17 @@ from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
 
 
 def best_tokens_of(logits: Tensor) -> Tensor:
-    """The first of the greatest logits of each row, as greedy requests ask for it: [R, V] -> [R]."""
+    """Return the first maximum of each row's logits, for greedy requests: [R, V] -> [R]."""
     return logits.max(-1).indices
 
 
 def draw_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
-    """As `sample_tokens`, greedy rows included: [R, V] -> [R]. Rows of NaN give some token.
+    """Draw tokens as `sample_tokens` does, greedy rows included: [R, V] -> [R]. Rows of NaN yield an arbitrary token.
 
     Args:
         logits: [R, V].
-        wishes: Of the rows.
-        together: So many rows are ordered at once where no kernel draws them, which takes memory; None is all.
+        metadata: Sampling metadata of the rows.
+        together: Rows that are sorted at once if no kernel draws them, to bound memory; None for all.
     """
     draw = SAMPLING.choose(logits).draw
     drawn = None if draw is None else draw(logits, metadata)

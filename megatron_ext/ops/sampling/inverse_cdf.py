@@ -1,6 +1,6 @@
-"""Weights of tokens laid end to end, and the token that lies at a place on that line.
+"""Inverse-CDF draw: token weights laid end to end, and the token at a place on that line.
 
-Letters: r rows, V words, n blocks of `BLOCK` words, k words picked out of a row.
+Letters: r rows, V words, n blocks of `BLOCK` words, k words selected from a row.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ BLOCK = 128
 
 
 def scores(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits as far below their best as the temperature makes it: [r, V] fp32, the best 0.
+    """Return logits relative to the best of the row, divided by the temperature: [r, V] fp32, the best 0.
 
-    The best one is taken away before the division, so that no temperature overflows; nor may it round to 0 or infinity.
+    The best one is subtracted before the division, so that no temperature overflows; the temperature is clamped so that
+    it cannot round to 0 or infinity.
 
     Args:
         logits: [r, V] of any type.
@@ -29,14 +30,14 @@ def scores(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Ids [r] of the words that own the places `uniform` [r] fp64 of lines on which words stand in order of their ids.
+    """Return the ids [r] of the words at the places `uniform` [r] fp64 of lines of words in order of their ids.
 
-    Two searches, among the sums of blocks and within one block: no word is ordered, and no running sum of a whole
-    vocabulary is made. A word without weight is never met.
+    Two searches, among the sums of blocks and within one block, avoid sorting and a running sum over the whole
+    vocabulary. A word without weight is never drawn.
 
     Args:
-        weights: [r, V] fp32, not negative, one of them positive in each row.
-        uniform: [r] float64; times the row's sum it is a place on its line.
+        weights: [r, V] fp32, not negative, at least one of them positive in each row.
+        uniform: [r] float64; times the row's sum, a place on its line.
     """
     rows, vocabulary = weights.shape
     padding = -vocabulary % BLOCK
@@ -50,18 +51,18 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_picked(ids: Tensor, weights: Tensor, uniform: Tensor) -> Tensor:
-    """`draw` where only some words have weight: their ids [r, k] in any order and their weights [r, k] fp64."""
+    """Draw from a few words: their ids [r, k] in any order and their weights [r, k] fp64; see `draw`."""
     ids, order = ids.sort(-1)
     reached = weights.gather(1, order).cumsum(-1)
     return ids.gather(1, owner(reached, uniform[:, None] * reached[:, -1:]))[:, 0]
 
 
 def owner(reached: Tensor, place: Tensor) -> Tensor:
-    """Index of the first interval that ends behind a place: [r, 1].
+    """Return the index of the first interval that ends after a place: [r, 1].
 
     Args:
-        reached: [r, n] fp64, where each interval ends.
-        place: [r, 1] fp64; one at the line's end or, by rounding, behind it belongs to the last interval with a length.
+        reached: [r, n] fp64, end of each interval.
+        place: [r, 1] fp64; a place at or, by rounding, after the line's end belongs to the last non-empty interval.
     """
     end = reached[:, -1:]
     place = place.minimum(end.nextafter(torch.zeros_like(end)))

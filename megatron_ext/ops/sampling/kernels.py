@@ -1,8 +1,8 @@
-"""Drawing a token of each row on a CUDA device: a program a row, in a few passes over it, and nothing is ordered.
+"""Sampling kernel for CUDA devices: one program a row, a few passes over the row, no sorting.
 
-Words are compared by keys, integers in the order of their logits. The mass of a word, exp(score), is an integer of
-units of 2^-40, so sums of masses are exact, in whatever order they are made. What top_k and top_p keep is found by
-bisection: the least key that is kept, two bits of it a pass, and how many words of that very key, the first ones.
+Words are compared by keys, integers in the order of their logits. The mass of a word, exp(score), is an integer in
+units of 2^-40, so sums of masses are exact in any order. The words kept by top_k and top_p are found by bisection: the
+least kept key, two bits of it a pass, and the number of words with that key to keep, which are the first ones.
 """
 
 import triton
@@ -18,10 +18,10 @@ LEAST, MOST = tl.constexpr(2.0**-126), tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def words_at(source, start, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Some logits [BLOCK] in fp32 and their keys, of 32 - SHIFT bits; behind the last word keys that none has."""
+    """Load logits [BLOCK] in fp32 and their keys of 32 - SHIFT bits; after the last word keys are below all others."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(source + at, mask=at < words, other=0.0).to(tl.float32)
-    values = tl.where(values == 0.0, 0.0, values)  # both zeros are one
+    values = tl.where(values == 0.0, 0.0, values)  # both zeros are equal
     bits = values.to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
     return at, values, tl.where(at < words, keys.to(tl.int64), -(1 << 40))
@@ -29,14 +29,14 @@ def words_at(source, start, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def masses_of(values, greatest, divisor):
-    """Of words, of which the best has UNITS; a NaN has none."""
+    """Return the masses of words, UNITS for the best one and 0 for NaN."""
     weights = tl.exp((values - greatest) / divisor)
     return tl.where(weights == weights, weights * UNITS, 0.0).to(tl.int64)
 
 
 @triton.jit
 def shares(source, words, greatest, divisor, is_mass, first, step, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Masses, or numbers, of words whose keys are at least first, first + step and first + 2 * step."""
+    """Return the masses, or the counts, of words with keys of at least first, first + step and first + 2 * step."""
     one = tl.zeros([BLOCK], tl.int64)
     two = tl.zeros([BLOCK], tl.int64)
     three = tl.zeros([BLOCK], tl.int64)
@@ -51,7 +51,7 @@ def shares(source, words, greatest, divisor, is_mass, first, step, SHIFT: tl.con
 
 @triton.jit
 def threshold(source, words, greatest, divisor, is_mass, goal, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The greatest key such that words of it and better ones have `goal` (fp64) together, in mass or in number."""
+    """Return the greatest key such that words of this key and better ones reach `goal` (fp64), in mass or in count."""
     BITS: tl.constexpr = 32 - SHIFT
     low = tl.zeros([], tl.int64) - (1 << (BITS - 1))
     step = tl.zeros([], tl.int64) + (1 << (BITS - 2))
@@ -65,7 +65,7 @@ def threshold(source, words, greatest, divisor, is_mass, goal, SHIFT: tl.constex
 
 @triton.jit
 def best_word(source, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The first of the greatest logits: its place, and its value."""
+    """Return the index and the value of the row's first maximum."""
     best_key = tl.zeros([], tl.int64) - (1 << 40)
     best, greatest = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
     for start in range(0, words, BLOCK):
@@ -81,9 +81,9 @@ def best_word(source, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def word_at(source, words, greatest, divisor, low, ties, place, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The word that owns a place on the line of those that are kept, in order of their ids; `words` if none does.
+    """Return the word at a place on the line of kept words, in order of their ids; `words` if there is none.
 
-    Kept are words of keys above `low`, and the first `ties` of that very key.
+    Kept are words with keys above `low`, and the first `ties` words with the key `low`.
     """
     found, start = words, words * 0
     before = tl.zeros([], tl.int64)
@@ -117,9 +117,9 @@ def draw_rows(
     logits, temperature, top_k, top_p, uniform, tokens, row_stride, words,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token of each row; the grid is the rows. Fractions are the bits of fp64; a `uniform` below 0 is greedy.
+    """Sample a token of each row; the grid is the rows. Fractions are the bits of fp64; `uniform` < 0 means greedy.
 
-    SHIFT is how many last bits of a logit in fp32 are the same in all numbers of its type and sign.
+    SHIFT is the number of low bits of an fp32 logit that are constant for all numbers of its type and sign.
     """
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * row_stride
@@ -128,7 +128,7 @@ def draw_rows(
     if u >= 0.0:
         warmth = tl.load(temperature + row).to(tl.float64, bitcast=True)
         divisor = tl.minimum(tl.maximum(warmth, LEAST), MOST).to(tl.float32)
-        low = tl.zeros([], tl.int64) - (1 << 33)  # below all keys: everything is kept
+        low = tl.zeros([], tl.int64) - (1 << 33)  # below all keys: all words are kept
         ties = tl.zeros([], tl.int64)
         k = tl.load(top_k + row)
         if (k > 0) & (k < words):
@@ -137,7 +137,7 @@ def draw_rows(
             ties = k - better
         every, above, _ = shares(source, words, greatest, divisor, True, low, 1, SHIFT, BLOCK)
         equal, less, _ = shares(source, words, greatest, divisor, False, low, 1, SHIFT, BLOCK)
-        mass = (every - above) // tl.maximum(equal - less, 1)  # of each word of that key
+        mass = (every - above) // tl.maximum(equal - less, 1)  # mass of each word with that key
         total = above + ties * mass
         p = tl.load(top_p + row).to(tl.float64, bitcast=True)
         if (p > 0.0) & (p < 1.0):
@@ -146,7 +146,7 @@ def draw_rows(
             every, above, _ = shares(source, words, greatest, divisor, True, least, 1, SHIFT, BLOCK)
             equal, less, _ = shares(source, words, greatest, divisor, False, least, 1, SHIFT, BLOCK)
             mass = (every - above) // tl.maximum(equal - less, 1)
-            missing = goal - above.to(tl.float64)  # positive: words of this key come until it is there
+            missing = goal - above.to(tl.float64)  # positive: words with this key are added until the goal is reached
             needed = tl.ceil(missing / tl.maximum(mass, 1).to(tl.float64)).to(tl.int64)
             ties = tl.where(least > low, needed, tl.minimum(ties, needed))
             low = least

@@ -1,6 +1,6 @@
-"""What is told of tokens: their log-probs, and the best tokens there were. Fixed shapes, so fit for a CUDA graph.
+"""Log-probs of tokens and of the best tokens of a row. Shapes are static, so the code is suitable for a CUDA graph.
 
-Letters: r rows, V words, n tokens that are listed of each row.
+Letters: r rows, V words, n tokens that are listed for each row.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from megatron_ext.ops.sampling.top_k_top_p import best_tokens
 
 
 class LogProbs(NamedTuple):
-    """Of r rows.
+    """Log-probs of r rows.
 
     Attributes:
-        chosen: [r] fp32, of the tokens that were asked about.
-        best: [r, n] int64, the best ones, best first; of equal ones the smaller id.
-        listed: [r, n] fp32, theirs.
+        chosen: [r] fp32, log-probs of the requested tokens.
+        best: [r, n] int64, the best tokens, best first; of equal ones the smaller id.
+        listed: [r, n] fp32, log-probs of the best tokens.
     """
 
     chosen: Tensor
@@ -27,7 +27,7 @@ class LogProbs(NamedTuple):
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor, listed: int) -> LogProbs:
-    """Log-probs by the logits as the model gave them; a row's depend on that row alone.
+    """Return log-probs of the model's own logits; a row's log-probs depend on that row alone.
 
     Args:
         logits: [r, V] of any type.

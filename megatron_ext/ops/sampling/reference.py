@@ -1,4 +1,4 @@
-"""Sampling in plain torch, on any device; rows that ask for the same kind of cut are drawn together."""
+"""Sampling in plain torch, on any device; rows with the same kind of filter are drawn together."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
 from megatron_ext.ops.sampling.top_k_top_p import best_tokens, drop_beyond_nucleus, kept_of_sorted
 from megatron_ext.ops.transfer import to_device
 
-# Logits that are drawn from in one go on a CPU: what several passes over them find in its cache.
+# Logits that are drawn from in one pass on a CPU, few enough to stay in its cache.
 CACHED_LOGITS = 1 << 18
 
 
 @dataclass(frozen=True)
 class SamplingBackend:
-    """One way to draw tokens.
+    """Backend of sampling.
 
     Attributes:
         name: Unique among the backends.
-        takes: Whether it computes for logits like those.
-        sample: With the signature of `sample_tokens`.
-        draw: The same of wishes that the device has, greedy rows included, for backends that do not ask what these
-            are: (logits [R, V], `SamplingMetadata`) -> [R], or None where it does not compute for these logits.
+        takes: Returns whether the backend supports given logits.
+        sample: Function with the signature of `sample_tokens`.
+        draw: Samples with metadata on the device, greedy rows included, without reading it back: (logits [R, V],
+            `SamplingMetadata`) -> [R]; returns None for logits that it does not support.
     """
 
     name: str
@@ -43,19 +43,19 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     columns = to_device(
         torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])), logits.device
     )
-    if logits.is_cuda:  # the ways below choose by what is read back
+    if logits.is_cuda:  # the code below branches on values that would have to be read back
         return draw_sorted(logits, SamplingMetadata(*columns))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for rows, draw_rows in _parts(batch, logits):
         place = _as_slice(rows) or torch.from_numpy(rows)
         tokens[place] = draw_rows(logits[place], int(batch.top_k[rows].max()), *columns[:, place])
-    return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN may point behind it
+    return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN may yield an index past the end
 
 
 def _parts(batch: SamplingBatch, logits: Tensor) -> Iterator[tuple[np.ndarray, Callable[..., Tensor]]]:
-    """Rows that are drawn alike, as many as pass together, and how."""
+    """Yield rows to draw together, as many as fit in one pass, and their draw function."""
     is_best = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
-    is_nucleus = ~is_best & (batch.top_p > 0) & (batch.top_p < 1)  # 1 keeps every token that can come
+    is_nucleus = ~is_best & (batch.top_p > 0) & (batch.top_p < 1)  # 1 keeps every possible token
     together = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     for chosen, draw_rows in ((is_best, _draw_best), (is_nucleus, _draw_nucleus), (~(is_best | is_nucleus), _draw_any)):
         rows = np.flatnonzero(chosen)
@@ -64,7 +64,7 @@ def _parts(batch: SamplingBatch, logits: Tensor) -> Iterator[tuple[np.ndarray, C
 
 
 def _as_slice(rows: np.ndarray) -> slice | None:
-    """Ascending rows without a gap as a slice."""
+    """Return ascending rows without a gap as a slice; None if there is a gap."""
     return slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] == len(rows) - 1 else None
 
 
@@ -80,7 +80,7 @@ def _draw_nucleus(logits: Tensor, _: int, temperature: Tensor, __: Tensor, top_p
 
 
 def _draw_best(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """`top_k` best tokens of each row, at most `most`, and of them what top_p keeps."""
+    """Draw from the `top_k` best tokens of each row, at most `most`, that top_p keeps."""
     ids = best_tokens(logits, most)
     values = logits.gather(1, ids).double()
     weights = ((values - values[:, :1]) / temperature[:, None]).exp()

@@ -1,4 +1,4 @@
-"""How each row of a step's logits is to be drawn: known on the host, the same for every backend.
+"""Sampling options of each row of a step's logits, on the device and on the host, the same for every backend.
 
 R rows.
 """
@@ -16,13 +16,13 @@ from megatron_ext.ops.step_metadata import StepMetadata
 
 
 class SamplingMetadata(NamedTuple):
-    """What R rows ask for, on the device.
+    """Sampling options of R rows, on the device.
 
     Attributes:
         temperature: [R] float64, positive.
         top_k: [R] int64, 0 is off.
         top_p: [R] float64 in [0, 1]; 0 and 1 are off.
-        uniform: [R] float64 in [0, 1); below zero the row is greedy.
+        uniform: [R] float64 in [0, 1); negative for greedy rows.
     """
 
     temperature: Tensor
@@ -33,12 +33,12 @@ class SamplingMetadata(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBatch(StepMetadata):
-    """What R rows ask for, on the host, so that no backend reads anything back to see what it has to do.
+    """Sampling options of R rows, on the host, so that no backend reads anything back to choose its code path.
 
     Attributes:
         temperature: [R] float64, positive.
         top_k: [R] int64, 0 is off.
-        top_p: [R] float64 in [0, 1], 0 is off; 1 is, too, since it keeps every token that can come.
+        top_p: [R] float64 in [0, 1]; 0 is off, and so is 1, since it keeps every possible token.
         uniform: [R] float64 in [0, 1], one draw of each request's own generator.
     """
 
@@ -54,7 +54,7 @@ class SamplingBatch(StepMetadata):
 def sampling_batch(
     temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], uniform: Sequence[float]
 ) -> SamplingBatch:
-    """One entry for each row; see `SamplingBatch`."""
+    """Build a `SamplingBatch`; each sequence has one entry per row."""
     return SamplingBatch(
         np.asarray(temperature, dtype=np.float64),
         np.asarray(top_k, dtype=np.int64),

@@ -1,6 +1,6 @@
-"""Drawing tokens where the device has what rows ask for, in plain torch: every row is ordered, whatever it keeps.
+"""Sampling with options on the device, in plain torch: every row is sorted, however few tokens it keeps.
 
-No shape comes from what is asked, and nothing is read back. Letters: R rows, V words.
+No shape depends on the options, and nothing is read back. Letters: R rows, V words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_ext.ops.sampling.top_k_top_p import kept_of_sorted
 
 
 def draw_sorted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """As `draw_tokens`: [R, V] -> [R]."""
+    """Draw tokens as `draw_tokens` does: [R, V] -> [R]."""
     words, values = logits.shape[1], logits.float()
     values, ids = values.sort(dim=-1, descending=True, stable=True)  # of equal ones the smaller id first
     below = (values - values[:, :1]).double()

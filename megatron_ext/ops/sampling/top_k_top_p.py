@@ -1,4 +1,4 @@
-"""Which tokens top_k and top_p keep, found without ordering the vocabulary.
+"""Filters top_k and top_p, computed without sorting the vocabulary.
 
 Better tokens have a greater logit; of equal logits the one with the smaller id is better. Letters: r rows, V words, n
 blocks, k tokens that a row keeps at most.
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatron_ext.ops.sampling.inverse_cdf import owner
 
-# Scores are counted in classes of 1/32; what is further than 32 below the best falls into the last one.
+# Scores are binned in classes of width 1/32; scores more than 32 below the best fall into the last class.
 CLASSES = 1024
 CLASSES_PER_SCORE = 32
 
-# A mass of 1 as an integer: sums of integers are exact, in any order, on any device, beside any other rows.
+# A mass of 1 as an integer: sums of integers are exact in any order, on any device, with any other rows.
 _MASS = 2.0**45
 
 _ID_BITS = 32
 
 
 def best_tokens(logits: Tensor, k: int) -> Tensor:
-    """Ids of the k best tokens of each row, best first: [r, V] -> [r, k].
+    """Return the ids of the k best tokens of each row, best first: [r, V] -> [r, k].
 
-    They all lie in the k blocks whose best tokens are best: the tokens of any other block are worse than each of those
-    k best ones.
+    All of them lie in the k blocks with the best maxima: the tokens of any other block are worse than each of those k
+    maxima.
     """
     rows, vocabulary = logits.shape
     size = 2 ** max(4, round(math.log2(vocabulary / k) / 2))
@@ -44,20 +44,20 @@ def best_tokens(logits: Tensor, k: int) -> Tensor:
 
 
 def _best(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Ids of the k best of some tokens, best first. Value and id are one number, so that there are no ties."""
+    """Return the ids of the k best of some tokens, best first. Value and id form one number, so there are no ties."""
     last = (1 << _ID_BITS) - 1
     keys = ((ordered_bits(values).long() << _ID_BITS) + (last - ids)).topk(k, dim=-1).values
     return last - (keys & last)
 
 
 def ordered_bits(values: Tensor) -> Tensor:
-    """Integers (int32) in the same order as fp32 values; equal ones for equal values, so for both zeros."""
+    """Return integers (int32) in the same order as fp32 values; equal ones for equal values, so for both zeros."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def kept_of_sorted(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Which of tokens in falling order top_p keeps, as [r, k] bool: those before which its share is not reached.
+    """Return which of the tokens in falling order top_p keeps, [r, k] bool: those whose preceding mass is below it.
 
     Args:
         weights: [r, k] fp64.
@@ -70,12 +70,12 @@ def kept_of_sorted(weights: Tensor, top_p: Tensor) -> Tensor:
 def drop_beyond_nucleus(weights: Tensor, scores: Tensor, logits: Tensor, top_p: Tensor) -> None:
     """Set the weights of all tokens that top_p does not keep to zero.
 
-    Masses of classes of tokens say in which class the share is reached. Better classes stay, worse ones go, and only
-    the tokens of that one are ordered.
+    The masses of classes of tokens tell in which class top_p is reached. Better classes are kept, worse ones dropped,
+    and only the tokens of that class are sorted.
 
     Args:
         weights: [r, V] fp32; modified.
-        scores: [r, V] fp32, of which the weights are the exponentials up to a factor.
+        scores: [r, V] fp32; their exponentials are the weights up to a factor.
         logits: [r, V] fp32, which order tokens of one class.
         top_p: [r] fp64 between 0 and 1.
     """
@@ -90,7 +90,7 @@ def drop_beyond_nucleus(weights: Tensor, scores: Tensor, logits: Tensor, top_p: 
     )  # by row, best first, by id
     rows, tokens = rows[order], tokens[order]
     own = masses[rows, tokens]
-    better = own.cumsum(0) - own  # of the rows before, too
+    better = own.cumsum(0) - own  # includes earlier rows
     first = torch.searchsorted(rows, torch.arange(len(weights), device=rows.device))
     dropped = (better - better[first][rows]) + before[rows, 0] >= goal[rows, 0]
     weights.masked_fill_(classes > border, 0.0)
@@ -98,5 +98,5 @@ def drop_beyond_nucleus(weights: Tensor, scores: Tensor, logits: Tensor, top_p: 
 
 
 def _classes(scores: Tensor) -> Tensor:
-    """The class of each score, 0 the best: [r, V] int64. A row of NaN must not leave the range, hence `fmin`."""
+    """Return the class of each score, 0 the best: [r, V] int64. `fmin` keeps rows of NaN in range."""
     return scores.mul(-CLASSES_PER_SCORE).fmin(scores.new_full((), CLASSES - 1.0)).to(torch.int64)

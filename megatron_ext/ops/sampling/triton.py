@@ -1,4 +1,4 @@
-"""Sampling in Triton, for CUDA devices: all rows in one launch, nothing sorted. `kernels.py` computes."""
+"""Sampling in Triton, for CUDA devices: all rows in one launch without sorting, with the kernel in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WORDS = 1 << 22
 
 
 def _lacks(logits: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these logits; None if there is one."""
     from megatron_ext.ops.sampling import kernels
 
     if not 0 < logits.shape[1] <= MAX_WORDS:

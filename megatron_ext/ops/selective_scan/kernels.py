@@ -1,12 +1,12 @@
 """Mamba-1's recurrence on a CUDA device: prefill token by token, and one token of each request.
 
-A program has some channels with all their N states, which stay in registers from a sequence's first token of the step
-to its last. Every token is computed alike whatever comes beside, before or after it: bits do not depend on where a
-sequence is cut.
+A program computes some channels with all their N states, which stay in registers from a sequence's first token of the
+step to its last. Every token is computed the same way whatever comes beside, before or after it: bits do not depend on
+where a sequence is cut.
 
-A prefill reads tokens in groups: the next one's inputs are on their way while this one is computed, so that a token
-costs its arithmetic and not the memory's latency. Places behind a sequence's last token, or behind one whose state is
-kept, are steps of zero, which leave a state as it is.
+A prefill reads tokens in groups: the next group's inputs are loaded while the current one is computed, so that memory
+latency is hidden. Places after a sequence's last token, or after a token whose state is kept, are steps of zero, which
+leave a state unchanged.
 """
 
 import triton
@@ -17,21 +17,21 @@ from megatron_ext.ops.triton.registry import MAX_REGISTERS, STATE_TYPES, config,
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)
-GROUP = 4  # tokens; two groups are in registers, and of 32 bits there is no room for more
+GROUP = 4  # tokens; two groups are in registers, and 32-bit inputs leave no room for more
 
 
 @triton.jit
 def _advance(state, u, delta, rate, b, c, skip):
-    """The state [CHANNELS, N] behind a token, and its output [CHANNELS, 1]; u and delta likewise, b and c [1, N]."""
-    state = tl.fma(state, tl.exp2(delta * rate), delta * u * b)  # one rounding, at whichever place of a group
+    """Return the state [CHANNELS, N] after a token and its output [CHANNELS, 1]; u, delta likewise; b, c [1, N]."""
+    state = tl.fma(state, tl.exp2(delta * rate), delta * u * b)  # one rounding, at any place of a group
     return state, tl.sum(state * c, 1)[:, None] + skip * u
 
 
 @triton.jit
 def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d, n, is_d, is_n, TOKENS: tl.constexpr):
-    """Of the tokens from `first` on and before `until`, at most TOKENS: (u, delta, b, c); zeros behind them.
+    """Load at most TOKENS tokens from `first` on and before `until`: (u, delta, b, c) each; zeros after them.
 
-    With the dimensions that `_advance` wants, so that they are loaded in the layout that it computes in.
+    Arrays have the dimensions that `_advance` takes, so that they are loaded in the layout of the computation.
     """
     group = ()
     for i in tl.static_range(TOKENS):
@@ -63,7 +63,7 @@ def selective_prefill(
     has_initial, u_row, delta_row, b_row, c_row, live_row, snapshot_row, channels, state_size, kept, has_skip,
     CHANNELS: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's tokens of some channels: outputs, states that are to be kept, and the last one, in place."""
+    """Compute outputs of a sequence's tokens of some channels; write the kept states and, in place, the final state."""
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
@@ -116,7 +116,7 @@ def selective_decode(
     u, delta, A, B, C, D, y, live, slots, u_row, delta_row, b_row, c_row, live_row, channels, state_size, has_skip,
     CHANNELS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request, of some channels; a row of padding becomes zero and touches no slot."""
+    """Compute one token of a request, of some channels; a padding row becomes zero and touches no slot."""
     row = tl.program_id(0).to(tl.int64)
     d, n = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
     is_d, is_n = d < channels, n < state_size
