@@ -4,8 +4,8 @@ Yang, Kautz & Hatamizadeh, "Gated Delta Networks" (2024), figure 1: in_proj -> [
 causal convolution with SiLU over [q | k | v]; q and k divided by their lengths; the gated delta rule with the decay
 exp(-exp(A_log) * softplus(alpha + dt_bias)) and the strength sigmoid(beta), or twice that; a norm of each head, times
 SiLU of the gate; out_proj. Parameter names, shapes and the order inside `in_proj` are those of megatron-core's
-`GatedDeltaNet`, so checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream's kernels know
-nothing else.
+`GatedDeltaNet`, so checkpoints fit both. SiLU is used in both places whatever the MLPs use, since upstream's kernels
+support nothing else.
 """
 
 from __future__ import annotations

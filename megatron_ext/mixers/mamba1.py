@@ -136,7 +136,7 @@ class Mamba1Mixer(RecurrentMixer):
 
 
 class InnerNorm(nn.Module):
-    """RMS norm of dt, B or C, in fp32. `weight` is None for a norm without weights."""
+    """RMS norm of dt, B or C, in fp32; a norm without weights has None as `weight`."""
 
     weight: nn.Parameter | None
 

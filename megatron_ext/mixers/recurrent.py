@@ -41,4 +41,4 @@ class RecurrentContext(Protocol):
         """Running states of one layer: convolution [slots, Cn, K-1] and recurrent [slots, ...]; written in place."""
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Snapshots of one layer, of the same shapes with slots of their own; written in place."""
+        """Snapshots of one layer, of the same shapes but in separate slots; written in place."""

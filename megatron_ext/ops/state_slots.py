@@ -1,7 +1,7 @@
-"""Where the states of a step's sequences lie in their pools, and how plain torch reads and writes them.
+"""State slots of a step's sequences, and their reads and writes in plain torch.
 
-A pool is one layer's states of one kind, [slots, ...], and written in place. Live states have a slot for each running
-request; snapshots have a pool of their own. S sequences of a prefill, R decoding requests, n snapshots.
+A pool holds one layer's states of one kind, [slots, ...], and is written in place. Running states have a slot for each
+running request; snapshots have a separate pool. S sequences of a prefill, R decoding requests, n snapshots.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SnapshotPlaces:
-    """The n states inside a step's prefill that are to be kept, and where to.
+    """States inside a step's prefill to keep, n of them, and their snapshot slots.
 
     Attributes:
-        slots: [n] int64, of the snapshot pool.
-        sequences: [n] int64, of the prefill.
-        chunks: [n] int64, the kernel chunk that ends there.
-        tokens: [n] int64, tokens of the packed prefill up to there.
+        slots: [n] int64, slot in the snapshot pool.
+        sequences: [n] int64, sequence of the prefill.
+        chunks: [n] int64, kernel chunk that ends at the state.
+        tokens: [n] int64, tokens of the packed prefill before the state.
     """
 
     slots: Tensor
@@ -30,12 +30,13 @@ class SnapshotPlaces:
 
 @dataclass(frozen=True)
 class StateSlots:
-    """Where S sequences of a prefill have their states.
+    """State slots of S sequences of a prefill.
 
     Attributes:
-        live: [S] int64, the slot that each begins with and leaves its last state in.
+        live: [S] int64, running state slot of each sequence, read for its initial state and written with its final
+            state.
         has_initial_state: [S] bool; False starts from zero, whatever the slot holds.
-        snapshots: States on the way that are to be kept; None if there are none.
+        snapshots: States inside the prefill to keep; None if there are no such states.
     """
 
     live: Tensor
@@ -44,7 +45,7 @@ class StateSlots:
 
 
 def initial_states(pool: Tensor, slots: StateSlots) -> Tensor:
-    """[S, ...] in the pool's type; a copy."""
+    """Return a copy of the initial states, [S, ...] in the pool's type."""
     states = pool[slots.live]
     return states.where(slots.has_initial_state.view(-1, *[1] * (states.dim() - 1)), 0)
 

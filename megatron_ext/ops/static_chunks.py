@@ -1,8 +1,8 @@
-"""Kernel chunks in fixed places: as many for each sequence, filled as far as there are tokens.
+"""Kernel chunks with static shapes: the same number for each sequence, filled as far as there are tokens.
 
-A step's facts usually have the shapes of its prompts. Here shapes follow from the most that there may be: S sequences
-of m chunks with C places each. Chunks that are not needed are empty: places without a token neither decay nor add
-anything, so a state passes them as it is. What is inside the tensors may change; nothing on the host depends on it.
+The metadata of a step usually has the shapes of its prompts. Here shapes follow from upper bounds: S sequences of m
+chunks with C places each. Surplus chunks are empty: places without a token neither decay nor add anything, so a state
+passes them unchanged. The contents of the tensors may change; nothing on the host depends on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """S sequences of m chunks with C places, over T tokens."""
+    """Grid of S sequences of m chunks with C places, over T tokens."""
 
     sequences: int
     chunks: int
@@ -27,7 +27,7 @@ class ChunkGrid:
 
     @property
     def count(self) -> int:
-        """Chunks of all sequences, n."""
+        """Number of chunks of all sequences, n."""
         return self.sequences * self.chunks
 
 
@@ -41,16 +41,16 @@ def static_chunks(
     place_of_token: Tensor,
     resumes: Resumes | None = None,
 ) -> PackedChunks:
-    """The facts of a prefill over tensors that somebody fills anew for each step.
+    """Return prefill metadata over static tensors, which the caller refills for each step.
 
     Args:
-        grid: What there is room for.
+        grid: Sizes of the tensors.
         cu_seqlens: [S+1] int64, first token of each sequence, and the end of the last one.
-        seq_idx: [T] int64, the sequence of each token; behind the last sequence any.
-        cu_chunk_seqlens: [n+1] int64, first token of each chunk; an empty one begins where the next one does.
-        tokens: [n*C] int64, the token at each place; one of the same sequence where there is none.
+        seq_idx: [T] int64, the sequence of each token; arbitrary after the last sequence.
+        cu_chunk_seqlens: [n+1] int64, first token of each chunk; an empty chunk begins at the start of the next one.
+        tokens: [n*C] int64, the token at each place; any token of the same sequence at places without one.
         is_padding: [n*C] bool, True at places without a token.
-        place_of_token: [T] int64, the place of each token; behind the last sequence any.
+        place_of_token: [T] int64, the place of each token; arbitrary after the last sequence.
         resumes: See `PackedChunks`.
     """
     device, count = cu_seqlens.device, grid.count
@@ -78,7 +78,7 @@ def _padding(width: int, tokens: Tensor, is_padding: Tensor, place_of_token: Ten
 
 
 def _pieces(chunks: PackedChunks, grid: ChunkGrid, width: int) -> Pieces:
-    """The same places as pieces of `width`: only counts and places are read of these, not where a piece begins."""
+    """Return the same places as pieces of `width`; only counts and places of pieces are used, not their starts."""
     each = grid.places // width
     numbers = torch.arange(grid.count * each, device=chunks.cu_chunk_seqlens.device)
     packed = PackedChunks(

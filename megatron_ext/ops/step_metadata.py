@@ -1,4 +1,4 @@
-"""A step's facts, and what the backends of operators make of them."""
+"""Metadata of a step, and the data that operator backends derive from it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Own = TypeVar("Own", bound="StepMetadata")
 
 
 class StepMetadata:
-    """Base of frozen dataclasses that say where things lie in one step: lengths, cumulative lengths, block tables.
+    """Base of frozen dataclasses with the layout of one step: lengths, cumulative lengths, block tables.
 
-    Facts are the same for every backend. What one needs beside them (gather indices, padded layouts, tiles) it makes
-    from them when its first layer asks, and every later layer of the step gets the same.
+    The metadata is the same for every backend. Derived data of a backend (gather indices, padded layouts, tiles) is
+    computed when its first layer requests it, and shared by all later layers of the step.
     """
 
     def prepared(self: Own, make: Callable[[Own], Made]) -> Made:
-        """`make(self)`, called once however often it is asked for."""
+        """Return `make(self)`, computed once and cached."""
         made = self.__dict__.setdefault("_prepared", {})
         if make not in made:
             made[make] = make(self)
         return made[make]
 
     def provide(self: Own, make: Callable[[Own], Made], found: Made) -> None:
-        """Let `prepared(make)` give this: whoever staged the facts has made it, in places of its own."""
+        """Set the result of `prepared(make)` to a value computed elsewhere, such as in static buffers."""
         self.__dict__.setdefault("_prepared", {})[make] = found

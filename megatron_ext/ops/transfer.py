@@ -1,4 +1,4 @@
-"""What the host makes for a step on its way to the device, without waiting for what the device is doing."""
+"""Asynchronous copies of host tensors to the device, which do not wait for the device's work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
-    """A tensor of the host's on a device; itself where that is the host.
+    """Copy a host tensor to a device; returns the tensor itself if the device is the host.
 
-    To CUDA by way of pinned memory, which torch gives to nobody else before the copy is done: any other copy waits for
-    all that was enqueued before it.
+    Copies to CUDA go through pinned memory, which torch reuses only after the copy is done: any other copy waits for
+    all previously enqueued work.
     """
     if device is None or torch.device(device).type != "cuda":
         return tensor.to(device)

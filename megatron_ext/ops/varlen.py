@@ -1,4 +1,4 @@
-"""Where sequences, and the kernel chunks they are cut into, lie on the packed token axis of one step.
+"""Layout of sequences, and of the kernel chunks they are cut into, on the packed token axis of one step.
 
 Everything is computed on the host with numpy and reaches the device in a single copy; nothing is read back.
 T tokens of the packed step, S sequences, n chunks.
@@ -20,7 +20,7 @@ from megatron_ext.ops.transfer import to_device
 
 @dataclass(frozen=True)
 class PackedSequences(StepMetadata):
-    """S sequences one behind the other on the token axis.
+    """S consecutive sequences on the token axis.
 
     Attributes:
         lengths: Tokens of each sequence, on the host, each at least 1.
@@ -35,15 +35,15 @@ class PackedSequences(StepMetadata):
 
     @property
     def num_tokens(self) -> int:
-        """T, without the padding that may follow on the token axis."""
+        """Number of tokens T, without the padding that may follow on the token axis."""
         return self.seq_idx.numel()
 
 
 @dataclass(frozen=True)
 class BoundedSequences(PackedSequences):
-    """The same, where `lengths` are the most that there may be, and what `cu_seqlens` says on the device counts.
+    """Packed sequences with static shapes: `lengths` are upper bounds; `cu_seqlens` on the device is exact.
 
-    T has room for tokens behind the last sequence.
+    The token axis T may have rows after the last sequence.
     """
 
     has_static_shapes = True
@@ -51,11 +51,11 @@ class BoundedSequences(PackedSequences):
 
 @dataclass(frozen=True)
 class Resumes:
-    """Where states may be resumed: sequences are cut there in one step and not in another, with the same results.
+    """Places at which states may be resumed: cutting sequences there must not change results.
 
     Attributes:
-        multiple: Tokens of the absolute position that such a place is a multiple of: those of a block.
-        ends: [S] int64, absolute position behind the last token of each sequence in this step.
+        multiple: Block size in tokens; such places are multiples of it in absolute position.
+        ends: [S] int64, absolute position after the last token of each sequence in this step.
     """
 
     multiple: int
@@ -67,13 +67,13 @@ class PackedChunks(StepMetadata):
     """Sequences cut into kernel chunks; no chunk holds tokens of two sequences.
 
     Attributes:
-        sequences: What was cut.
+        sequences: Sequences that were cut.
         chunk_lengths: Tokens of each chunk, on the host, in token order.
         chunk_counts: Chunks of each sequence, on the host.
         cu_chunk_seqlens: [n+1] int64, first token of each chunk, then T.
         chunk_seq_idx: [n] int64, the sequence of each chunk.
         last_chunk_indices: [S] int64, the last chunk of each sequence.
-        resumes: Where states may be resumed; None if that is not known.
+        resumes: Places at which states may be resumed; None if unknown.
     """
 
     sequences: PackedSequences
@@ -86,18 +86,18 @@ class PackedChunks(StepMetadata):
 
     @property
     def longest(self) -> int:
-        """C, tokens of the longest chunk there is (which may be less than the chunk size it was cut with)."""
+        """Length C of the longest chunk, in tokens (which may be less than the chunk size used for cutting)."""
         return max(self.chunk_lengths)
 
 
 def pack_sequences(lengths: Sequence[int], device: torch.device | str | None) -> PackedSequences:
-    """Lay sequences of these lengths (tokens, at least one sequence, each at least 1) one behind the other."""
+    """Lay sequences of these lengths (tokens, at least one sequence, each at least 1) out consecutively."""
     lengths = tuple(int(length) for length in lengths)
     return _sequences(lengths, stage_arrays(_sequence_arrays(lengths), device))
 
 
 def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | None) -> PackedChunks:
-    """Lay out sequences that are cut already: pieces[i] are the lengths (tokens, at least 1) of sequence i's chunks."""
+    """Lay out sequences that are already cut: pieces[i] are the lengths (tokens, at least 1) of sequence i's chunks."""
     counts = tuple(len(cut) for cut in pieces)
     chunk_lengths = tuple(int(length) for cut in pieces for length in cut)
     assert min(chunk_lengths) >= 1, "every chunk holds a token"
@@ -119,14 +119,14 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
 
 
 def stage_arrays(arrays: dict[str, np.ndarray], device: torch.device | str | None) -> dict[str, Tensor]:
-    """Send integer arrays to the device in one copy; the answers are int64 views of one buffer, in the same shapes."""
+    """Send integer arrays to the device in one copy; returns int64 views of one buffer, in the same shapes."""
     buffer = np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()])
     parts = to_device(torch.from_numpy(buffer), device).split([array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
 def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """First token of each piece, then the end of the last: [len(lengths)+1]."""
+    """Return the first token of each piece, then the end of the last: [len(lengths)+1]."""
     return np.concatenate([[0], np.cumsum(lengths)])
 
 

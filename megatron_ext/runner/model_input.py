@@ -69,7 +69,7 @@ class PromptScore:
     """Span of the step's scored tokens that belongs to one request (prompt log-probs)."""
 
     request_id: int
-    rows: slice  # of `ModelInput.score_tokens`
+    rows: slice  # into `ModelInput.score_tokens`
     targets: tuple[int, ...]  # the token that each row should predict
     top_n: int
 

@@ -26,7 +26,7 @@ _MAX_LINKS = 40  # per path, as in the kernel
 
 
 class UntrustedPathError(Exception):
-    """A part of a path may have been written by another user. The message is one line: the part, why, and a remedy."""
+    """Path with a part that another user may have written. The message is one line: the part, why, and a remedy."""
 
 
 def open_directory(path: Path) -> int:

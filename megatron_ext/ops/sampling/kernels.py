@@ -81,7 +81,7 @@ def best_word(source, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def word_at(source, words, greatest, divisor, low, ties, place, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the word at a place on the line of kept words, in order of their ids; `words` if there is none.
+    """Return the word at a place on the line of kept words, in order of their ids; `words` past the line's end.
 
     Kept are words with keys above `low`, and the first `ties` words with the key `low`.
     """

@@ -16,7 +16,7 @@ from megatron_ext.ops.sampling.top_k_top_p import kept_of_sorted
 def draw_sorted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Draw tokens as `draw_tokens` does: [R, V] -> [R]."""
     words, values = logits.shape[1], logits.float()
-    values, ids = values.sort(dim=-1, descending=True, stable=True)  # of equal ones the smaller id first
+    values, ids = values.sort(dim=-1, descending=True, stable=True)  # of equal values, the smaller id first
     below = (values - values[:, :1]).double()
     weights = (below / metadata.temperature[:, None]).exp()
     most = metadata.top_k.where(metadata.top_k > 0, words)[:, None]

@@ -6,10 +6,10 @@ Spaces", section 3.2, algorithm 2; A discretized by zero-order hold, B by Euler'
     h_t = exp(delta_t * A) h_{t-1} + delta_t u_t B_t        [D, N]
     y_t = h_t C_t + skip u_t                                [D]
 
-No two states decay alike, so a chunk is no matrix product, as it is in Mamba-2. Chunks are cut into pieces of a few
+All states have different decays, so a chunk is not a matrix product as in Mamba-2. Chunks are cut into pieces of a few
 tokens. The first tokens of all pieces are computed at once, from zero states, then all second tokens, and so on; states
-travel from piece to piece; what they give the tokens of a piece is added. So no [T, D, N] is ever made, and the number
-of operations on tensors is that of a piece's places plus the pieces of the longest sequence.
+are passed from piece to piece, and their contribution to the tokens of a piece is added. So no [T, D, N] is ever made,
+and the number of tensor operations is that of a piece's places plus the pieces of the longest sequence.
 
 Letters: T tokens, D channels, N states of a channel, S sequences, R requests, n chunks, m pieces, C places in a piece.
 """
@@ -44,19 +44,19 @@ def selective_scan(
     """Run the recurrence over packed sequences. Differentiable.
 
     Args:
-        u: [T, D]; may have rows behind the last sequence, which are not read.
+        u: [T, D]; may have rows after the last sequence, which are not read.
         delta: [T, D] fp32, step sizes after softplus.
         A: [D, N] fp32, negative.
         B: [T, N].
         C: [T, N].
-        chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
+        chunks: Places of sequences and chunks on the token axis; results do not depend on the cuts.
         D: [D], or None for no direct path.
         initial_states: [S, D, N], zeros if None.
 
     Returns:
         y, and states of [D, N].
 
-    All sums are accumulated in fp32 (fp64 if u is fp64, and then the states are, too).
+    All sums are accumulated in fp32 (fp64 if u is fp64; states are then fp64, too).
     """
     wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.prepared(cut_into_pieces)
     delta, A = pad_steps_to_chunks(delta.to(wide), pieces.packed).permute(2, 0, 1).contiguous(), A.to(wide) * LOG2_E
@@ -100,17 +100,17 @@ def selective_scan_step(
 
 
 def _by_place(t: Tensor, pieces: PackedChunks) -> Tensor:
-    """[T, ...] -> [C, m, ...]: what stands at the same place of all pieces lies together."""
+    """Transpose [T, ...] to [C, m, ...]: tokens at the same place of all pieces are adjacent."""
     return pad_to_chunks(t, pieces).transpose(0, 1).contiguous()
 
 
 def _decay(elapsed: Tensor, A: Tensor) -> Tensor:
-    """2**(elapsed * A): [m, D] and [D, N] -> [m, D, N]. Powers of 2 take half the time of powers of e on CPUs."""
+    """Return 2**(elapsed * A): [m, D] and [D, N] -> [m, D, N]. On CPUs exp2 takes half the time of exp."""
     return (elapsed.unsqueeze(-1) * A).exp2_()
 
 
 def _scan_pieces(delta: Tensor, stepped_u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """Every piece from a zero state: y [C, m, D], and the states [m, D, N] at the ends of the pieces.
+    """Run every piece from a zero state: y [C, m, D], and the states [m, D, N] at the ends of the pieces.
 
     `delta` and `stepped_u` = delta * u are [C, m, D], `B` and `C` [C, m, N].
     """
@@ -125,12 +125,12 @@ def _scan_pieces(delta: Tensor, stepped_u: Tensor, A: Tensor, B: Tensor, C: Tens
 
 
 def _read(before: Tensor, elapsed: Tensor, A: Tensor, C: Tensor) -> Tensor:
-    """What the states before the pieces, [m, D, N], give each token: [C, m, D]."""
+    """Return the contribution of the states before the pieces, [m, D, N], to each token: [C, m, D]."""
     return torch.stack([_weigh(_decay(time, A) * before, c) for time, c in zip(elapsed, C, strict=True)])
 
 
 def _weigh(states: Tensor, C: Tensor) -> Tensor:
-    """[m, D, N] and [m, N] -> [m, D]; in this order several times as fast as the states times a column, on CPUs."""
+    """Return states [m, D, N] times C [m, N]: [m, D]. On CPUs, C as a row is several times as fast as C as a column."""
     return torch.bmm(C.unsqueeze(1), states.transpose(1, 2)).squeeze(1)
 
 

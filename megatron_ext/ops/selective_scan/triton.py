@@ -1,6 +1,6 @@
-"""Mamba-1's recurrence in Triton, for CUDA devices: slots are read and written in place. `kernels.py` computes.
+"""Mamba-1's recurrence in Triton, for CUDA devices: reads and writes slots in place, with the kernels in `kernels.py`.
 
-A slot of -1 is a row, or a sequence, of padding: its rows of a decode come out as zeros, and no slot is touched.
+A slot of -1 marks a row or a sequence of padding: its decode rows are zeros, and no slot is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_ext.ops.varlen import PackedChunks
 
 
 def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.selective_scan import kernels
 
     most = max(one["N"] for one in kernels.selective_prefill.configs)
@@ -43,7 +43,7 @@ def _config(kernel: Kernel, u: Tensor, state_size: int) -> Config:
 
 
 def _arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
-    """What both kernels are given; what stands for a D that there is not is not read."""
+    """Return the arguments of both kernels; the stand-in for a missing D is not read."""
     u, delta, B, C = (rows_of(t) for t in (u, delta.float(), B, C))
     return {
         "u": u,
@@ -75,7 +75,7 @@ def prefill(
     snapshots: Tensor | None,
     D: Tensor | None = None,
 ) -> Tensor:
-    """As `Recurrence.prefill`; inputs are those of `reference.selective_scan`."""
+    """Compute `Recurrence.prefill` for the inputs of `reference.selective_scan`."""
     lack = _lacks(u, B, live)
     if lack is not None:
         say_reference_computes(lack)
@@ -105,7 +105,7 @@ def decode(
     live: Tensor,
     D: Tensor | None = None,
 ) -> Tensor:
-    """As `Recurrence.decode`; inputs are those of `reference.selective_scan_step`."""
+    """Compute `Recurrence.decode` for the inputs of `reference.selective_scan_step`."""
     lack = _lacks(u, B, live)
     if lack is not None:
         say_reference_computes(lack)

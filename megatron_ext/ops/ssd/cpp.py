@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence in C++, for CPUs: slots are read and written in place. `kernels.cpp` beside this computes."""
+"""Mamba-2's recurrence in C++, for CPUs: reads and writes slots in place, with the kernels in `kernels.cpp`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prefill(
     snapshots: Tensor | None,
     D: Tensor | None = None,
 ) -> Tensor:
-    """As `Recurrence.prefill`; inputs are those of `reference.ssd_scan`."""
+    """Compute `Recurrence.prefill` for the inputs of `reference.ssd_scan`."""
     return cpp.kernels().ssd_prefill(x, dt, A, B, C, D, *prefill_places(chunks, slots, live, snapshots))
 
 
@@ -40,7 +40,7 @@ def decode(
     live: Tensor,
     D: Tensor | None = None,
 ) -> Tensor:
-    """As `Recurrence.decode`; inputs are those of `reference.ssd_step`."""
+    """Compute `Recurrence.decode` for the inputs of `reference.ssd_step`."""
     return cpp.kernels().ssd_decode(x, dt, A, B, C, D, *decode_places(slots), live)
 
 

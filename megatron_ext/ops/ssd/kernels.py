@@ -1,14 +1,14 @@
 """Mamba-2's recurrence on a CUDA device: prefill in tiles of tokens, and one token of each request.
 
-A program has TILE tokens of one head at a time, and P of its channels with all N states, which stay in registers from
-the sequence's first token of the step to its last. Where states are kept on the way is nothing to the tiles, so outputs
-do not depend on it; where a sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
+A program computes TILE tokens of one head at a time, for P of its channels with all N states, which stay in registers
+from the sequence's first token of the step to its last. Outputs do not depend, to the bit, on which states are kept,
+nor on cuts of a sequence at multiples of TILE; nor do the states depend on such cuts.
 
-Outputs and states are sums over the N states, so a head of many of them is shared by programs of `MAX_STATES` each,
-whose outputs the caller adds.
+Outputs are sums over the N states, so a head with many states is split over programs of `MAX_STATES` each, whose
+outputs the caller adds.
 
-Products are of fp32 numbers: on tensor cores with inputs of 16 bits, in tf32, whose rounding is finer than or equal to
-theirs (what states are made of in three such products, nearly fp32's); without them with fp32 inputs.
+Products are of fp32 numbers: with 16-bit inputs on tensor cores in tf32, whose rounding is finer than or equal to that
+of the inputs (three such products for states, nearly fp32); with fp32 inputs without tensor cores.
 """
 
 import triton
@@ -24,13 +24,13 @@ NARROW = FLOATS[1:]
 
 @triton.jit
 def _added(x, b, weights, IS_WIDE: tl.constexpr):
-    """What tokens with these weights add to the state: [P, N], of x [TILE, P] and b [TILE, N]."""
+    """Return the contribution of tokens with these weights to the state: [P, N], of x [TILE, P] and b [TILE, N]."""
     return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="ieee" if IS_WIDE else "tf32x3")
 
 
 @triton.jit
 def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.constexpr):
-    """[TILE, P] of what the tile's tokens give each other, and of what the state before the tile gives them.
+    """Return outputs [TILE, P]: contributions of the tile's own tokens and of the state before the tile.
 
     x [TILE, P]; b and c [TILE, N]; dt and elapsed, the logarithm of the decay from the tile's start, [TILE].
     """
@@ -69,7 +69,7 @@ def ssd_prefill(
     has_skip,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's tokens of one head: outputs, states that are to be kept, and the last one, in place."""
+    """Compute outputs of a sequence's tokens of one head; write the kept states and, in place, the final state."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
@@ -139,7 +139,7 @@ def ssd_decode(
     heads_per_group, has_skip,
     P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One token of a request, of one head; a row of padding becomes zero and touches no slot."""
+    """Compute one token of a request, of one head; a padding row becomes zero and touches no slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, n = tl.program_id(2) * P + tl.arange(0, P), tl.arange(0, N)
     is_p, is_n = p < head_dim, n < state_size

@@ -1,19 +1,18 @@
 """Mamba-2's prefill on a CUDA device with inputs of 16 bits: outputs of all tiles of tokens at once.
 
 A tile is TILE tokens at a multiple of TILE of the absolute position; a sequence's first and last may have fewer in this
-step. What is elapsed at each token of a tile comes first (`chunk_cumsum`). Then states go through their sequences, one
-product a tile, and are written down where they enter one (`state_passing`); that is all that waits for the tile before.
-Last, every tile's outputs come of its own tokens and of the state that entered it (`chunk_scan`).
+step. First, `chunk_cumsum` computes the elapsed decay at each token of a tile. Then `state_passing` passes states
+through their sequences, with one product per tile, and stores the state that enters each tile; this is the only
+sequential step. Last, `chunk_scan` computes every tile's outputs from its own tokens and from its entering state. So a
+token's result depends on its own tile and on the fp32 state that enters the tile, not on which states are kept, nor on
+cuts of its sequence at absolute multiples of TILE, to the bit.
 
-So a token's result depends on its own tile and on the fp32 state that enters it: not on what is kept on the way, nor on
-where its sequence is cut at absolute multiples of TILE, to the bit.
+Products of two inputs are exact, and summed in fp32. Products for states are nearly fp32: for bf16 the computed factor
+is a sum of two bf16 numbers; for fp16, whose range is small, three products in tf32 are used. Products for outputs
+round the computed factor to bf16, as Mamba's own kernels do, or for fp16 to tf32.
 
-Products of two inputs are exact, and summed in fp32. What states are made of is multiplied nearly in fp32: with bf16
-the factor that was computed is a sum of two bf16 numbers, with fp16, whose range is small, three products in tf32.
-Outputs round what was computed to bf16, as Mamba's own kernels do, or with fp16 to tf32.
-
-Letters: T tokens, S sequences, H heads, P channels of a head, N states of a channel. Tiles are numbered as `find_tile`
-has them, so that the grid and all buffers follow from shapes; some have no tokens.
+Letters: T tokens, S sequences, H heads, P channels of a head, N states of a channel. Tiles are numbered as in
+`find_tile`, so that the grid and all buffers follow from shapes; some tiles have no tokens.
 """
 
 import triton
@@ -31,9 +30,9 @@ TYPES = ({"T": "bf16", "Z": "bf16"}, {"T": "fp16", "Z": "fp32"})
 
 @triton.jit
 def sequence_tiles(cu_seqlens, ends, sequence, TILE: tl.constexpr):
-    """Of a sequence: its first token of the packed step, its end, where its first tile begins, and that one's number.
+    """Return a sequence's first token of the packed step, its end, the start of its first tile, and the tile's number.
 
-    `ends` [S] are absolute positions behind its last token. The tile may begin before the sequence does.
+    `ends` [S] are absolute positions after the last token. The tile may begin before the sequence does.
     """
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     number = (begin - tl.load(cu_seqlens).to(tl.int32)) // TILE + 2 * sequence
@@ -43,10 +42,10 @@ def sequence_tiles(cu_seqlens, ends, sequence, TILE: tl.constexpr):
 
 @triton.jit
 def find_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
-    """The sequence of a tile, the tile's first token, and the sequence's first one and end.
+    """Return the sequence of a tile, the tile's first token, and the sequence's first token and end.
 
-    Sequence s has tiles from floor(tokens before it / TILE) + 2 s on: as many as it needs, wherever its first tile is
-    cut, or more, which begin at its end or behind it.
+    Sequence s has tiles from floor(tokens before it / TILE) + 2 s on: as many as it needs for any cut of its first
+    tile, or more, which begin at its end or after it.
     """
     origin = tl.load(cu_seqlens)
     low = tile * 0
@@ -70,11 +69,11 @@ def chunk_cumsum(
     dt, A, high, low, steps, weights, cu_seqlens, ends, dt_row, sequences, heads,
     TILE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """What is elapsed at each token [tiles, H, TILE], its step, and its weight in the state behind the tile.
+    """Compute the elapsed decay at each token [tiles, H, TILE], its step, and its weight in the state after the tile.
 
-    Elapsed is the logarithm of the decay from the tile's start to behind the token, summed in fp64 and split in two
-    numbers: with fast decay it reaches thousands, and differences are what counts. Tokens of others have a step of
-    zero. The grid is (tiles, heads / HEADS).
+    Elapsed is the logarithm of the decay from the tile's start to the end of the token, summed in fp64 and split in two
+    numbers: with fast decay it reaches thousands, and only differences are used. Tokens of other sequences have a step
+    of zero. The grid is (tiles, heads / HEADS).
     """
     tile = tl.program_id(0)
     _, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)
@@ -96,7 +95,7 @@ def chunk_cumsum(
 
 @triton.jit
 def added(x, b, weights):
-    """What tokens with these weights add to a state: [P, N] fp32, of x [TILE, P] and b [TILE, N]."""
+    """Return the contribution of tokens with these weights to a state: [P, N] fp32, of x [TILE, P] and b [TILE, N]."""
     weighted = b.to(tl.float32) * weights[:, None]
     if b.dtype == tl.bfloat16:
         coarse = weighted.to(tl.bfloat16)
@@ -109,7 +108,7 @@ def added(x, b, weights):
 
 @triton.jit
 def weights_until(high, low, steps, row, count, TILE: tl.constexpr):
-    """How a state fades over the first `count` tokens of a tile, and their weights in the state behind them."""
+    """Return a state's decay over the first `count` tokens of a tile, and their weights in the state after them."""
     place = tl.arange(0, TILE)
     coarse, fine = tl.load(high + row + place), tl.load(low + row + place)
     until, rest = tl.load(high + row + count - 1), tl.load(low + row + count - 1)
@@ -119,7 +118,7 @@ def weights_until(high, low, steps, row, count, TILE: tl.constexpr):
 
 @triton.jit
 def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.constexpr):
-    """Some columns of the tile of tokens that begins at `first`, zero where they are not of the sequence."""
+    """Load some columns of the tile of tokens that begins at `first`, zero for tokens outside the sequence."""
     place = tl.arange(0, TILE)
     is_token = (first + place >= begin) & (first + place < end)
     own = t + first.to(tl.int64) * row_stride
@@ -151,9 +150,9 @@ def state_passing(
 ):  # fmt: skip
     """Pass P x N elements of a head's state through its sequence.
 
-    They are written into `entering` [tiles, H, P, N] before every tile, into snapshots where they are to be kept, and
-    at last into the running state slot. The loop over tiles has no other within it, so that its loads are asked for
-    ahead; it is left where a state is kept. The grid is (parts of all heads' states, sequences).
+    They are written to `entering` [tiles, H, P, N] before every tile, to the snapshots to keep, and finally to the
+    running state slot. The loop over tiles contains no other loop, so that its loads are prefetched; it is left where a
+    state is kept. The grid is (parts of all heads' states, sequences).
     """
     sequence = tl.program_id(1)
     slot = tl.load(slots + sequence)
@@ -199,13 +198,13 @@ def state_passing(
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
-        slot = tl.load(slots + sequence)  # once more: registers are short, and this one is not needed in between
+        slot = tl.load(slots + sequence)  # loaded again: registers are scarce, and the slot is not needed in between
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 
 @triton.jit
 def weighted_sum(weights, x):
-    """Outputs [TILE, P] that weights [TILE, TILE], which were computed, make of inputs [TILE, P]."""
+    """Return outputs [TILE, P]: computed weights [TILE, TILE] times inputs [TILE, P]."""
     if x.dtype == tl.bfloat16:
         sums = product(weights.to(tl.bfloat16), x, False)
     else:
@@ -236,9 +235,9 @@ def chunk_scan(
     sequences, heads, heads_per_group, heads_each, has_skip,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A tile's outputs, of `heads_each` heads that share B and C; zeros where the sequence is padding.
+    """Compute a tile's outputs for `heads_each` heads that share B and C; zeros if the sequence is padding.
 
-    The grid is (runs of heads, tiles, parts of P channels): programs that share inputs run beside each other.
+    The grid is (runs of heads, tiles, parts of P channels): programs that share inputs run next to each other.
     """
     tile = tl.program_id(1)
     sequence, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)

@@ -6,7 +6,7 @@ Per head, with scalar decay (Dao & Gu 2024, "Transformers are SSMs", section 6 a
     y_t = h_t C_t + D x_t                               [P]
 
 Letters: T tokens, H heads, G groups of heads that share B and C, J = H / G heads of a group, P head dimension, N state
-size, S sequences, R requests, n chunks, C places in a chunk (c: the place that receives, s: the place that sends).
+size, S sequences, R requests, n chunks, C places in a chunk (c: the receiving place, s: the sending place).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def ssd_scan(
     """Run the recurrence over packed sequences, quadratic within chunks and linear between them. Differentiable.
 
     Args:
-        x: [T, H, P]; may have rows behind the last sequence, which are not read.
+        x: [T, H, P]; may have rows after the last sequence, which are not read.
         dt: [T, H] fp32, step sizes after softplus.
         A: [H] fp32, negative.
         B: [T, G, N].
         C: [T, G, N].
-        chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
+        chunks: Places of sequences and chunks on the token axis; results do not depend on the cuts.
         D: [H], or None for no direct path.
         initial_states: [S, H, P, N], zeros if None.
 
     Returns:
         y, and states of [H, P, N].
 
-    All sums are accumulated in fp32 (fp64 if x is fp64, and then the states are, too).
+    All sums are accumulated in fp32 (fp64 if x is fp64; states are then fp64, too).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     groups, (heads, head_dim) = B.shape[1], x.shape[1:]
@@ -99,15 +99,16 @@ def ssd_step(
 
 
 def _log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """Logarithm of the decay from the chunk's start to the end of each token: [n, H, C].
+    """Return the logarithm of the decay from the chunk's start to the end of each token: [n, H, C].
 
-    In fp64: sums over a chunk of fast decay may reach thousands, and differences of them are wanted to 1e-5.
+    Computed in fp64: sums over a chunk of fast decay may reach thousands, and their differences must be accurate to
+    1e-5.
     """
     return torch.cumsum(dt * A[:, None], dim=-1, dtype=torch.float64)
 
 
 def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
-    """What a chunk's own tokens add to the state at its end (listing 1, step 2): [n, G, J * P, N].
+    """Return the contribution of a chunk's own tokens to the state at its end (listing 1, step 2): [n, G, J * P, N].
 
     `stepped_x` [n, C, G, J, P] is dt * x; `B` is [n, G, C, N]; `log_decay` is [n, G, J, C].
     """
@@ -117,14 +118,14 @@ def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
-    """What tokens of the same chunk give each token (listing 1, step 1): [n, C, G, J, P]."""
+    """Return the contribution of tokens of the same chunk to each token (listing 1, step 1): [n, C, G, J, P]."""
     scores = (C @ B.transpose(-1, -2)).tril()  # [n, G, c, s]
     weights = decay_between(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
     return (weights @ stepped_x.movedim(1, 3)).movedim(3, 1)
 
 
 def _read(before: Tensor, C: Tensor) -> Tensor:
-    """What the state before the chunk, [n, H, P, N], would give each token if it did not decay: [n, C, G, J, P]."""
+    """Return the undecayed contribution of the state before the chunk, [n, H, P, N], to each token: [n, C, G, J, P]."""
     groups, (heads, head_dim) = C.shape[1], before.shape[1:3]
     read = C @ before.view(-1, groups, heads // groups * head_dim, before.shape[-1]).transpose(-1, -2)  # [n, G, C, J*P]
     return read.unflatten(-1, (-1, head_dim)).transpose(1, 2)

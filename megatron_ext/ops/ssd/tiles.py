@@ -1,7 +1,7 @@
-"""Mamba-2's prefill in Triton, parallel over tiles of tokens: what launches `kernels_tiles.py`, and buffers between.
+"""Mamba-2's prefill in Triton, parallel over tiles of tokens: launches of `kernels_tiles.py`, and their buffers.
 
-It takes inputs of 16 bits where states are resumed at multiples of a tile (blocks of 64 tokens, and multiples of that);
-everything else goes in order (`kernels.py`). Which of the two computes depends on the model and on the block size.
+Supports 16-bit inputs if states are resumed at multiples of a tile (blocks of 64 tokens, and multiples of that); other
+prefills are computed in order (`kernels.py`). The choice depends on the model and on the block size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_HEADS = 8
 
 
 def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:
-    """Whether these kernels compute it. Results do not depend on cuts at multiples of a tile, as they must not."""
+    """Return whether these kernels support the inputs. Results do not depend on cuts at multiples of a tile."""
     from megatron_ext.ops.ssd import kernels_tiles as kernels
 
     if x.dtype not in WRITTEN_DOWN or chunks.resumes is None or chunks.resumes.multiple % kernels.TILE:
@@ -31,16 +31,16 @@ def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:
 
 
 def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: PackedChunks) -> Tensor:
-    """Outputs [T, H, P]; states are read and written in place.
+    """Compute outputs [T, H, P]; states are read and written in place.
 
-    Beside them there are, while it runs, a state of a head for every tile, T / 64 + 2 S of them, in `WRITTEN_DOWN`: at
-    16,384 tokens of 80 heads of 64 x 128 states in bf16 338 MB; and 16 bytes for each token and head.
+    Temporary buffers hold the state of a head for every tile, T / 64 + 2 S of them, in `WRITTEN_DOWN` types: 338 MB for
+    16,384 tokens of 80 heads of 64 x 128 states in bf16; and 16 bytes for each token and head.
 
     Args:
-        arguments: Of the kernels, by name: inputs, their strides and sizes, and what `prefill_arguments` has.
+        arguments: Arguments of the kernels by name: inputs, their strides and sizes, and those of `prefill_arguments`.
         x: [T, H, P].
         B: [T, G, N].
-        chunks: With `resumes`.
+        chunks: Chunks with `resumes`.
     """
     from megatron_ext.ops.ssd import kernels_tiles as kernels
 
@@ -75,7 +75,7 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
 
 
 def _outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
-    """Room for them, with zeros behind the last sequence: everywhere if only the device knows where that is."""
+    """Allocate the outputs, with zeros after the last sequence: everywhere if only the device knows its end."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y[0 if sequences.has_static_shapes else sequences.num_tokens :].zero_()
     return y
@@ -88,6 +88,6 @@ def _config(kernel: Kernel, x: Tensor, **sizes: int) -> Config:
 
 
 def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
-    """With those of the arguments that the kernel has."""
+    """Launch a kernel with those of the arguments that it has."""
     taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
     kernel.launch(grid, config, **{name: given[name] for name in taken})

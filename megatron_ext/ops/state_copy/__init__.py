@@ -14,14 +14,14 @@ STATE_COPY = Backends("state_copy", triton.BACKEND, reference.BACKEND)
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
     """Copy whole rows of two kinds of states.
 
-    Shapes decide what runs and no row does, so a CUDA graph of a copy is right for other rows.
+    Only shapes, not row numbers, determine the launches, so a CUDA graph of a copy is right for other rows.
 
     Args:
         convolutions: Source and target, [L, rows, ...] each, of the same layers, states and type; written in place.
-        recurrences: The same of the other kind, whose states and type are its own.
-        rows: [n] int64, of the sources, one for each of
-        target_rows: [n] int64; one may come twice if nobody reads it. A pair with -1 in it is padding: nothing is
-            read or written.
+        recurrences: Source and target of the recurrent states, whose shape and type may differ.
+        rows: [n] int64, source rows, one for each of
+        target_rows: [n] int64, target rows; a row may occur twice if its content is not read. A pair that contains -1
+            is padding: nothing is read or written.
     """
     if rows.numel():
         STATE_COPY.choose(convolutions[0]).copy(convolutions, recurrences, rows, target_rows)

@@ -1,4 +1,4 @@
-"""Copies of states on a CUDA device: both kinds, all layers and rows in one launch, as words, whatever they mean."""
+"""Copies of states on a CUDA device: both kinds, all layers and rows in one launch, as untyped words."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ WORDS = ("i16", "i32")
 
 @triton.jit
 def copy_block(source, target, row, target_row, layer, slots, target_slots, size, block, BLOCK: tl.constexpr):
-    """BLOCK words of a row of one layer; pools are [L, slots, size]."""
+    """Copy BLOCK words of a row of one layer; pools are [L, slots, size]."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(source + (layer * slots + row) * size + at, mask=at < size)
     tl.store(target + (layer * target_slots + target_row) * size + at, words, mask=at < size)
@@ -27,7 +27,7 @@ def copy_states(
     conv_from, conv_to, state_from, state_to, rows, target_rows, conv_size, state_size, slots, target_slots,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row of one layer; the grid is (pairs of rows, layers, blocks of both kinds)."""
+    """Copy a block of one row of one layer; the grid is (pairs of rows, layers, blocks of both kinds)."""
     pair, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, target_row = tl.load(rows + pair), tl.load(target_rows + pair)
     conv_blocks = tl.cdiv(conv_size, BLOCK)

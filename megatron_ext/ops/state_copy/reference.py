@@ -16,7 +16,7 @@ PoolPair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class CopyBackend:
-    """One way to copy; `copy` has the signature of `copy_rows`, and at least one pair of rows."""
+    """Backend of state copies; `copy` has the signature of `copy_rows`, and takes at least one pair of rows."""
 
     name: str
     takes: Callable[[Tensor], bool]
@@ -24,7 +24,7 @@ class CopyBackend:
 
 
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
-    """See the operator. Padding does what the first pair that is none does; without one, row 0 stays what it is."""
+    """Copy rows; padding repeats the first real pair, or rewrites row 0 with its own content if there is no pair."""
     is_pair = (rows >= 0) & (target_rows >= 0)
     chosen = torch.arange(len(rows), device=rows.device).where(is_pair, is_pair.int().argmax())
     rows, target_rows = (index.index_select(0, chosen).clamp(min=0) for index in (rows, target_rows))

@@ -1,4 +1,4 @@
-"""Copies of states in Triton, for CUDA devices: one launch, without tensors in between. `kernels.py` copies."""
+"""Copies of states in Triton, for CUDA devices: one launch without temporaries, with the kernel in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_ext.ops.triton.launching import say_reference_computes
 
 
 def _words(pool: Tensor) -> Tensor:
-    """The pool as [L, rows, words] of 16 or of 32 bits."""
+    """View the pool as [L, rows, words] with words of 16 or 32 bits."""
     return pool.flatten(2).view(torch.int16 if pool.element_size() == 2 else torch.int32)
 
 
 def _lacks(*pools: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these pools; None if there is one."""
     for pool in pools:
         if pool.element_size() not in (2, 4, 8):
             return f"copies of states have no kernel for {pool.dtype}"

@@ -1,4 +1,4 @@
-"""What recurrences are told about each token, made of its projection: step sizes, rates, decays and strengths."""
+"""Per-token parameters of recurrences, computed from the projection: step sizes, rates, decays and strengths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ STEP_SIZE = Backends("step_size", triton.BACKEND, reference.BACKEND)
 
 
 def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
-    """Step sizes and rates of Mamba's recurrences, in fp32: softplus(dt + bias) and -exp(A_log). Differentiable.
+    """Return step sizes and rates of Mamba, in fp32: softplus(dt + bias) and -exp(A_log). Differentiable.
 
     Args:
-        dt: [T, H], what the projection says; H heads, or channels.
+        dt: [T, H], from the projection; H heads, or channels.
         bias: [H].
         A_log: [H] or [H, N].
 
@@ -27,14 +27,14 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
 def decays(
     beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """What the gated delta rule is told, in fp32, [T, H] each. Differentiable.
+    """Return decays and strengths of the gated delta rule, in fp32, [T, H] each. Differentiable.
 
     Args:
         beta: [T, H].
         alpha: [T, H].
         bias: [H].
         A_log: [H].
-        max_strength: With which a token overwrites what there was.
+        max_strength: Maximum strength with which a token overwrites the state.
 
     Returns:
         Logarithms of the decays, -exp(A_log) * softplus(alpha + bias), and strengths, max_strength * sigmoid(beta).

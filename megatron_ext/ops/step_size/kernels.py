@@ -10,7 +10,7 @@ TYPES = [{"T": inputs, "A": rates} for inputs in FLOATS for rates in dict.fromke
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), right in all digits where that is near 0, too, since step sizes are."""
+    """Return log(1 + exp(x)), accurate in all digits near 0, too, since step sizes are small."""
     small = tl.exp(-tl.abs(x))
     sum_ = 1.0 + small
     rest = tl.where(sum_ == 1.0, small, tl.log(sum_) * small / (sum_ - 1.0))  # log(1 + small)
@@ -25,7 +25,7 @@ def softplus(x):
     configs=[config(BLOCK=256)],
 )
 def step_sizes(dt, bias, A_log, sizes, rates, dt_row, heads, rows, BLOCK: tl.constexpr):
-    """Sizes [rows, heads], then rates, in rows of so many numbers, too; the grid is (rows of both, blocks of heads)."""
+    """Compute sizes [rows, heads], then rates in rows of `heads`; the grid is (rows of both, blocks of heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_head = head < heads
     if row < rows:
@@ -49,7 +49,7 @@ def delta_decays(
     beta, alpha, bias, A_log, log_decays, strengths, beta_row, alpha_row, heads, max_strength,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decays and strengths [rows, heads]; the grid is (rows, blocks of heads)."""
+    """Compute decays and strengths [rows, heads]; the grid is (rows, blocks of heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_head, at = head < heads, row * heads + head
     x = tl.load(alpha + row * alpha_row + head, mask=is_head, other=0.0).to(tl.float32)

@@ -13,13 +13,13 @@ from megatron_ext.ops.backends import anything
 
 @dataclass(frozen=True)
 class StepSizeBackend:
-    """One way to compute them.
+    """Backend of step sizes and decays.
 
     Attributes:
         name: Unique among the operator's backends.
-        takes: Whether it computes for a projection like that.
-        sizes: As `step_sizes`.
-        decays: As `decays`.
+        takes: Returns whether the backend supports a projection.
+        sizes: See `step_sizes`.
+        decays: See `decays`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Step sizes and decays in Triton, for CUDA devices: one launch each. `kernels.py` computes."""
+"""Step sizes and decays in Triton, for CUDA devices: one launch each, with the kernels in `kernels.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
 
 def _lacks(projected: Tensor, A_log: Tensor, *others: Tensor) -> str | None:
-    """Why there is no kernel for these; None if there is one."""
+    """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.step_size import kernels
 
     different = [one.dtype for one in others if one.dtype != projected.dtype]

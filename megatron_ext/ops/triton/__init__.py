@@ -1,8 +1,8 @@
-"""Operators in Triton, for CUDA devices: what they have in common. This imports without triton; kernels do not.
+"""Shared parts of the Triton operators, for CUDA devices. This module imports without triton; kernels do not.
 
-An operator has its kernels in its own folder (`ops/<operator>/kernels.py`), registered by `registry.kernel`, and what
-launches them beside it (`ops/<operator>/triton.py`), which loads them when it is first asked. On a machine without a
-GPU the same kernels run on CPU tensors under Triton's interpreter, which a process has from its start or not at all
+An operator has its kernels in its own folder (`ops/<operator>/kernels.py`), registered by `registry.kernel`, and their
+launcher beside them (`ops/<operator>/triton.py`), which imports the kernels on first use. On a machine without a GPU
+the same kernels run on CPU tensors under Triton's interpreter, which a process uses from its start or not at all
 (`TRITON_INTERPRET=1` before triton is imported): for tests, thousands of times slower.
 """
 
@@ -36,13 +36,13 @@ def _import_problem() -> str | None:
 
 
 def can_be_imported() -> bool:
-    """Whether there is a triton that kernels can be compiled with; it is imported."""
+    """Return whether a suitable triton can be imported; it is imported."""
     return _import_problem() is None
 
 
 @functools.cache
 def is_interpreted() -> bool:
-    """Whether the kernels of this process run on CPU tensors; false without triton."""
+    """Return whether the kernels of this process run on CPU tensors; False without triton."""
     if not can_be_imported():
         return False
     import triton
@@ -60,7 +60,7 @@ def _device_problem(index: int) -> str | None:
 
 
 def problem(device: torch.device) -> str | None:
-    """Why kernels cannot compute on a device in this process; None if they can."""
+    """Return why kernels cannot run on a device in this process; None if they can."""
     missing = _import_problem()
     if missing is not None:
         return missing
@@ -72,9 +72,9 @@ def problem(device: torch.device) -> str | None:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether kernels compute for inputs like this one unasked: on a CUDA device, without gradients.
+    """Return whether kernels are chosen by default for inputs like this one: on a CUDA device, without gradients.
 
-    CPU tensors are never taken unasked, under the interpreter neither: it is for tests, which force the backend.
+    CPU tensors are never chosen by default, not even under the interpreter: it is for tests, which force the backend.
     """
     if not x.is_cuda or x.dtype not in DTYPES or (x.requires_grad and torch.is_grad_enabled()):
         return False
@@ -82,5 +82,5 @@ def takes(x: Tensor) -> bool:
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two that a dimension of this size is padded to in a kernel; `least` is what matrix products take."""
+    """Return the power of two that a dimension is padded to in a kernel; `least` is the minimum of matrix products."""
     return max(least, 1 << (size - 1).bit_length())

@@ -1,6 +1,6 @@
-"""Compiling every kernel for the devices it is made for, on a machine that has none: registers, spills, shared memory.
+"""Ahead-of-time compilation of every kernel, without a GPU: registers, spills, shared memory.
 
-Triton compiles down to PTX; the `ptxas` that comes in its wheel makes machine code of it and says what that takes.
+Triton compiles down to PTX; the `ptxas` in its wheel assembles that to machine code and reports the resources.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to compile.
+    """Kernel variant to compile.
 
     Attributes:
-        kernel: What.
-        config: As which of its configurations.
-        types: What the letters of its tensors stand for.
-        aligned: Whether tensors begin at, and strides are, multiples of 16.
+        kernel: Kernel to compile.
+        config: Configuration of the kernel.
+        types: Types of the letters of its tensors.
+        aligned: True if tensors begin at, and strides are, multiples of 16.
         arch: Compute capability of the device, times ten.
     """
 
@@ -43,14 +43,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Name of the case in tables."""
         letters = ["/".join(self.types.values())] if self.types else []
         return f"{self.kernel.name} ({', '.join([self.config.name, *letters, *([] if self.aligned else ['odd'])])})"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a case takes: of a thread, of a thread, of a block of threads."""
+    """Resources of a compiled case: registers and spilled bytes of a thread, shared memory of a block of threads."""
 
     case: Case
     registers: int
@@ -59,7 +59,7 @@ class Compiled:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with it; None if nothing is."""
+        """Description of a resource problem; None without a problem."""
         if self.spilled_bytes:
             return f"spills {self.spilled_bytes} bytes"
         limit = SHARED_BYTES[self.case.arch]
@@ -69,13 +69,13 @@ class Compiled:
 
 
 class CompileFailure(Exception):
-    """A case that cannot be compiled, and what was said."""
+    """Failure to compile a case, with the error message."""
 
 
 def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
-    """What to compile; `quick` is one configuration of each kernel, of one type, for the newest device.
+    """Yield the cases to compile; `quick` is one configuration of each kernel, of one type, for the newest device.
 
-    Unaligned tensors are compiled for with a configuration's first types only: they change how elements are loaded.
+    Unaligned tensors are compiled with a configuration's first types only: alignment changes how elements are loaded.
     """
     for kernel in kernels:
         variants, seen = list(kernel.variants()), set()
@@ -89,24 +89,24 @@ def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
 
 
 def compile_case(case: Case) -> Compiled:
-    """Compile it for its device.
+    """Compile a case for its device.
 
     Raises:
-        CompileFailure: It cannot be.
+        CompileFailure: The case cannot be compiled.
     """
     source = triton.compiler.ASTSource(
         case.kernel.function, _signature(case), dict(case.config.constants), _attributes(case)
     )
     try:
         made = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=case.config.options)
-    except Exception as error:  # whatever Triton's passes come upon; the caller reports it and fails
+    except Exception as error:  # any failure of Triton's passes; the caller reports it and fails
         raise CompileFailure(f"{case.name} for sm_{case.arch}: {type(error).__name__}: {error}") from error
     registers, spilled = _assemble(made.asm["ptx"], case)
     return Compiled(case, registers, spilled, made.metadata.shared)
 
 
 def _signature(case: Case) -> dict[str, str]:
-    """Every parameter's type, in the order of the function."""
+    """Return every parameter's type, in the order of the function."""
     kernel = case.kernel
     types = {name: f"*{case.types.get(type_name, type_name)}" for name, type_name in kernel.pointers.items()}
     types |= dict.fromkeys((*kernel.strides, *kernel.counts), "i32") | dict.fromkeys(kernel.scalars, FLOATS[0])
@@ -121,7 +121,7 @@ def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
 
 
 def _assemble(ptx: str, case: Case) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills, of the machine code."""
+    """Assemble PTX; return the registers and the spilled bytes of a thread."""
     name = f"sm_{case.arch}a" if case.arch >= 90 else f"sm_{case.arch}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

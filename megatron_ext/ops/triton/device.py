@@ -1,4 +1,4 @@
-"""What kernels call: functions that run on the device. Needs triton, as kernels do."""
+"""Device functions that kernels call. Needs triton, as kernels do."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,10 @@ INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def product(a, b, FULL_FP32: tl.constexpr):
-    """Matrix product of two tiles of one type, summed in fp32; of fp32 rounded to tf32 unless FULL_FP32.
+    """Matrix product of two tiles of one type, summed in fp32; fp32 inputs are rounded to tf32 unless FULL_FP32.
 
-    Triton's interpreter multiplies bf16 by its bits; widened first it gives what the device does, since products of
-    16-bit numbers are exact in fp32.
+    Triton's interpreter multiplies bf16 by its bits; widening first gives the device's result, since products of 16-bit
+    numbers are exact in fp32.
     """
     if INTERPRETED:
         a = a.to(tl.float32)
@@ -25,9 +25,9 @@ def product(a, b, FULL_FP32: tl.constexpr):
 
 @triton.jit
 def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
-    """The first place behind `after`, in tokens of the packed step, whose state of this sequence is to be kept.
+    """Return the first place after `after`, in tokens of the packed step, at which this sequence's state is kept.
 
-    NEVER if there is none. The lists, of `kept` places, are those of `SnapshotPlaces`, in any order.
+    Returns NEVER if no such place exists. The lists, of `kept` places, are those of `SnapshotPlaces`, in any order.
     """
     found = NEVER
     for i in range(kept):
@@ -39,9 +39,9 @@ def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
 
 @triton.jit
 def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
-    """The piece that a tile belongs to, and the tile's first row in it, which may lie behind the piece's last.
+    """Return the piece that a tile belongs to, and the tile's first row in it, which may lie after the piece's last.
 
-    `starts` are the `pieces` + 1 places where they begin and end; tiles, of SIZE rows, as `grids.tile_count` has them.
+    `starts` are the `pieces` + 1 boundaries of pieces; tiles of SIZE rows are numbered as in `launching.tile_count`.
     """
     origin = tl.load(starts)
     low = tile * 0
@@ -59,9 +59,9 @@ def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
 def store_kept(
     snapshots, snapshot_row, state, cell, is_state, kept_slots, kept_sequences, kept_tokens, kept, sequence, tokens
 ):
-    """Write a sequence's state behind so many tokens of the packed step to the slots that are to keep it.
+    """Write a sequence's state after `tokens` tokens of the packed step to the slots that keep it.
 
-    `cell` says where its elements lie in a slot; padding, a slot of -1, is left out.
+    `cell` is the offset of the state's elements in a slot; padding, a slot of -1, is skipped.
     """
     for i in range(kept):
         is_here = (tl.load(kept_sequences + i) == sequence) & (tl.load(kept_tokens + i) == tokens)

@@ -1,4 +1,4 @@
-"""What launches kernels has in common: places of states, rows of tensors, and what happens where there is no kernel."""
+"""Shared parts of kernel launches: state slots, contiguous rows, and messages for missing kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megatron_ext.ops.varlen import PackedChunks
 
 
 def tile_count(tokens: int, pieces: int, rows: int, size: int) -> int:
-    """Programs for `pieces` pieces of at most `tokens` tokens in total, `rows` rows each, in tiles of `size` rows.
+    """Return the number of programs for `pieces` pieces of at most `tokens` tokens in total, `rows` rows a token.
 
-    Piece p has the tiles from floor(tokens before it * rows / size) + p on: as many as it needs or one more, and each
-    at least one. `device.find_piece` finds them on the device; programs without a share return at once.
+    Tiles have `size` rows. Piece p has the tiles from floor(tokens before it * rows / size) + p on: as many as it needs
+    or one more, and each at least one. `device.find_piece` finds them on the device; programs without rows return at
+    once.
     """
     return tokens * rows // size + pieces
 
 
 def rows_of(t: Tensor) -> Tensor:
-    """`t` [T, ...] with all but the first dimension contiguous; itself if it is so, as most views are."""
+    """Return `t` [T, ...] with all but the first dimension contiguous; `t` itself if it is, as most views are."""
     expected = 1
     for size, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
         if size != 1 and stride != expected:
@@ -32,12 +33,12 @@ def rows_of(t: Tensor) -> Tensor:
 
 
 def own_rows(pool: Tensor) -> bool:
-    """Whether each slot of a pool [slots, ...] lies in one piece, as kernels take it."""
+    """Return whether each slot of a pool [slots, ...] is contiguous, as kernels require."""
     return rows_of(pool) is pool
 
 
 def is_aligned(*inputs: Tensor) -> bool:
-    """Whether inputs [T, heads, channels], their rows and heads begin at multiples of 16 (bytes, elements)."""
+    """Return whether inputs [T, heads, channels], their rows and heads begin at multiples of 16 (bytes, elements)."""
     return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
 
 
@@ -47,7 +48,7 @@ def _index(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tensor:
-    """Slots of R = `count` requests [R] int64; a slice's are made once."""
+    """Return the slots of R = `count` requests, [R] int64; the tensor of a slice is cached."""
     if isinstance(slots, slice):
         start = slots.start or 0
         return _index(start, start + count, device)
@@ -57,9 +58,9 @@ def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tens
 def prefill_arguments(
     chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None
 ) -> dict[str, Tensor | int]:
-    """What kernels of a prefill are told about states, by the names of their parameters.
+    """Return the state arguments of prefill kernels, by parameter name.
 
-    Where nothing is kept there are no places to read, and what stands for them is not read.
+    If no states are kept, stand-ins replace the lists of kept states and are not read.
     """
     kept, starts = slots.snapshots, chunks.sequences.cu_seqlens
     assert kept is None or snapshots is not None, "somewhere to keep them"
@@ -81,5 +82,5 @@ def prefill_arguments(
 
 @functools.cache
 def say_reference_computes(why: str) -> None:
-    """A line, once for each reason, on why an operator is not computed by a kernel."""
+    """Log, once for each reason, why the reference computes an operator instead of a kernel."""
     say(f"{why}; the reference computes it")

@@ -1,8 +1,8 @@
-"""Every kernel there is, with all that it can be compiled as: what is launched is what was compiled and tested.
+"""Registry of all kernels and their variants: only compiled and tested variants are launched.
 
-A kernel is registered with the types that its arguments may have and with a bounded list of configurations. Which one
-a call gets is decided by the model's shapes alone (heads, channels, state size), never by how many tokens or requests
-come or by what was cached: a token's result does not depend on them. Nothing is tuned while it runs.
+A kernel is registered with the types that its arguments may have and with a bounded list of configurations. The
+configuration of a call depends on the model's shapes alone (heads, channels, state size), never on the number of tokens
+or requests or on cached data, so a token's result does not depend on them. There is no tuning at run time.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ MODULES = "*/kernels*.py"
 
 @dataclass(frozen=True)
 class Config:
-    """What is fixed when a kernel is compiled.
+    """Compile-time configuration of a kernel.
 
     Attributes:
         constants: Its `tl.constexpr` parameters.
-        num_warps: Of 32 threads each.
-        num_stages: Of software pipelining.
-        registers: Of a thread at most. Left to itself ptxas at times spills where it finds occupancy to be worth it;
-            with a limit it at times needs more registers than without.
-        only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
-        aligned: Whether tensors begin at, and strides are, multiples of 16 wherever it is chosen; it is compiled for
-            nothing else.
+        num_warps: Warps of 32 threads each.
+        num_stages: Stages of software pipelining.
+        registers: Maximum registers of a thread. Without a limit ptxas sometimes spills to gain occupancy; with a limit
+            it sometimes needs more registers than without.
+        only: Types of inputs, letter T, that it supports, if not all: 32-bit types need other tiles than 16-bit ones.
+        aligned: True if it is used only with tensors that begin at, and strides that are, multiples of 16; no other
+            variant is compiled.
     """
 
     constants: tuple[tuple[str, int], ...]
@@ -69,21 +69,21 @@ class Config:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton is told beside the constants."""
+        """Compiler options other than the constants."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def __getitem__(self, constant: str) -> int:
-        """One of its constants."""
+        """Return the value of a constant."""
         return dict(self.constants)[constant]
 
     def suits(self, types: Types) -> bool:
-        """Whether it is for inputs of these types."""
+        """Return whether the configuration supports inputs of these types."""
         return not self.only or types["T"] in self.only
 
     @property
     def name(self) -> str:
-        """As tables show it: "N 128, P 32, 4 warps"."""
+        """Name in tables, such as "N 128, P 32, 4 warps"."""
         return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
 
 
@@ -95,23 +95,23 @@ def config(
     aligned: bool = False,
     **constants: int,
 ) -> Config:
-    """A configuration; constants by their names in the kernel."""
+    """Build a configuration; constants by their names in the kernel."""
     return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers, aligned)
 
 
 class Function(Protocol):
-    """What `triton.jit` makes of a function."""
+    """Result of `triton.jit`."""
 
     @property
     def arg_names(self) -> Sequence[str]:
-        """All parameters, in order."""
+        """Names of all parameters, in order."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """What runs over a grid."""
+        """Return a callable that runs the kernel over a grid."""
 
 
 class Launch(NamedTuple):
-    """What was launched, as `watch` notes it."""
+    """Launch recorded by `watch`."""
 
     kernel: str
     config: Config
@@ -120,18 +120,18 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A registered kernel.
+    """Registered kernel.
 
     Attributes:
-        name: Unique among all.
-        function: What Triton made of it.
+        name: Unique among all kernels.
+        function: Result of `triton.jit`.
         pointers: Its tensors: parameter -> type, or a letter that stands for one.
-        strides: Integer parameters that are compiled for when they divide by 16: strides and sizes of the model.
-        counts: Integer parameters that are not: how many tokens, rows, slots there are, and flags.
+        strides: Integer parameters specialized on divisibility by 16: strides and sizes of the model.
+        counts: Integer parameters that are not specialized: numbers of tokens, rows and slots, and flags.
         scalars: Parameters of type fp32.
-        types: What the letters may stand for together.
-        configs: All that it is compiled as.
-        fits: Whether a configuration is for such types, beyond its `only`.
+        types: Combinations of types that the letters may stand for.
+        configs: All configurations that it is compiled with.
+        fits: Returns whether a configuration supports such types, beyond its `only`.
     """
 
     name: str
@@ -146,32 +146,32 @@ class Kernel:
 
     @property
     def aligned(self) -> tuple[str, ...]:
-        """Parameters that it is compiled for when they begin at, or are, multiples of 16."""
+        """Parameters specialized on alignment: they begin at, or are, multiples of 16."""
         return (*(name for name, type_name in self.pointers.items() if type_name not in WHEREVER), *self.strides)
 
     def lacks(self, **letters: torch.dtype) -> str | None:
-        """Why there is no kernel for tensors of these types, by letter; None if there is one."""
+        """Return why there is no kernel for tensors of these types, by letter; None if there is one."""
         wanted = {letter: TYPE_NAMES.get(dtype, str(dtype)) for letter, dtype in letters.items()}
         if any(all(types[letter] == name for letter, name in wanted.items()) for types in self.types):
             return None
         return f"{self.name} has no kernel for {', '.join(f'{name} as {letter}' for letter, name in wanted.items())}"
 
     def variants(self) -> Iterator[tuple[Config, Types]]:
-        """Every configuration with the types that it is compiled for."""
+        """Yield every configuration with the types that it is compiled for."""
         for config in self.configs:
             for types in self.types:
                 if config.suits(types) and self.fits(config, types):
                     yield config, types
 
     def fitting(self, dtype: torch.dtype, **sizes: int) -> Config | None:
-        """The first configuration for inputs of this type whose constants of these names are at least so large."""
+        """Return the first configuration for this input type with constants of at least `sizes`; None without one."""
         for one in self.configs:
             if one.suits({"T": TYPE_NAMES[dtype]}) and all(one[name] >= size for name, size in sizes.items()):
                 return one
         return None
 
     def launch(self, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
-        """Run over a grid; an empty one is nothing."""
+        """Run over a grid; an empty grid does nothing."""
         assert config in self.configs, f"{config.name} is no registered configuration of {self.name}"
         if _watching:
             self._note(config, arguments)
@@ -180,7 +180,7 @@ class Kernel:
         self.function[grid](**arguments, **dict(config.constants), **config.options)
 
     def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
-        """Tell who watches; what was given must be what is compiled."""
+        """Record the launch for `watch`, and check that its arguments match a compiled variant."""
         letters: dict[str, str] = {}
         for name, type_name in self.pointers.items():
             given = arguments[name]
@@ -215,13 +215,13 @@ def kernel(
     configs: Sequence[Config],
     fits: Callable[[Config, Types], bool] = lambda config, types: True,
 ) -> Callable[[Callable[..., None]], Kernel]:
-    """Register a kernel; put this in the place of `triton.jit`, which is for what kernels call.
+    """Register a kernel; replaces `triton.jit`, which remains for the functions that kernels call.
 
     Args:
-        pointers: Type, or a letter, -> names of the tensors of that type, with blanks between them.
-        strides: Names, with blanks between them; see `Kernel`. So are
-        counts: those, and
-        scalars: these.
+        pointers: Space-separated names of tensors by their type, or by a letter.
+        strides: Space-separated names of parameters; see `Kernel`.
+        counts: Space-separated names of parameters; see `Kernel`.
+        scalars: Space-separated names of parameters; see `Kernel`.
         types: See `Kernel`.
         configs: See `Kernel`.
         fits: See `Kernel`.
@@ -253,13 +253,13 @@ def kernel(
 
 
 def kernel_modules() -> list[str]:
-    """The modules that have kernels, by name."""
+    """Return the names of the modules that have kernels."""
     folder = Path(__file__).parents[1]
     return sorted(f"megatron_ext.ops.{path.parent.name}.{path.stem}" for path in folder.glob(MODULES))
 
 
 def all_kernels() -> list[Kernel]:
-    """All there are, loaded. There must be a triton."""
+    """Import all kernel modules and return their kernels. Needs triton."""
     for module in kernel_modules():
         importlib.import_module(module)
     return list(_REGISTRY.kernels.values())
@@ -267,7 +267,7 @@ def all_kernels() -> list[Kernel]:
 
 @contextmanager
 def watch() -> Iterator[list[Launch]]:
-    """What is launched meanwhile, in order, and checked: types as declared. For tests."""
+    """Record launches within the context, in order, and check their types against the declared ones. For tests."""
     launches: list[Launch] = []
     _watching.append(launches)
     try:

@@ -1,4 +1,4 @@
-"""What was compiled ahead of time, as a table: a line for each configuration and device, of all its types."""
+"""Table of ahead-of-time compilation results: a line for each configuration and device, over all types."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """Of one configuration on one device; numbers are the most of all types that it was compiled for.
+    """Resources of one configuration on one device; numbers are maxima over its compiled types.
 
     Attributes:
-        kernel: Name.
-        config: Name.
+        kernel: Name of the kernel.
+        config: Name of the configuration.
         arch: Compute capability times ten.
-        variants: Types and alignments that it was compiled for.
-        registers: Of a thread.
-        spilled_bytes: Of a thread.
-        shared_bytes: Of a block of threads.
+        variants: Number of compiled types and alignments.
+        registers: Registers of a thread.
+        spilled_bytes: Spilled bytes of a thread.
+        shared_bytes: Shared memory of a block of threads.
     """
 
     kernel: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def rows(compiled: Iterable[Row]) -> list[Row]:
-    """One row for all that differs in types alone, in the order in which they first came."""
+    """Merge rows that differ in types alone, in order of first occurrence."""
     found: dict[tuple[str, str, int], Row] = {}
     for one in compiled:
         key = (one.kernel, one.config, one.arch)
@@ -52,7 +52,7 @@ def _max(one: Row, other: Row) -> Row:
 
 
 def as_text(table: Sequence[Row]) -> str:
-    """Columns of text, with a line of titles."""
+    """Format the table as columns of text, with a line of titles."""
     titles = ("kernel", "configuration", "device", "types", "registers", "spills", "shared memory")
     lines: list[tuple[str, ...]] = [titles]
     for row in table:

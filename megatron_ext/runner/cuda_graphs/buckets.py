@@ -137,7 +137,7 @@ class Buckets:
 
 
 def why_eager(step: ScheduledStep) -> str | None:
-    """Return the feature of a step that no captured graph supports; None if there is none.
+    """Return the feature of a step that no captured graph supports; None if graphs support the step.
 
     Step sizes are checked separately, see `Buckets.find`.
     """

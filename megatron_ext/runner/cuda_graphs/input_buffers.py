@@ -83,7 +83,7 @@ class InputBuffers:
         count = max(layout.count for layout in layouts)
         self._device = torch.zeros(count + answer, dtype=torch.int64, device=device)
         self.answer = self._device[count:]
-        self.first_token = count  # where the last step's tokens begin, for `gather`
+        self.first_token = count  # index of the last step's first token, for `gather`
         self._host = [_HostBuffer(count, device) for _ in range(2)]
 
     def parts(self, layout: Layout) -> dict[str, Tensor]:

@@ -46,5 +46,5 @@ def write_masks(chunks: Sequence[ScheduledChunk], masks: np.ndarray) -> None:
 
 
 def masks_of(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the device's view of the masks: [R, W] int32, see `ops.sampling.logits_options.keep_allowed`."""
+    """Return the device's view of the masks: [R, W] int32, see `ops.sampling.logits_processors.keep_allowed`."""
     return parts["masks"].view(torch.int32)
