@@ -33,18 +33,19 @@ from megatron_ext.scheduling.scheduler import Scheduler
 class InferenceEngine(DynamicInferenceEngine):
     """`DynamicInferenceEngine` over an `EngineCore`, which does the work.
 
-    For callers that know Megatron's names; ours use `core` by way of an `EngineClient`. A step gives way to other tasks
-    of the event loop only before it begins, so `add_request`, `abort_request` and `suspend` meet a consistent state.
+    Meant for callers that know Megatron's names; our own callers use `core` through an `EngineClient`. A step yields to
+    other tasks of the event loop only before it begins, so `add_request`, `abort_request` and `suspend` find a
+    consistent state.
 
     Args:
         controller: Model, tokenizer and sampling.
         context: Pools and plan.
-        random_seed: Requests without a seed of their own get one derived from it and their id.
-        inference_logging_step_interval: Log a line every so many steps; 0 is never.
+        random_seed: Requests without a seed get one derived from this seed and their id.
+        inference_logging_step_interval: Steps between two log lines; 0 disables them.
         parallel_context: All ranks, of which this is the first; None for a world of one.
 
     Attributes:
-        core: The engine; a new one after each `reset`.
+        core: The engine; `reset` replaces it.
     """
 
     context: InferenceContext
@@ -70,13 +71,14 @@ class InferenceEngine(DynamicInferenceEngine):
         )
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Capture graphs of steps where the settings ask for them; a model that asks for upstream's is refused."""
+        """Capture the CUDA graphs that the settings ask for; upstream's own graphs are refused."""
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
         self.context.prepare_cuda_graphs()
 
     def reset(self) -> None:
-        """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
+        """Drop all requests (their futures are cancelled) and counters; allocate the pools of a suspended engine again.
+        """
         if hasattr(self, "core"):
             self.core.cancel()
             for future in self._futures.values():
@@ -97,7 +99,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self._reset_loop_state()
 
     def _reset_loop_state(self) -> None:
-        """Names that upstream's run loops and coordinator code use."""
+        """Reset the attributes that upstream's run loops and coordinator code use."""
         self._loop = get_asyncio_loop(getattr(self, "_loop", None))
         self._cond = asyncio.Condition()
         self.running = asyncio.Event()
@@ -110,66 +112,66 @@ class InferenceEngine(DynamicInferenceEngine):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the pools have been freed."""
+        """True if the pools have been freed."""
         return self.core.is_suspended
 
     # Numbers
 
     @property
     def geometry(self) -> KVCacheConfig:
-        """Effective sizes of the pools, of all ranks together."""
+        """KV cache config: effective pool sizes, summed over all ranks."""
         return self.context.plan.world
 
     @property
     def longest_request_state_bytes(self) -> int:
-        """Bytes of recurrent states that a request of the longest possible prompt takes at most."""
+        """Maximum bytes of recurrent states for a request with the longest possible prompt."""
         return self.context.plan.request_state_bytes(self.context.max_sequence_length)
 
     @property
     def scheduler(self) -> Scheduler:
-        """Queues, blocks, running state slots."""
+        """Scheduler with the queues, blocks and running state slots."""
         return self.core.scheduler
 
     @property
     def error_isolation(self) -> ErrorIsolation:
-        """What went wrong beside the steps themselves."""
+        """Errors that were isolated from the steps."""
         return self.core.error_isolation
 
     @property
     def step_count(self) -> int:
-        """Steps that have been computed."""
+        """Number of computed steps."""
         return self.core.step_count
 
     @property
     def waiting_request_ids(self) -> list[int]:
-        """Ids of the requests that wait for admission, and of ended ones still to be reported by a step."""
+        """Ids of the requests that wait for admission, and of ended requests that a step has yet to report."""
         return [request.request_id for request in self.core.waiting()]
 
     @property
     def finished_request_count(self) -> int:
-        """Requests that have been reported as ended."""
+        """Number of requests that have been reported as ended."""
         return self.core.output.reported_count
 
     @property
     def lifetime_prefill_token_count(self) -> int:
-        """Prefill tokens computed, for the first time or again, all requests."""
+        """Prefill tokens computed by all requests, recomputed tokens included."""
         return self.core.counters.prefill_tokens
 
     @property
     def lifetime_skipped_token_count(self) -> int:
-        """Prompt tokens that no layer computed, all requests."""
+        """Prompt tokens of all requests that no layer computed."""
         return self.core.counters.skipped_tokens
 
     def statistics(self) -> EngineStatistics:
-        """Everything that is counted, at once."""
+        """Return all counters in one snapshot."""
         return self.core.statistics()
 
     def prefix_cache_statistics(self) -> dict[str, int] | None:
-        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
+        """Return the `prefix_cache` object of the JSON output; None if nothing is cached."""
         return self.statistics().prefix_cache()
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
-        """The cached prefixes that most requests resumed from, the hottest first."""
+        """Return the cached prefixes that most requests resumed from, hottest first."""
         return self.core.hottest(count)
 
     # Requests come and go
@@ -183,20 +185,20 @@ class InferenceEngine(DynamicInferenceEngine):
         prompt_text: str | None = None,
         turn: int | None = None,
     ) -> asyncio.Future[RequestRecord]:
-        """Queue a request. What can never be served ends at once, as FAILED; the others go on.
+        """Queue a request. A request that can never be served ends at once as FAILED; the other requests continue.
 
         Args:
-            request_id: Not in use by a living request.
-            prompt: Text, or token ids.
-            sampling_params: Ours or Megatron's; greedy if missing.
-            prompt_text: That the ids were made of, for the record; the engine makes none of ids.
-            turn: Of R replicas the one with this number, modulo R, serves it; by default they take turns.
+            request_id: Id that no living request uses.
+            prompt: Text or token ids.
+            sampling_params: Our parameters or Megatron's; greedy if missing.
+            prompt_text: Text of the token ids, kept in the record; the engine does not detokenize prompts.
+            turn: Serve the request on replica `turn` modulo R, of R replicas; round robin by default.
 
         Returns:
-            A future of the request's record; the step that ends the request reports it too.
+            A future of the request's record; the step that ends the request reports the record too.
 
         Raises:
-            ConfigError: The prompt or the parameters make no sense, whatever the engine's limits.
+            ConfigError: The prompt or the parameters are invalid regardless of the engine's limits.
         """
         self.core.check_free(request_id)
         text = prompt if isinstance(prompt, str) else prompt_text
@@ -218,7 +220,7 @@ class InferenceEngine(DynamicInferenceEngine):
             self._wake_up()
 
     def fail_request(self, request_id: int, error: Exception) -> None:
-        """End a living request as FAILED because something that only it needed has raised.
+        """End a living request as FAILED after an error in work that only this request needed.
 
         Raises:
             KeyError: No living request has this id.
@@ -227,15 +229,15 @@ class InferenceEngine(DynamicInferenceEngine):
         self._wake_up()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step would do or report anything."""
+        """Return whether a step would compute or report anything."""
         return self.core.is_busy
 
     def get_request(self, request_id: int) -> Request:
-        """A living request."""
+        """Return a living request."""
         return self.core.get(request_id)
 
     def _wake_up(self) -> None:
-        """Let upstream's run loop, if it waits, look again."""
+        """Wake upstream's run loop if it is waiting for requests."""
         self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
     # Steps
@@ -261,11 +263,11 @@ class InferenceEngine(DynamicInferenceEngine):
     async def async_bookkeep(
         self, step_result: StepResult | None, context_state: EngineStep, step_time: float, step_count: int
     ) -> dict[str, object]:
-        """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
+        """Turn the step's tokens into output and report ended requests. No error in here stops the engine.
 
         Returns:
-            active_request_ids: requests that computed something and go on; finished_request_records: everything that
-            ended since the last step; step_time in seconds; cuda_graph_request_count: None.
+            active_request_ids: requests that computed something and continue; finished_request_records: all requests
+                that ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
         records = self.core.report(context_state)
         for record in records:
@@ -283,11 +285,11 @@ class InferenceEngine(DynamicInferenceEngine):
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling_params: RequestParams | SamplingParams | None = None
     ) -> list[RequestRecord]:
-        """Serve a list of prompts to the end; records in the same order.
+        """Serve a list of prompts to the end; the records are in the same order.
 
         Raises:
             EngineSuspendedError: The engine is suspended. Nothing has been queued.
-            ConfigError: A prompt or the parameters make no sense. None of the prompts is served.
+            ConfigError: A prompt or the parameters are invalid. None of the prompts is served.
         """
         if self.is_suspended:
             raise EngineSuspendedError("the engine is suspended; call resume() before generate()")
@@ -308,17 +310,17 @@ class InferenceEngine(DynamicInferenceEngine):
         return [records[request_id] for request_id in ids]
 
     def close(self) -> None:
-        """Have other ranks, if there are any, stop; no step follows."""
+        """Stop the other ranks, if there are any; no step may follow."""
         self.core.close()
 
     # The prefix cache
 
     def reset_prefix_cache(self) -> None:
-        """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
+        """Empty the cache: later requests match nothing cached before, and requests in flight publish nothing."""
         self.core.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """Take note that the model's weights were written in place (an RL refit); our loaders call it themselves."""
+        """Invalidate the cache after the model's weights were written in place (an RL refit); our loaders call this."""
         self.core.weights_changed()
 
     @property
@@ -328,11 +330,11 @@ class InferenceEngine(DynamicInferenceEngine):
     # The pools come and go
 
     def suspend(self) -> None:
-        """Free the pools' memory. Living requests wait, and keep their tokens; nothing steps until `resume`."""
+        """Free the pools' memory. Living requests keep their tokens and wait; no step runs until `resume`."""
         self.core.suspend()
 
     def resume(self) -> None:
-        """Allocate the pools again; the requests compute what they had computed before, and go on."""
+        """Allocate the pools again; the requests recompute their tokens and continue."""
         self.core.resume()
         self._wake_up()
 

@@ -1,4 +1,4 @@
-"""An engine around a model: wrapper, context and controller put together."""
+"""Assembly of an engine around a model: wrapper, context and controller."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def build_engine(
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
-    With several ranks this is for rank 0, and all others call `build_worker` with the same settings.
+    With several ranks, rank 0 calls this and all others call `build_worker` with the same settings.
 
     Args:
         cache: Prefix caching; its defaults if missing.
         tokenizer: Needs tokenize, detokenize, eod and bos.
-        dtype: Type of the parameters, and of the KV cache.
+        dtype: Type of the parameters and of the KV cache.
         token_rounder: See `InferenceContext`.
         parallel_context: All ranks; None for a world of one.
-        speculative_tokens: The most drafts of a request that a step verifies; all ranks are told the same.
-        drafter: Proposes them; on rank 0 only.
-        speculation: In place of the two: the settings of drafts, and the drafter that they say.
-        draft: The model that drafts, where they say so.
+        speculative_tokens: Maximum draft tokens per request that a step verifies; the same on all ranks.
+        drafter: Proposes draft tokens; on rank 0 only.
+        speculation: Replaces the previous two: speculation settings, which also select the drafter.
+        draft: Draft model, if the speculation settings use one.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
@@ -101,7 +101,7 @@ def build_worker(
     parallel_context: ParallelContext,
     speculative_tokens: int = 0,
 ) -> Worker:
-    """What a rank other than 0 has in place of an engine; see `build_engine`."""
+    """Build the worker that replaces the engine on a rank other than 0; see `build_engine`."""
     controller = _build_controller(
         model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, speculative_tokens
     )
@@ -109,12 +109,12 @@ def build_worker(
 
 
 def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingConfig) -> DraftModel:
-    """A model that drafts, with pools of its own.
+    """Build a draft model with its own pools.
 
     Args:
-        parts: It.
-        plan: Of the large model, with room for them.
-        batching: What the large one's engine is built for.
+        parts: Parts of the draft model.
+        plan: Plan of the target model, which leaves room for the draft model's pools.
+        batching: Batching config of the target model's engine.
 
     Raises:
         ConfigError: There is less memory than seemed to be free.
@@ -143,7 +143,7 @@ def _build_controller(
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
     if device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
-        cpp.are_used()  # compiled now where that was never done, and not while the first request waits
+        cpp.are_used()  # compiled now if not yet done, rather than while the first request waits
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,
@@ -167,7 +167,7 @@ def _build_controller(
 def _wrapped(
     model: MambaModel, config: ModelConfig, tokenizer: object, dtype: torch.dtype, context: InferenceContext
 ) -> InferenceController:
-    """A controller around the model, whose forward finds pools and steps in the context."""
+    """Return a controller around the model, whose forward finds pools and steps in the context."""
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,
         params_dtype=dtype,

@@ -1,4 +1,4 @@
-"""Megatron's allocator interface, read-only, over our pool: what users and logs ask a context's allocator for."""
+"""Megatron's allocator interface over our pool, read-only: the counts that users and logs ask of a context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.scheduling.scheduler import Scheduler
 class PoolBlockAllocator(BlockAllocator):
     """Counts of `BlockAllocator`, answered from the scheduler on the host without a device read-back.
 
-    Blocks are handed out by the scheduler alone, so the methods that allocate or release refuse.
+    Only the scheduler allocates blocks, so the methods that allocate or release raise.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -25,27 +25,27 @@ class PoolBlockAllocator(BlockAllocator):
 
     @property
     def total_avail(self) -> int:
-        """Blocks that could be handed out now: free ones, and cached ones that nobody uses."""
+        """Number of blocks that could be allocated now: free blocks, and cached blocks without references."""
         return self._scheduler.cache.available_count
 
     def get_active_used(self) -> int:
-        """Blocks in the tables of running requests."""
+        """Return the number of blocks in the tables of running requests."""
         return _distinct_blocks(self._scheduler.queues.running)
 
     def get_paused_used(self) -> int:
-        """Blocks that paused requests keep."""
+        """Return the number of blocks that paused requests keep."""
         return _distinct_blocks(self._scheduler.queues.paused)
 
     def allocate_memory_blocks(self, num_blocks: int) -> None:
-        """Not here: see `Scheduler`."""
+        """Raise NotImplementedError; see `Scheduler`."""
         raise NotImplementedError("blocks are allocated by the scheduler")
 
     def release_memory_blocks(self, blocks: object) -> None:
-        """Not here: see `Scheduler`."""
+        """Raise NotImplementedError; see `Scheduler`."""
         raise NotImplementedError("blocks are released by the scheduler")
 
     def reset(self) -> None:
-        """Not here: see `InferenceEngine.reset`."""
+        """Raise NotImplementedError; see `InferenceEngine.reset`."""
         raise NotImplementedError("the engine's reset() replaces the scheduler")
 
 

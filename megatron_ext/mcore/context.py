@@ -1,4 +1,4 @@
-"""The inference context: pools on the device, and the staged step that layers read."""
+"""Inference context: the pools on the device, and the staged step that layers read."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
-if TYPE_CHECKING:  # it is told of this context
+if TYPE_CHECKING:  # imports this module in turn
     from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 
 
 class InferenceContext(DynamicInferenceContext):
-    """`DynamicInferenceContext` that holds the pools and the step at hand, and decides nothing.
+    """`DynamicInferenceContext` that holds the pools and the staged step, and makes no scheduling decision.
 
-    The base's initializer and its device-side request tables are not used: they are what our scheduler replaces, and
-    they refuse models without attention. What upstream asks a context about requests is answered from the scheduler
-    that was attached.
+    The base's initializer and its device-side request tables are not used: our scheduler replaces them, and they refuse
+    models without attention. The attached scheduler answers upstream's questions about requests.
 
     Args:
-        plan: Sizes of everything.
-        layer_places: Where layers have their keys, values and states.
-        device: Where the pools live.
+        plan: Sizes of all pools and buffers.
+        layer_places: Index of each layer's keys, values and states in the pools.
+        device: Device of the pools.
         token_rounder: The packed token count is padded to a multiple of this.
     """
 
-    # What upstream's engine, controller and layers ask a dynamic context; features that are not used here.
+    # Attributes that upstream's engine, controller and layers read; features that are not used here.
     cache_mla_latent = False
     unified_memory_level = 0
     persist_cuda_graphs = False
@@ -62,11 +61,11 @@ class InferenceContext(DynamicInferenceContext):
         self.max_sequence_length = plan.limits.max_sequence_length
         self.block_size_tokens = plan.geometry.block_size_tokens
         self.pools: Pools | None = None
-        self.drafting: Drafting | None = None  # whose pools come and go with these
+        self.drafting: Drafting | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
-        self.cuda_graph_runner: CudaGraphRunner | None = None  # None computes every step as it is
+        self.cuda_graph_runner: CudaGraphRunner | None = None  # None runs every step eagerly
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -83,17 +82,17 @@ class InferenceContext(DynamicInferenceContext):
         )
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Answer upstream's questions about requests from this scheduler."""
+        """Attach the scheduler that answers upstream's questions about requests."""
         self._scheduler = scheduler
         self.block_allocator = PoolBlockAllocator(scheduler)
 
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate the pools, uninitialised; nothing happens if they are there.
+        """Allocate the pools, uninitialised; a no-op if they are allocated.
 
         Raises:
-            ConfigError: There is less memory than seemed to be free; nothing of them is kept then.
+            ConfigError: There is less memory than seemed to be free; no pool is kept then.
         """
         if self.pools is None:
             self.pools = allocate_pools(self.plan, self._device)
@@ -111,50 +110,50 @@ class InferenceContext(DynamicInferenceContext):
 
     @property
     def is_tensor_state_allocated(self) -> bool:
-        """Whether the pools are there."""
+        """True if the pools are allocated."""
         return self.pools is not None
 
     @property
     def allocated(self) -> Pools:
-        """The pools, which must be there."""
+        """Allocated pools; asserts that the engine is not suspended."""
         assert self.pools is not None, "the engine is suspended: there are no pools"
         return self.pools
 
     @property
     def memory_buffer(self) -> Tensor:
-        """The KV cache; see `Pools`."""
+        """KV cache; see `Pools`."""
         return self.allocated.kv
 
     @property
     def live_states(self) -> StatePool | None:
-        """See `Pools`."""
+        """States of the running slots; see `Pools`."""
         return self.allocated.live_states
 
     @property
     def snapshots(self) -> SnapshotPool | None:
-        """See `Pools`."""
+        """Snapshot pool; see `Pools`."""
         return self.allocated.snapshots
 
     @property
     def is_hybrid_model(self) -> bool:
-        """Whether there are recurrent layers, here or on another stage."""
+        """True if there are recurrent layers, on this stage or another."""
         return self.plan.is_hybrid
 
     @property
     def params_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Dtype of keys and values."""
         return self.plan.shape.dtype
 
     def reset(self) -> None:
-        """Forget the step at hand, and whatever a drafter knows."""
+        """Discard the staged step and the state of a drafter."""
         self.clear_step()
         if self.drafting is not None:
             self.drafting.reset()
 
-    # The step at hand
+    # The staged step
 
     def stage(self, step: ScheduledStep, last_sampled: SampledTokens | None = None) -> None:
-        """Make `step` the one that the next forward computes, and put restored states into their slots.
+        """Make `step` the one that the next forward computes, and copy restored states into their running slots.
 
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
@@ -164,26 +163,28 @@ class InferenceContext(DynamicInferenceContext):
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
     def prepare_cuda_graphs(self) -> None:
-        """Make what computes captured steps, if there is any and it takes long."""
+        """Capture the CUDA graphs ahead of time, if there is a runner and the capture is slow."""
         if self.cuda_graph_runner is not None:
             self.cuda_graph_runner.prepare()
 
     def notice_new_weights(self) -> None:
-        """Weights have changed, and may lie elsewhere."""
+        """Note that weights have changed and may have moved in memory."""
         if self.cuda_graph_runner is not None:
             self.cuda_graph_runner.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
-        """Make a step that is staged already the one that the next forward computes."""
+        """Make an already staged step the one that the next forward computes."""
         self._rotation, self.step = None, staged
 
     @property
     def staging_rules(self) -> StagingRules:
-        """What staging knows of pools and model."""
+        """Facts of pools and model that staging uses."""
         return self._staging_rules
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
+        """Copy snapshots into running slots before any snapshot slot is written: the step may reuse a restored one's
+        slot.
+        """
         live, snapshots = self.live_states, self.snapshots
         if live is None or snapshots is None:
             return
@@ -197,7 +198,9 @@ class InferenceContext(DynamicInferenceContext):
         snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:
-        """The forward has succeeded. States inside chunks are in their slots; those at their ends are live now."""
+        """Complete the snapshots after a forward: those inside chunks are written already; copy the live states at
+        chunk ends.
+        """
         live_states, snapshots = self.live_states, self.snapshots
         if live_states is None or snapshots is None:
             return
@@ -214,17 +217,17 @@ class InferenceContext(DynamicInferenceContext):
         snapshots.close([one.slot for _, one in taken], [one.block_hash for _, one in taken])
 
     def clear_step(self) -> None:
-        """The step is over."""
+        """Discard the step after its end."""
         self.step = self._rotation = self.scored_states = None
 
     @property
     def staged(self) -> ModelInput:
-        """The step at hand; there is one from `stage` to `clear_step`."""
+        """Staged step; set from `stage` to `clear_step`."""
         assert self.step is not None, "no step is staged"
         return self.step
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Token ids and absolute positions of the staged step, [1, T] each."""
+        """Return token ids and absolute positions of the staged step, [1, T] each."""
         return self.staged.input_ids[None], self.staged.position_ids[None]
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
@@ -238,11 +241,11 @@ class InferenceContext(DynamicInferenceContext):
         return hidden_states[self.staged.sample_tokens]
 
     def rotation(self, angles: Tensor, magnitude: float = 1.0) -> Rotation:
-        """What the step's tokens are rotated by; the first layer that asks computes it for all of them.
+        """Return the rotation of the step's tokens; computed once, by the first layer that calls this.
 
         Args:
-            angles: Of all positions, [n, 1, 1, D]; the same for every layer.
-            magnitude: What is rotated is multiplied by this; the same for every layer.
+            angles: Angles of all positions, [n, 1, 1, D]; the same for every layer.
+            magnitude: Factor of the rotated values; the same for every layer.
         """
         if self._rotation is None:
             self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype, magnitude)
@@ -250,23 +253,25 @@ class InferenceContext(DynamicInferenceContext):
 
     @property
     def paged_batch(self) -> PagedBatch:
-        """Where the keys of each request lie."""
+        """Block tables and lengths of the step's requests."""
         return self.staged.paged_batch
 
     @property
     def recurrent_step(self) -> RecurrentStep:
-        """What recurrent layers need to know."""
+        """Step metadata of recurrent layers."""
         recurrent = self.staged.recurrent
         assert recurrent is not None, "a step of a model with recurrent layers has it"
         return recurrent
 
     def append_rotated(self, layer_number: int, heads: Heads, rotation: Rotation | None) -> Tensor:
-        """Write the step's keys, rotated, and values to their places, padding's nowhere: the queries [T, Hq, D]."""
+        """Write the step's rotated keys and its values to their slots (none for padding); return the queries [T, Hq,
+        D].
+        """
         key_cache, value_cache = self._caches(layer_number)
         return rotate_and_write(heads, rotation, key_cache, value_cache, self.staged.slot_mapping)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
-        """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""
+        """Return key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""
         key_cache, value_cache = self._caches(layer_number)
         return key_cache, value_cache, None
 
@@ -274,19 +279,19 @@ class InferenceContext(DynamicInferenceContext):
         return self.memory_buffer[:, self._layer_places.kv[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Live convolution and SSM states of a layer; written in place."""
+        """Return live convolution and SSM states of a layer; written in place."""
         assert self.live_states is not None, "a recurrent layer has states"
         return self.live_states.layer(self._layer_places.states[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Convolution and SSM snapshots of a layer; written in place."""
+        """Return convolution and SSM snapshots of a layer; written in place."""
         assert self.snapshots is not None, "a recurrent layer has states"
         return self.snapshots.layer(self._layer_places.states[layer_number - 1])
 
     # Upstream's questions, answered from the host
 
     def is_decode_only(self) -> bool:
-        """Whether the staged step only decodes."""
+        """Return whether the staged step only decodes."""
         return self.step is not None and self.step.num_decode == len(self.step.chunks)
 
     def using_cuda_graph_this_step(self) -> bool:
@@ -294,7 +299,7 @@ class InferenceContext(DynamicInferenceContext):
         return False
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is in the batch."""
+        """Return whether any request is in the batch."""
         return self.total_request_count > 0
 
     @property
@@ -304,37 +309,37 @@ class InferenceContext(DynamicInferenceContext):
 
     @property
     def total_request_count(self) -> int:
-        """Requests in the batch, paused ones included."""
+        """Number of requests in the batch, paused ones included."""
         return len(self._queues.running) + len(self._queues.paused)
 
     @property
     def paused_request_count(self) -> int:
-        """Paused requests."""
+        """Number of paused requests."""
         return len(self._queues.paused)
 
     @property
     def active_token_count(self) -> int:
-        """Tokens of the staged step, without padding."""
+        """Number of tokens of the staged step, without padding."""
         return self.step.num_tokens if self.step else 0
 
     @property
     def padded_active_token_count(self) -> int:
-        """Tokens of the staged step, with padding."""
+        """Number of tokens of the staged step, with padding."""
         return self.step.input_ids.numel() if self.step else 0
 
     @property
     def padding_slice(self) -> slice:
-        """The padding on the token axis."""
+        """Padding on the token axis."""
         return slice(self.active_token_count, self.padded_active_token_count)
 
     def get_active_request_count(self) -> int:
-        """Requests that have something to do: upstream's loop steps while there are any."""
+        """Return the number of requests with pending work: upstream's loop steps while there are any."""
         return self.total_request_count
 
     def add_request(self, *_: object, **__: object) -> None:
-        """Not here: requests enter through `InferenceEngine.add_request`, and the scheduler admits them."""
+        """Raise NotImplementedError: `InferenceEngine.add_request` queues requests, and the scheduler admits them."""
         raise NotImplementedError("add requests to the engine; its scheduler admits them to the context")
 
     def update_requests(self, *_: object, **__: object) -> None:
-        """Not here: `Scheduler.commit` and `Scheduler.end` do the bookkeeping, on the host."""
+        """Raise NotImplementedError: `Scheduler.commit` and `Scheduler.end` do the bookkeeping on the host."""
         raise NotImplementedError("the engine's scheduler updates requests")

@@ -1,4 +1,4 @@
-"""From a staged step to tokens and log-probs."""
+"""Inference controller: compute a staged step, sample its tokens and score them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 @torch.inference_mode()
 def compute_idle_token(model: MegatronModule) -> None:
-    """Take part in what ranks of other replicas compute: one token that is nobody's, through this stage's MoE layers.
+    """Compute one dummy token through this stage's MoE layers, so that other replicas' expert exchanges complete.
 
-    Only these send anything to another replica, so it goes through no other layer, and needs no input from an earlier
-    pipeline stage. Upstream's idle forward goes through all layers, which a later stage has no input for, and where
-    there are CUDA graphs resets the context, and with it the cache. Here there is no context, so nothing in the pools
+    Only MoE layers exchange data with other replicas, so the token goes through no other layer and needs no input from
+    an earlier pipeline stage. Upstream's idle forward goes through all layers, for which a later stage has no input,
+    and with CUDA graphs it resets the context and with it the cache. No context is used here, so nothing in the pools
     changes. All tensor-parallel ranks of an idle stage do this once a step.
 
     Args:
-        model: This rank's, in eval mode.
+        model: Model of this rank, in eval mode.
     """
     parameter = next(model.parameters())
     token = torch.zeros(1, 1, model.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
@@ -58,14 +58,14 @@ class InferenceController(TextGenerationController):
     penalties and the like (`mcore.logits_options`).
 
     Args:
-        wrapper: Around the model.
+        wrapper: Inference wrapper of the model.
         tokenizer: See `megatron_ext.text.tokenizer.Tokenizer`.
-        options: Upstream's.
+        options: Upstream's options.
 
     Attributes:
-        vocabulary_size: V, words of logits.
-        drafter: Of engines around the model; None proposes nothing.
-        operators: What computes operators: a backend's name, or None; see `ops.choice`.
+        vocabulary_size: V, the width of the logits.
+        drafter: Proposes draft tokens for engines around the model; None disables drafts.
+        operators: Backend name of the operators, or None; see `ops.choice`.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
@@ -77,38 +77,37 @@ class InferenceController(TextGenerationController):
         self.grammars = Grammars(self.tokenizer, size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
-        """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
+        """Prepare nothing: sampling parameters live on the host, and no memory is pinned."""
         self._get_stop_word_finished_ids_callback = None
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Ids of a text; see `text.prompt_tokens.tokenize_prompt`.
+        """Return the token ids of a text; see `text.prompt_tokens.tokenize_prompt`.
 
-        Upstream takes the beginning of a document away unless it is asked for, and a Llama would read what it was not
-        trained on.
+        Upstream strips the BOS token unless it is requested, and a Llama would read a prompt unlike its training data.
         """
         return tokenize_prompt(self.tokenizer, prompt, add_bos=add_BOS)
 
     def begin_once(self, tokens: list[int]) -> list[int]:
-        """The tokens with one beginning of a document, if they have any."""
+        """Return the tokens with repeated leading BOS tokens reduced to one."""
         return begin_once(tokens, self.tokenizer.bos)
 
     def idle_step(self) -> None:
-        """A step of a replica without requests, where its experts serve other replicas, too."""
+        """Run a step of a replica without requests, whose experts serve other replicas too."""
         if self.inference_wrapped_model.model.config.expert_model_parallel_size > 1:
             self.dummy_forward()
 
     def dummy_forward(self) -> None:
-        """Upstream's name of `compute_idle_token`: a step of a rank that has no requests of its own."""
+        """Run `compute_idle_token` under upstream's name: the step of a rank without requests."""
         compute_idle_token(unwrap_model(self.inference_wrapped_model.model))
 
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> StepResult | None:
-        """Upstream's name of `compute_step`; None if nothing is staged."""
+        """Run `compute_step` under upstream's name; None if nothing is staged."""
         return None if self.inference_wrapped_model.inference_context.step is None else self.compute_step()
 
     def compute_step(self) -> StepResult | None:
         """Compute the context's staged step, sample and score; None on stages before the last one.
 
-        Parts of a layer on several ranks give the same logits on each of them, and score together.
+        Tensor-parallel ranks get the same logits each, and score together.
         """
         context = self.inference_wrapped_model.inference_context
         with torch.inference_mode(), preferring(self.operators):
@@ -119,7 +118,7 @@ class InferenceController(TextGenerationController):
             return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
 
     def forward(self) -> Tensor | None:
-        """The model's forward of the context's staged step: logits [1, m, V]; None on stages before the last one."""
+        """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
         with preferring(self.operators):
             logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
@@ -128,17 +127,17 @@ class InferenceController(TextGenerationController):
         return logits
 
     def weight_addresses(self) -> tuple[int, ...]:
-        """Where the model's parameters and buffers lie."""
+        """Return the memory addresses of the model's parameters and buffers."""
         model = self.inference_wrapped_model.model
         return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
 
     def chosen_operators(self) -> dict[str, tuple[str, ...]]:
-        """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
+        """Return the chosen operators of each backend; see `ops.choice.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())
         return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach())
 
     def _scored_logits(self, rows: slice) -> Tensor:
-        """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
+        """Return logits of some of the step's scored tokens, equal to the model's forward: [k, h] -> [rows, V]."""
         model = unwrap_model(self.inference_wrapped_model.model)
         tied = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if tied else None
@@ -154,14 +153,14 @@ def choose_tokens(
     *,
     is_alone: bool = True,
 ) -> StepResult:
-    """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
+    """Sample and score. A scoring that runs out of memory fails only the request that asked for the scores.
 
     Args:
         logits: [m, V], rows as in `step.sample_tokens`.
-        step: What was computed.
+        step: The computed step.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
-        is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
-            so without memory the step fails then.
+        is_alone: Whether no other rank takes part in scoring. Another rank would wait for a scoring that this rank has
+            given up, so with several ranks running out of memory fails the step.
     """
     failures: dict[int, str] = {}
     tokens = _choose(logits, step.sampling)  # [m]
@@ -180,7 +179,7 @@ def _by_request(
     prompt: dict[int, tuple[Score, ...]],
     failures: dict[int, str],
 ) -> StepResult:
-    """What the rows of a step gave; a request with drafts has several, one behind the other."""
+    """Group the results of a step's rows by request; a request with drafts has several consecutive rows."""
     drawn = tokens.tolist()
     behind = [i for i, row in enumerate(rows) if row.drafts]
     first = [i for i, row in enumerate(rows) if not row.drafts] if behind else range(len(rows))
@@ -213,7 +212,7 @@ def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, l
 def _score_generated(
     logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str]
 ) -> dict[int, Score]:
-    """Scores of sampled tokens by row, all at once; where that finds no memory, row by row."""
+    """Return scores of sampled tokens by row, in one batch; row by row if that runs out of memory."""
     asked = [i for i, row in enumerate(rows) if row.sampling.top_n is not None]
     if not asked:
         return {}
@@ -243,7 +242,7 @@ def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], 
 
 @contextlib.contextmanager
 def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[None]:
-    """Within it a failed allocation is noted as the request's."""
+    """Record an out-of-memory error inside this context as a failure of the request."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -253,7 +252,7 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
+    """Return the next token of every sampling row: [m]. Only rows with logits options are processed and copied."""
     asking = [i for i, row in enumerate(rows) if row.sampling.logits_options is not None]
     if not asking:
         return _sample(logits, rows)
@@ -265,7 +264,7 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The next token of every sampling row by temperature, top_k and top_p: [m]. The logits are as before then."""
+    """Return the next token of every sampling row by temperature, top_k and top_p: [m]. The logits end up unchanged."""
     drawn = [row.sampling for row in rows if row.sampling.uniform is not None]
     with _forbidden(logits, [row.sampling.forbidden for row in rows]):
         if not drawn:
@@ -278,7 +277,9 @@ def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The first of the greatest logits of each row; `argmax` says the same in several times the time on a CPU."""
+    """Return the first of the greatest logits of each row; `argmax` gives the same but is several times slower on a
+    CPU.
+    """
     return logits.max(-1).indices
 
 
@@ -294,7 +295,7 @@ def _draw(logits: Tensor, metadata: Sequence[Sampling]) -> Tensor:
 
 @contextlib.contextmanager
 def _forbidden(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Rule tokens out, within it, for rows that must not have them yet: [m, V]. Logits are scored as they came."""
+    """Mask the forbidden tokens of each row inside this context: [m, V]. The logits are restored for scoring."""
     possible = [(i, token) for i, row in enumerate(tokens) for token in row if 0 <= token < logits.shape[1]]
     if not possible:
         yield

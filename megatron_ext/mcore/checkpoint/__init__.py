@@ -1,1 +1,1 @@
-"""Checkpoints of megatron-core and torch, read as data; which part of each weight a rank holds."""
+"""Checkpoints of megatron-core and torch, read as data, and the shard of each weight that a rank holds."""

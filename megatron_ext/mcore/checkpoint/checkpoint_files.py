@@ -1,8 +1,8 @@
-"""The files of a distributed checkpoint: written by this process alone, and read as data, whoever wrote them.
+"""Files of a distributed checkpoint: written by this process alone, and read as data from any writer.
 
-megatron-core reads `.metadata`, `common.pt` and, of a checkpoint with objects, parts of `*.distcp` as pickles, which
-are programs. None of its readers is used here: the first says where which tensor is (checkpoint_metadata.py), of the
-second the plain values are taken, and the parts that hold tensors are read by torch_files.py. Objects stay unread.
+megatron-core reads `.metadata`, `common.pt` and, for a checkpoint with objects, parts of `*.distcp` as pickles, which
+are programs. None of its readers is used here: `.metadata` says where each tensor is (checkpoint_metadata.py),
+`common.pt` provides plain values, and torch_files.py reads the parts that hold tensors. Objects stay unread.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"
 _LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM's are some kilobytes
 _MAX_VALUES = 1_000_000  # of the arguments of a run
-_ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part beside its tensor's; torch's are about a thousand
+_ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part in addition to its tensor's; about a thousand for torch
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
-# What may be in common.pt; but for namespaces it stays unread.
+# Classes that common.pt may name; except for namespaces, their contents stay unread.
 _COMMON = frozenset(
     (
         *(f"{kind.__module__}.{kind.__qualname__}" for kind in SAFE_GLOBALS),
@@ -64,7 +64,7 @@ _COMMON = frozenset(
         "torch.serialization._get_layout",
     )
 )
-# Members of those of them that are enumerations, which Python 3.11.0 to 3.11.3 give by name.
+# Members of the enumerations among them, which Python 3.11.0 to 3.11.3 pickle by name.
 _ENUMERATIONS = {
     f"{kind.__module__}.{kind.__qualname__}": frozenset(kind.__members__)
     for kind in SAFE_GLOBALS
@@ -75,8 +75,8 @@ _ENUMERATIONS = {
 class InProcessSave(SaveShardedStrategy):
     """Upstream's `torch_dist` format without its writer processes.
 
-    Upstream's writer forks a process for each file, with threads and devices open, and spawns one more that imports
-    the main module again (seconds); without psutil `save` waits for ever. That is for saving beside a training loop.
+    Upstream's writer forks a process for each file, with threads and devices open, and spawns one more that imports the
+    main module again (seconds); without psutil `save` never returns. That writer is meant for saving during training.
     """
 
     can_handle_sharded_objects = True
@@ -85,7 +85,7 @@ class InProcessSave(SaveShardedStrategy):
         super().__init__(BACKEND, 1)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write `.metadata` and one `.distcp` file a rank; every rank calls this."""
+        """Write `.metadata` and one `.distcp` file per rank; every rank calls this."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         with _without_deprecations():
             checkpoint.save(
@@ -96,18 +96,18 @@ class InProcessSave(SaveShardedStrategy):
 
 
 def read_tensors(state: Mapping[str, ShardedStateDict], stored: StoredState, directory: Path) -> dict[str, Tensor]:
-    """Read what a sharded state describes.
+    """Read the tensors that a sharded state describes.
 
-    A tensor is read into the memory that its description names, in the type which that has; what is put together from
-    parts is in new memory.
+    A tensor is read into the memory that its description names, in that memory's type; a tensor assembled from parts is
+    in new memory.
 
     Args:
-        state: Name to what is asked for. Shapes must be those that are stored, or padded where that is allowed.
-        stored: What `read_metadata` said of the directory.
-        directory: Where the files are.
+        state: Name -> requested tensor. Shapes must equal the stored ones, or be padded where that is allowed.
+        stored: Result of `read_metadata` for the directory.
+        directory: Directory of the files.
 
     Raises:
-        CheckpointError: An object is asked for, or a file is missing, damaged, or none that may be read.
+        CheckpointError: An object is requested, or a file is missing, damaged or not readable as data.
     """
     with contextlib.ExitStack() as stack:
         reader = _PartReader(directory, stored, stack)
@@ -115,7 +115,7 @@ def read_tensors(state: Mapping[str, ShardedStateDict], stored: StoredState, dir
 
 
 class _PartReader:
-    """The files that hold the parts of tensors; each is opened once."""
+    """Reader of the files that hold the parts of tensors; each file is opened once."""
 
     def __init__(self, directory: Path, stored: StoredState, stack: contextlib.ExitStack) -> None:
         self._directory = directory
@@ -141,7 +141,7 @@ class _PartReader:
             data = torch.zeros(wanted.local_shape, dtype=wanted.dtype)
         sizes = (1,) * wanted.prepend_axis_num + tuple(wanted.local_shape)
         target = data.detach().view(sizes)
-        if wanted.allow_shape_mismatch:  # rows beyond those that are stored
+        if wanted.allow_shape_mismatch:  # rows beyond the stored ones
             target.zero_()
         for part in stored.parts:
             box = _intersection(tuple(wanted.global_offset), sizes, part)
@@ -150,7 +150,7 @@ class _PartReader:
         return data
 
     def _part(self, key: str, part: Part, stored: StoredTensor, box: _Box) -> Tensor:
-        """A box of a stored part, of which whole rows are read."""
+        """Return a box of a stored part; whole rows of the part are read."""
         where = f"{self._directory / part.file}: tensor {key}"
         file, size = self._open(part.file)
         needed = math.prod(part.sizes) * stored.dtype.itemsize
@@ -177,7 +177,7 @@ _Box = tuple[slice, ...]
 
 
 def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -> tuple[_Box, _Box] | None:
-    """What a wanted box has in common with a stored part, as a box of either; None if that is nothing."""
+    """Intersect a wanted box with a stored part: the common box in coordinates of either; None if it is empty."""
     ours, theirs = [], []
     for begin, size, stored_begin, stored_size in zip(offset, sizes, part.offsets, part.sizes, strict=True):
         low, high = max(begin, stored_begin), min(begin + size, stored_begin + stored_size)
@@ -189,12 +189,12 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
 
 
 def read_common(directory: Path) -> dict[str, object]:
-    """What is not a tensor: arguments, iteration, the scheduler's state. Namespaces are `SimpleNamespace`s.
+    """Read the values that are not tensors: arguments, iteration, scheduler state. Namespaces are `SimpleNamespace`s.
 
-    What is of any other class, or a tensor, is there as a `Made` that says its class and nothing else.
+    A value of any other class, or a tensor, becomes a `Made` that names its class and nothing else.
 
     Raises:
-        CheckpointError: No such file, damaged, or with classes that have no place in it.
+        CheckpointError: The file is missing or damaged, or names a class that is not allowed.
     """
     path = directory / COMMON_FILE
     if not os.path.lexists(path):
@@ -211,14 +211,15 @@ def read_common(directory: Path) -> dict[str, object]:
 
 
 class _Count:
-    """How many values may still come."""
+    """Number of values that may still be read."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
 def _plain(value: Any, count: _Count, depth: int) -> Any:
-    """The value in new lists, dictionaries and namespaces: nothing holds itself, or one thing many times over."""
+    """Copy the value into new lists, dictionaries and namespaces: no cycles, and no object shared between two places.
+    """
     count.left -= 1
     if count.left < 0 or depth == 0:
         raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or one far inside of another")
@@ -236,7 +237,7 @@ def _plain(value: Any, count: _Count, depth: int) -> Any:
 
 @contextlib.contextmanager
 def _without_deprecations() -> Iterator[None]:
-    """Upstream uses functions of torch that torch warns of; whoever saves a model can do nothing about it."""
+    """Silence torch's deprecation warnings for functions that upstream calls; a user cannot act on them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,8 +1,8 @@
-"""`.metadata` of a distributed checkpoint: which tensors there are, in which parts, and where each part is.
+"""`.metadata` of a distributed checkpoint: its tensors, their parts, and the location of each part.
 
-torch writes it as a pickle of its own classes and reads it back as a program. Here it is read as data
-(plain_pickle.py), and only the fields below, of exactly these types, are made use of; whatever a planner or a trainer
-left beside them stays unread. So do objects such as `_extra_state`: that they are there is all that is known of them.
+torch writes this file as a pickle of its own classes and reads it back as a program. Here it is read as data
+(plain_pickle.py), and only the fields below, of exactly these types, are used; other fields that a planner or trainer
+wrote stay unread. Objects such as `_extra_state` stay unread too: only their keys are known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_SHOWN = 100  # characters of a name
 
 _DCP = "torch.distributed.checkpoint"
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
-# By the names that dtypes are pickled under.
+# Pickled name of a dtype -> dtype.
 _TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ROOTS = (f"{_DCP}.metadata.Metadata", f"{_STRATEGY}.MCoreMetadata")
 _READ = (
@@ -50,7 +50,7 @@ _READ = (
     "torch.Size",
     "torch.serialization._get_layout",
 )
-# In fields that stay unread.
+# Names in fields that stay unread.
 _PASSED_OVER = (
     *(f"{_DCP}.planner.{name}" for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
     f"{_DCP}.planner.WriteItemType",
@@ -62,7 +62,7 @@ _PASSED_OVER = (
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
 )
 _ALLOWED = frozenset((*_READ, *_PASSED_OVER))
-# Those of torch's enumerations that Python 3.11.0 to 3.11.3 give by name.
+# Members of torch's enumerations, which Python 3.11.0 to 3.11.3 pickle by name.
 _ENUMERATIONS = {
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": (
         "TORCH_CONTIGUOUS_FORMAT",
@@ -76,7 +76,7 @@ _UNREAD_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, and the bytes of a file that hold it."""
+    """Box of a tensor, and the bytes of a file that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint."""
+    """Tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -96,17 +96,17 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredState:
-    """What a checkpoint holds, by key."""
+    """Tensors and objects of a checkpoint, by key."""
 
     tensors: Mapping[str, StoredTensor]
-    objects: frozenset[str]  # which nobody reads
+    objects: frozenset[str]  # keys only; never read
 
 
 def read_metadata(directory: Path) -> StoredState:
-    """What `.metadata` says.
+    """Read `.metadata`.
 
     Raises:
-        CheckpointError: It is not there, no regular file, damaged, or says what torch and megatron-core do not write.
+        CheckpointError: The file is missing, not a regular file, damaged, or not as torch and megatron-core write it.
     """
     path = directory / METADATA_FILE
     if not os.path.lexists(path):
@@ -138,7 +138,7 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], _Place]
 
 
 def _places(stored: Any) -> _Places:
-    """Where each part is, by its tensor's key and its offsets; None for an object's."""
+    """Map tensor key and offsets to the location of each part; the offsets are None for an object."""
     _require(type(stored) is dict, "it has no dictionary of places")
     places = {}
     for index, info in stored.items():
@@ -181,7 +181,7 @@ def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
-    """Of the properties only the type counts: a checkpoint's tensors are read into memory of ours."""
+    """Return the dtype, the only property that is used: tensors are read into memory of this process."""
     _require(_is_made(properties, f"{_DCP}.metadata.TensorProperties"), f"{_shown(key)} has no properties")
     state = properties.state
     _require(type(state) is tuple and len(state) == 5, f"{_shown(key)} has other properties than a tensor")
@@ -193,7 +193,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
 
 
 def _fields(made: Any, name: str, needed: set[str], more: Iterable[str] = ()) -> dict[str, Any]:
-    """The attributes of one object, which are those that are needed, perhaps with more."""
+    """Return the attributes of one object, which must be exactly the needed ones, optionally with those in `more`."""
     if not _is_made(made, name) or made.args != ():
         raise PlainPickleError(f"it has something else in the place of {name}")
     state = made.state
@@ -215,7 +215,7 @@ def _is_text(args: tuple[Any, ...], text: str) -> bool:
 
 
 def _shape(size: Any, key: str) -> tuple[int, ...]:
-    """A `torch.Size`."""
+    """Return the sizes of a pickled `torch.Size`."""
     held = _is_made(size, "torch.Size") and size.state is None and len(size.args) == 1 and size.args[0]
     if type(held) is not tuple or len(held) > _MAX_DIMENSIONS:
         raise PlainPickleError(f"{_shown(key)} has no shape")
@@ -233,7 +233,7 @@ def _size(value: Any, what: str, key: str) -> int:
 
 
 def _shown(value: Any) -> str:
-    """What is of no plain type, and may hold itself or much else, by its type only."""
+    """Show a value in an error text: only the type unless the value is plain, as it may be large or contain itself."""
     if type(value) not in (str, int):
         return f"a {type(value).__name__}"
     text = repr(value)

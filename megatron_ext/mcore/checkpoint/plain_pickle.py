@@ -1,14 +1,14 @@
-"""Pickles that somebody else wrote, read as data: nothing is imported, called or given attributes.
+"""Untrusted pickles, read as data: nothing is imported, called or given attributes.
 
-A pickle is a program for a stack machine, and Python's own machine imports what it names and calls that. This one knows
-the instructions that pickles of protocols 2 to 5 need for plain values and for objects of classes, and makes of the
-latter `Made`: what is named, what it was called with, and the state that came with it. What those mean is for the
-reader to say, who looks for the names that he expects. Whatever else a pickle asks for is refused.
+A pickle is a program for a stack machine. Python's own machine imports and calls the names in a pickle. This machine
+knows the instructions that pickles of protocols 2 to 5 need for plain values and for objects of classes. An object
+becomes a `Made`: the name of its class, the arguments of the call, and its state. The caller interprets them by the
+names it expects. Any other instruction is refused.
 
-Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. That one call is read too, where
-the reader says which classes and names there are; nothing is looked up in a class.
+Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. This one call is accepted for the
+classes and names that the caller lists; no attribute of a class is looked up.
 
-Work and memory are bounded by `Limits`, and by the number of bytes: no instruction makes more than it is long.
+`Limits` and the number of bytes bound work and memory: no instruction makes a value longer than itself.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
-STORED_APART = "stored apart"  # the name of what a pickle says is kept elsewhere: a persistent id
+STORED_APART = "stored apart"  # name given to a value stored outside the pickle (a persistent id)
 _MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second in protocol 2
 _WHOLE_NUMBER_BYTES = 9  # of 64 bits, with or without a sign
 _KEY_TYPES = (str, int, bool, float, type(None))
 
 
 class PlainPickleError(ValueError):
-    """A pickle that is damaged, or asks for more than plain values."""
+    """Raised for a pickle that is damaged, or contains more than plain values."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one pickle may ask for."""
+    """Size limits of one pickle."""
 
     instructions: int = 50_000_000
     name_bytes: int = 1_000  # of a module or a class
@@ -39,20 +39,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Named:
-    """Something in a module. It is not looked up."""
+    """Global that a pickle names. The name is not looked up."""
 
     name: str  # "module.name"
 
 
-_MEMBER = Named(_MEMBER_OF[0])  # on a stack it is this very one, and no other
+_MEMBER = Named(_MEMBER_OF[0])  # compared by identity on the stack
 
 
 class Made:
-    """What a call of something named would have given.
+    """Result of a call in a pickle, recorded instead of executed.
 
     Args:
-        name: What is called, as "module.name".
-        args: With what.
+        name: Called global, as "module.name".
+        args: Arguments of the call.
     """
 
     __slots__ = ("args", "name", "state")
@@ -60,13 +60,13 @@ class Made:
     def __init__(self, name: str, args: tuple[object, ...]) -> None:
         self.name = name
         self.args = args
-        self.state: Any = None  # what the instance was to be given afterwards
+        self.state: Any = None  # state that the pickle would set on the instance
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
 
-Members = Mapping[str, Container[str]]  # of enumerations, by the names of their classes
+Members = Mapping[str, Container[str]]  # names of the members, by class name of the enumeration
 
 
 def load(
@@ -77,19 +77,20 @@ def load(
     enumerations: Members | None = None,
     limits: Limits | None = None,
 ) -> object:
-    """The value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` and `Made` ones.
+    """Return the value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` or `Made`.
 
-    A tuple, list, dictionary or `Made` may hold another one several times, and itself.
+    A tuple, list, dictionary or `Made` may contain another value several times, and itself.
 
     Args:
         data: The whole pickle.
-        allowed: Names that it may use.
-        stored_apart: Whether it may refer to what is kept elsewhere, as torch's do to the bytes of tensors.
-        enumerations: Classes, which must be allowed too, whose members it may give by name: `Made` with that name.
-        limits: How much it may ask for.
+        allowed: Names that the pickle may use.
+        stored_apart: Whether the pickle may refer to values stored elsewhere, as torch's do to the bytes of tensors.
+        enumerations: Classes, which must be allowed too, whose members may be given by name: `Made` with that name.
+        limits: Size limits of the pickle.
 
     Raises:
-        PlainPickleError: It is no pickle, is cut off, names what is not allowed, or asks for anything else.
+        PlainPickleError: The data is not a pickle, is cut off, uses a name that is not allowed, or an unknown
+            instruction.
     """
     machine = _Machine(data, allowed, stored_apart, enumerations or {}, limits or Limits())
     try:
@@ -99,7 +100,7 @@ def load(
 
 
 class _Machine:
-    """Where reading stands: the bytes, the stack, where marks are on it, and what was put by for later."""
+    """State of the stack machine: bytes, position, stack, positions of the marks on it, and memo."""
 
     def __init__(
         self, data: bytes, allowed: Container[str], stored_apart: bool, enumerations: Members, limits: Limits
@@ -144,7 +145,7 @@ class _Machine:
         return value
 
     def pop(self) -> Any:
-        """The top of the stack, which must be above the last mark."""
+        """Pop the top of the stack, which must be above the last mark."""
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
             raise PlainPickleError(f"its stack is empty, {self.place}")
         return self.stack.pop()
@@ -156,7 +157,7 @@ class _Machine:
         return items
 
     def below(self, kind: type) -> Any:
-        """The top of the stack, which stays there."""
+        """Return the top of the stack without popping it."""
         value = self.stack[-1]
         if type(value) is not kind:
             raise PlainPickleError(f"it fills a {kind.__name__} that is none, {self.place}")
@@ -171,7 +172,7 @@ class _Machine:
         return Named(full)
 
     def call(self) -> None:
-        """A call; of `getattr` only what gives a known member of an enumeration."""
+        """Execute a call; `getattr` is accepted only for a known member of an enumeration."""
         if len(self.stack) < 2 or self.stack[-2] is not _MEMBER:
             self.make()
             return
@@ -245,7 +246,7 @@ def _tuple_of(count: int) -> Step:
 
 
 def _put(index: struct.Struct | None) -> Step:
-    """Put the top of the stack by, under a number that follows or the next one."""
+    """Memoize the top of the stack, under the number that follows in the data or the next free one."""
 
     def step(m: _Machine) -> None:
         m.memo[len(m.memo) if index is None else m.number(index)] = m.stack[-1]
@@ -265,7 +266,7 @@ def _integer(m: _Machine) -> None:
 
 
 def _global(m: _Machine) -> None:
-    """Two lines of text."""
+    """Read a global name: two lines of text."""
     names = []
     for _ in range(2):
         end = m.data.find(b"\n", m.at, m.at + m.limits.name_bytes)
@@ -298,7 +299,7 @@ def _set_item(m: _Machine) -> None:
     m.set_items([key, value])
 
 
-# By instruction, as the standard library's `pickletools` describes them.
+# Step of each instruction, as the standard library's `pickletools` describes them.
 _KNOWN: dict[bytes, Step] = {
     b"\x80": lambda m: m.take(1) and None,  # protocol
     b"\x95": lambda m: m.take(8) and None,  # frame: how much could be read at once

@@ -1,8 +1,8 @@
-"""What `torch.save` wrote, read as data: a zip archive with a pickle, and the bytes of tensors beside it.
+"""Files of `torch.save`, read as data: a zip archive with a pickle, and the bytes of tensors beside it.
 
-`torch.load(weights_only=True)` runs none of a file's code either, but it makes whatever any package of the process has
-allowed (megatron-core allows numpy's arrays, whose states are trusted by numpy), and it unpacks what is compressed.
-Here a pickle makes plain values only, and an archive takes no more memory than it is long.
+`torch.load(weights_only=True)` does not run a file's code either, but it constructs any class that some package of the
+process has allowed (megatron-core allows numpy's arrays, whose states numpy trusts), and it decompresses records. Here
+a pickle makes plain values only, and an archive takes no more memory than its own length.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _TYPED_STORAGES = {
 _TENSOR = frozenset((_REBUILD, "collections.OrderedDict", *_TYPED_STORAGES))
 _LOCAL_MAGIC, _LOCAL_HEADER = b"PK\x03\x04", 30  # of a record; the last four bytes are lengths of what follows
 _CHUNK = 16 * 1024**2  # bytes that are read at a time
-_MAX_RECORDS = 100_000  # of an archive: two for each tensor, and a few more
+_MAX_RECORDS = 100_000  # per archive: two for each tensor, and a few more
 
 
 class FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file; nothing is copied.
+    """Range of bytes of a file, as a file; nothing is copied.
 
     Args:
         file: Open for reading; its position is moved.
-        start: Where the slice begins.
+        start: First byte of the slice.
         length: Bytes, all of which must be in the file.
     """
 
@@ -51,25 +51,25 @@ class FileSlice(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins, from the slice's beginning on."""
+        """Return the read position, relative to the start of the slice."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move there, and say where that is."""
+        """Move the read position and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """At most so many bytes, all that are left if the number is negative."""
+        """Read at most `count` bytes; all remaining bytes if `count` is negative."""
         left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
         content = self._file.read(left if count is None or count < 0 else min(count, left))
@@ -78,20 +78,20 @@ class FileSlice(io.RawIOBase):
 
 
 class Archive:
-    """One zip archive of torch's.
+    """Zip archive written by torch.
 
     Args:
         file: The archive and nothing else.
 
     Raises:
-        PlainPickleError: It is none, or has records that are compressed.
+        PlainPickleError: The file is not such an archive, or has compressed records.
     """
 
     def __init__(self, file: BinaryIO | FileSlice) -> None:
         self._file = file
         try:
             self._zip = zipfile.ZipFile(file, "r")
-        except Exception as error:  # of damaged archives `zipfile` raises anything
+        except Exception as error:  # `zipfile` raises arbitrary errors for damaged archives
             raise PlainPickleError(f"it is no archive of torch's: {error}") from error
         records = self._zip.infolist()
         if len(records) > _MAX_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -100,14 +100,14 @@ class Archive:
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
     def pickle(self, allowed: Container[str], enumerations: Members | None = None) -> object:
-        """The plain value of the pickle, tensors being `Made` ones; see `plain_pickle.load`."""
+        """Return the plain value of the pickle, with tensors as `Made`; see `plain_pickle.load`."""
         content = bytes(self.record(_PICKLE))
         return plain_pickle.load(content, allowed, stored_apart=True, enumerations=enumerations)
 
     def record(self, name: str) -> bytearray:
-        """The bytes of one record."""
+        """Read the bytes of one record."""
         record = self._record(name)
-        content = bytearray()  # grows with what is there, whatever the archive says its length is
+        content = bytearray()  # grows with the data, not with the length that the archive claims
         try:
             with self._zip.open(record) as file:
                 while chunk := file.read(_CHUNK):
@@ -117,7 +117,7 @@ class Archive:
             raise PlainPickleError(f"its {name} is damaged: {error}") from error
 
     def part(self, name: str, start: int, length: int) -> bytearray:
-        """Some bytes of one record; nothing else is read, so that no checksum can be looked at."""
+        """Read some bytes of one record. The rest of the record is not read, so its checksum is not verified."""
         record = self._record(name)
         if start + length > record.file_size:
             raise PlainPickleError(f"its {name} is too short")
@@ -143,13 +143,13 @@ class Archive:
 def read_tensor(
     file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None
 ) -> Tensor:
-    """The only tensor of an archive, on the host.
+    """Read the only tensor of an archive to the host.
 
     Args:
         file: The archive and nothing else.
-        dtype: What the tensor must have.
-        shape: The same.
-        rows: The only ones that are returned, and read if they lie one behind the other; None for all.
+        dtype: Required dtype of the tensor.
+        shape: Required shape of the tensor.
+        rows: Rows to return; if they are contiguous, only they are read. None returns all rows.
 
     Raises:
         PlainPickleError: There is another tensor, or something else, or the archive is damaged.
@@ -180,12 +180,12 @@ def read_tensor(
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose numbers lie one behind the other."""
+    """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
-    """The key of a tensor's bytes and how many elements they are."""
+    """Return the key of a tensor's storage and its number of elements."""
     where = stored.args[0] if type(stored) is Made and stored.name == STORED_APART else None
     if type(where) is not tuple or len(where) != 5 or where[0] != "storage":
         raise PlainPickleError("it is no tensor with bytes of its own")

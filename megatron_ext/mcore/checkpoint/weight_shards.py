@@ -1,14 +1,14 @@
-"""Which part of which whole tensor each tensor of a rank is.
+"""Weight shards: the part of a whole tensor that each tensor of a rank is.
 
-megatron-core's description for distributed checkpoints says where a rank's tensor lies in the whole; it is read here
-for files that hold whole tensors, under the names that they have in the model of one rank. There
+megatron-core's description for distributed checkpoints says where a rank's tensor lies in the whole. This module reads
+that description for files that hold whole tensors, under their names in the model of one rank. In those names
 
     decoder.layers.{n}.                  n counts the layers of all stages
     ...experts.local_experts.{n}.        n counts the experts of all ranks
-    embedding.word_embeddings.weight     is also what the last stage calls output_layer.weight, if it is tied
+    embedding.word_embeddings.weight     is also the last stage's output_layer.weight, if it is tied
 
-Some tensors hold several parts one below the other, each of which is split over the ranks by itself: a gated MLP's
-gate and up projection, the rows of z, x, B, C and dt of a Mamba-2 input projection. Of these a rank has several pieces.
+Some tensors concatenate several parts by rows, each of which is split over the ranks separately: a gated MLP's gate and
+up projection, the rows of z, x, B, C and dt of a Mamba-2 input projection. A rank has several pieces of such a tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the whole tensor, and the same box of this rank's."""
+    """Box of the whole tensor, and the same box of this rank's tensor."""
 
     whole: Box
     local: Box
 
     def up_to(self, rows: int) -> Piece | None:
-        """The same without the whole tensor's rows from `rows` on; None if nothing remains."""
+        """Return the piece without the whole tensor's rows from `rows` on; None if nothing remains."""
         first, here = self.whole[0].start, self.local[0]
         count = min(self.whole[0].stop, rows) - first
         if count <= 0:
@@ -55,12 +55,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What a tensor of this rank is of a whole one.
+    """Shard of a whole tensor that a tensor of this rank holds.
 
     Attributes:
-        name: The whole tensor's, in the model of one rank.
-        shape: The whole tensor's.
-        pieces: In the order of the rank's rows. None is missing, but for rows behind the vocabulary, which are zeros.
+        name: Name of the whole tensor in the model of one rank.
+        shape: Shape of the whole tensor.
+        pieces: Pieces in the order of this rank's rows. They cover all rows but those after the vocabulary, which are
+            zeros.
     """
 
     name: str
@@ -69,24 +70,24 @@ class ShardSpec:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of it."""
+        """True if this rank has the whole tensor."""
         return len(self.pieces) == 1 and all(
             (box.start, box.stop) == (0, size) for box, size in zip(self.pieces[0].whole, self.shape, strict=True)
         )
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tensor; a view where it is one piece."""
+        """Return this rank's tensor of the whole one; a view if the shard is one piece."""
         parts = [whole[piece.whole] for piece in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def up_to(self, rows: int) -> ShardSpec:
-        """The same of a whole tensor that has no more rows than these."""
+        """Return the shard of a whole tensor with at most `rows` rows."""
         pieces = [piece.up_to(rows) for piece in self.pieces]
         return ShardSpec(self.name, (rows, *self.shape[1:]), tuple(piece for piece in pieces if piece is not None))
 
 
 def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
-    """The cut of every tensor of a checkpoint that this rank has, by the name that it has here."""
+    """Return the shard of every tensor of a checkpoint that this rank has, by its name on this rank."""
     if not is_spread(model.config):
         return {name: whole_shard(name, tensor.shape) for name, tensor in model_tensors(model).items()}
     described = requested_state(model)
@@ -100,7 +101,8 @@ def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model, by name: parameters (shared ones once), and buffers that are state.
+    """Return the tensors that a checkpoint of a model holds, by name: parameters (shared ones once)
+    and persistent buffers.
 
     They can be written under `torch.no_grad`.
     """
@@ -109,13 +111,13 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def zero_padding(target: Tensor, shard: ShardSpec) -> None:
-    """Set this rank's rows behind the vocabulary to zero, if it has any, before the others are filled."""
+    """Set this rank's rows after the vocabulary to zero, if it has any, before the others are filled."""
     if sum(math.prod(side.stop - side.start for side in piece.local) for piece in shard.pieces) < target.numel():
         target.zero_()
 
 
 def is_spread(config: TransformerConfig) -> bool:
-    """Whether one rank has less than the whole model."""
+    """Return whether a rank has less than the whole model."""
     sizes = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -126,7 +128,7 @@ def is_spread(config: TransformerConfig) -> bool:
 
 
 def whole_shard(name: str, shape: Iterable[int]) -> ShardSpec:
-    """All of a tensor."""
+    """Return the shard that is the whole tensor."""
     box = tuple(slice(0, size) for size in shape)
     return ShardSpec(name, tuple(shape), (Piece(box, box),))
 
@@ -134,13 +136,13 @@ def whole_shard(name: str, shape: Iterable[int]) -> ShardSpec:
 def requested_state(
     model: MegatronModule, *, singleton_local_shards: bool = False
 ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """What the model asks of a distributed checkpoint, by the names that tensors have here; without objects."""
+    """Return the tensors that the model requests from a distributed checkpoint, by local name; without objects."""
     described = model.sharded_state_dict(metadata={"singleton_local_shards": singleton_local_shards})
     return {name: one for name, one in described.items() if not isinstance(one, ShardedObject)}
 
 
 def gathered_names(names: Iterable[str]) -> set[str]:
-    """The names of all ranks; each of them calls this."""
+    """Return the union of the names of all ranks; every rank must call this."""
     own = sorted(set(names))
     size = torch.distributed.get_world_size()
     if size == 1:
@@ -152,7 +154,7 @@ def gathered_names(names: Iterable[str]) -> set[str]:
 
 def _shard(name: str, described: ShardedTensor | ShardedTensorFactory) -> ShardSpec:
     parts = [described] if isinstance(described, ShardedTensor) else list(nested_values({"": described.build()}))
-    rows: dict[str, int] = {}  # of each global tensor: those of one key are places in the same one
+    rows: dict[str, int] = {}  # by key of the global tensor: parts with the same key lie in the same tensor
     for part in parts:
         rows.setdefault(part.key, part.global_shape[part.prepend_axis_num] if part.local_shape else 1)
     first = dict(zip(rows, _starts(rows.values()), strict=True))
@@ -176,7 +178,7 @@ def _shard(name: str, described: ShardedTensor | ShardedTensorFactory) -> ShardS
 
 
 def _joined(above: Box, below: Box) -> Box:
-    """Two boxes, one below the other, as one."""
+    """Join two boxes, one below the other, into one."""
     assert above[1:] == below[1:], (above, below)
     return (slice(above[0].start, below[0].stop), *above[1:])
 
@@ -197,7 +199,7 @@ def _whole_name(name: str, model: HybridModel, numbers: list[int], first_expert:
 
 
 def _first_expert(model: HybridModel) -> int:
-    """The number of this rank's first expert, the same in all layers."""
+    """Return the number of this rank's first expert, which is the same in all layers."""
     for module in model.modules():
         if isinstance(module, SequentialMLP):
             return module.ep_group.rank() * module.num_local_experts
