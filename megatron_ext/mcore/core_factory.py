@@ -1,4 +1,4 @@
-"""Engine core and followers of this rank, built around a context and a controller."""
+"""Engine core and workers of this rank, built around a context and a controller."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_core(
 def make_worker(
     parallel_context: ParallelContext, context: InferenceContext, controller: InferenceController
 ) -> Worker:
-    """Return what takes part in the steps of its replica as rank 0 says, on a rank other than 0."""
+    """Return the worker of a rank other than 0, which runs its replica's steps on commands from rank 0."""
     executor = parallel_context.executor(StepExecutor(context, controller))
     resources = ContextResources(context, controller)
     return Worker(
@@ -93,11 +93,11 @@ def make_worker(
 
 
 class ContextResources:
-    """`ModelResources` of a context and the model around it.
+    """`ModelResources` of a context and its model.
 
     Args:
-        context: Its pools come and go.
-        controller: Its model's weights are watched.
+        context: Context whose pools are allocated and freed.
+        controller: Controller whose model's weights are watched.
     """
 
     def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
@@ -106,32 +106,32 @@ class ContextResources:
         self._weights = WeightsWatch(self._model)
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
-        """See `ModelResources`; captured graphs depend on weights, too."""
+        """Return whether weights have changed; see `ModelResources`. Captured graphs depend on weights too."""
         is_watching = is_caching or self._context.cuda_graph_runner is not None
         return is_watching and self._weights.has_changed()
 
     def mark_new_weights(self) -> None:
-        """See `ModelResources`."""
+        """Mark the weights as changed; see `ModelResources`."""
         mark_weights_changed(self._model)
 
     def use_new_weights(self) -> None:
-        """See `ModelResources`."""
+        """Tell the context about changed weights; see `ModelResources`."""
         self._context.notice_new_weights()
 
     def allocate(self) -> None:
-        """See `ModelResources`."""
+        """Allocate the pools; see `ModelResources`."""
         self._context.allocate_all_tensors(is_init=False)
 
     def capture(self) -> None:
-        """See `ModelResources`."""
+        """Capture the CUDA graphs; see `ModelResources`."""
         self._context.prepare_cuda_graphs()
 
     def free(self) -> None:
-        """See `ModelResources`."""
+        """Free the pools; see `ModelResources`."""
         self._context.deallocate_all_tensors()
 
     def bind_thread(self) -> None:
-        """See `ModelResources`."""
+        """Select the model's CUDA device in this thread; see `ModelResources`."""
         device = next(self._model.parameters()).device
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -1,4 +1,5 @@
-"""Captured steps: padded, sent in one copy, computed by programs of their bucket, answered in one copy."""
+"""CUDA graph runner: pad a step to a bucket, send it in one copy, replay captured graphs, return results in one copy.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +43,20 @@ _LESS = (
 
 @dataclass(frozen=True)
 class BucketGraphs:
-    """What computes the steps of a bucket: restores, forward and snapshots, then tokens and log-probs."""
+    """Captured graphs of a bucket: restores, forward and snapshots, then sampling and log-probs."""
 
     forward: Program
     choice: GraphSampler
 
 
 class CudaGraphRunner:
-    """Computes steps that fit a bucket.
+    """Runs the steps that fit a bucket by captured graphs.
 
     Args:
-        context: Its pools have spare slots.
-        controller: Around the model.
-        buckets: What steps are padded to.
-        graphs: What makes programs.
+        context: Context whose pools have spare slots.
+        controller: Controller around the model.
+        buckets: Sizes that steps are padded to.
+        graphs: Captures the graphs.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class CudaGraphRunner:
         self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
         self._prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
-        self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
+        self._logits: Tensor | None = None  # [max rows, V], the output buffer of every forward
         self._programs: dict[Bucket, BucketGraphs] = {}
-        self._pools: Pools | None = None  # that the programs were made for, as the next
+        self._pools: Pools | None = None  # pools that the graphs were captured for; likewise the next
         self._weights: tuple[int, ...] = ()
-        self._chunks: tuple[ScheduledChunk, ...] = ()  # of the step that is written
+        self._chunks: tuple[ScheduledChunk, ...] = ()  # chunks of the step in the buffers
         self._said: set[str] = set()
 
-    # What there is
+    # Graphs
 
     def prepare(self) -> None:
-        """Make the program of every bucket, where that takes long and pools have come since it was done.
+        """Capture the graphs of every bucket, if capture is slow and the pools are newer than the graphs.
 
         Raises:
-            ConfigError: The pools leave too little memory for them; none is kept then.
+            ConfigError: The pools leave too little memory for the graphs; none is kept then.
         """
         if not self._graphs.takes_long or self._context.pools is self._pools:
             return
@@ -104,7 +105,7 @@ class CudaGraphRunner:
             raise
 
     def forget(self) -> None:
-        """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
+        """Drop all graphs after pools or weights have moved or been freed; they hold no memory until captured again."""
         self._programs.clear()
         self._prev_sampled_token_ids.forget()
         self._graphs.forget()
@@ -112,7 +113,9 @@ class CudaGraphRunner:
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
-        """Weights have changed; where they were not written in place, programs read what is no longer theirs."""
+        """Drop the graphs if changed weights have moved: they would read freed memory. Weights written in place keep
+        them.
+        """
         if self._programs and self._weights != self._controller.weight_addresses():
             self.forget()
 
@@ -120,11 +123,11 @@ class CudaGraphRunner:
         if self._context.pools is not self._pools:
             self.forget()
         if bucket not in self._programs:
-            self._send(_EMPTY, bucket, [], _EVERYTHING)  # whatever is computed while it is captured is nobody's
+            self._send(_EMPTY, bucket, [], _EVERYTHING)  # capture computes only padding rows
             try:
                 with preferring(self._controller.operators):  # also at the start, before any launch
                     self._programs[bucket] = self._make(bucket)
-                self._weights = self._controller.weight_addresses()  # experts' may lie behind each other now
+                self._weights = self._controller.weight_addresses()  # experts' weights may be contiguous now
             finally:
                 self._context.clear_step()
         return self._programs[bucket]
@@ -142,7 +145,7 @@ class CudaGraphRunner:
     # Steps
 
     def find(self, step: ScheduledStep) -> Bucket | None:
-        """The bucket that computes a step; None if it is to be computed as it is. Why is said once, but for sizes."""
+        """Return the bucket of a step; None if the step must run eagerly. Each reason but the size is logged once."""
         bucket, reason = self._find(step)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
@@ -150,7 +153,7 @@ class CudaGraphRunner:
         return bucket
 
     def _find(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
-        """The bucket of a step, or why it has none; neither where it is larger than all of them."""
+        """Return the bucket of a step, or the reason why it has none; neither if it is larger than every bucket."""
         reason = why_eager(step)
         bucket = self._buckets.find(step) if reason is None else None
         if bucket is not None and not has_capacity(samplings_of(step.chunks), bucket.rows):
@@ -159,29 +162,29 @@ class CudaGraphRunner:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the step that was launched last was one of these, so that its tokens are where a program has them."""
+        """True if the step launched last was captured, so its tokens are in the graph's buffer on the device."""
         return self._prev_sampled_token_ids.are_there
 
     def forget_tokens(self) -> None:
-        """A step is computed eagerly: what lies there is of no use behind it."""
+        """Discard the tokens on the device before an eager step, after which they are stale."""
         self._prev_sampled_token_ids.forget()
 
     def find_next(self, step: ScheduledStep) -> Bucket | None:
-        """The bucket of a step that may take tokens from the one before; None if no program is there for it.
+        """Return the bucket of a step that may take tokens from the previous one; None if its graph is not captured.
 
-        To make one computes padding, which would write over these tokens.
+        Capturing computes padding rows, which would overwrite these tokens.
         """
         bucket, _ = self._find(step)
         is_made = bucket in self._programs and self._context.pools is self._pools
         return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
-        """Enqueue a step. If anything raises, nothing of it counts.
+        """Enqueue a step. If anything raises, the step has no effect.
 
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        self._program(bucket)  # before the step is written: it may have to be made
+        self._program(bucket)  # before the step is written: the graph may have to be captured
         needs = sampler_needs_of(samplings_of(step.chunks))
         copies, block_hashes = self._open(step)
         try:
@@ -205,10 +208,10 @@ class CudaGraphRunner:
     def _send(
         self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], needs: SamplerNeeds
     ) -> tuple[ScheduledChunk, ...]:
-        """Write and send it.
+        """Write the step into the input buffers and send them.
 
         Returns:
-            A chunk for each row.
+            One chunk per row.
         """
         layouts = self._guided if needs.has_mask else self._processed if needs.is_processed else self._layouts
         layout = layouts[bucket]
@@ -223,11 +226,11 @@ class CudaGraphRunner:
         return chunks
 
     def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
-        """What the host notes of snapshots: those restored are there, those to be written are not.
+        """Check restored snapshots and mark those to be written as incomplete, on the host.
 
         Returns:
-            Live states that become snapshots, as (running state slot, slot), and (slot, block hash) of all that are
-            written.
+            Live states to copy into snapshots, as (running state slot, slot), and (slot, block hash) of all written
+            snapshots.
         """
         snapshots = self._context.snapshots
         if snapshots is None:
@@ -244,7 +247,8 @@ class CudaGraphRunner:
         return copies, written
 
     def _close(self, copies: Sequence[tuple[int, int]], block_hashes: Sequence[tuple[int, bytes]]) -> None:
-        """The states that the program had no room for; then all are there for whatever is enqueued from now on."""
+        """Copy the states that exceed the graph's capacity, then mark all snapshots complete for later enqueued work.
+        """
         live, snapshots = self._context.live_states, self._context.snapshots
         if live is None or snapshots is None:
             return
@@ -253,11 +257,11 @@ class CudaGraphRunner:
             copy_states(live, sources, snapshots, targets)
         snapshots.close([slot for slot, _ in block_hashes], [block_hash for _, block_hash in block_hashes])
 
-    # What is captured
+    # Captured work
 
     @torch.inference_mode()
     def _forward(self, bucket: Bucket, logits: Tensor) -> None:
-        """Restores, forward and snapshots of what lies in the places; logits [rows, V] go to theirs."""
+        """Restore, compute and snapshot the step in the input buffers; write logits [rows, V] to the output buffer."""
         logits.copy_(self._forward_logits(bucket))
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Whether an engine's steps are computed in fixed places, and with what."""
+"""Setup of the CUDA graph runner, if an engine's settings and model allow one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 def cuda_graph_runner_for(
     context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, is_alone: bool
 ) -> CudaGraphRunner | None:
-    """What computes steps by programs, as `batching` asks; None if it asks for none, or if none can be had.
+    """Return the CUDA graph runner that `batching` asks for; None if it asks for none or the model cannot have one.
 
-    Why none can be had is said, once an engine.
+    The reason is logged once per engine.
 
     Args:
-        context: Its plan was made with the same settings.
-        controller: Around the model.
-        batching: The settings.
+        context: Context whose plan was made with the same settings.
+        controller: Controller around the model.
+        batching: Settings.
         is_alone: Whether there are no other ranks.
     """
     if not batching.has_input_buffers:

@@ -1,4 +1,4 @@
-"""What verifying drafts costs: the table that was given, that of the device, or one that is measured at the start."""
+"""Cost table of draft verification: configured, the device's default, or measured at the start."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 _LONGEST_TABLE = 64 * 1024  # bytes
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 _PROMPT = 24  # tokens
-_STEPS = 7  # that are timed, of each kind
+_STEPS = 7  # timed steps of each kind
 
 
 def chosen_costs(config: SpeculationConfig, device_type: str) -> CostTable:
-    """The table to begin with.
+    """Return the initial cost table.
 
     Raises:
-        ConfigError: A file that cannot be read, or has no table.
+        ConfigError: The file cannot be read, or has no table.
     """
     given = config.speculative_cost_table
     if given is None:
@@ -33,10 +33,10 @@ def chosen_costs(config: SpeculationConfig, device_type: str) -> CostTable:
 
 
 def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
-    """Time decode steps of this engine without drafts, with one and with the most, for 1, 2, 4, ... requests.
+    """Time decode steps of this engine with zero, one and the maximum drafts, for 1, 2, 4, ... requests.
 
-    All ranks take part, as in other steps; only rank 0 needs what comes of it. The engine has no requests, and begins
-    anew: nothing of this is counted or cached.
+    All ranks take part, as in other steps; only rank 0 needs the result. The engine has no requests and is reset after:
+    nothing of the measurement is counted or cached.
     """
     limits = engine.context.plan.limits
     sizes = sorted({*(n for n in _REQUESTS if n < limits.max_requests), min(limits.max_requests, _REQUESTS[-1])})
@@ -44,7 +44,7 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
     for requests in sizes:
         kinds = tuple(dict.fromkeys((0, 1, limits.max_drafts)))
         found = [(drafts, _step_seconds(engine, drafting, requests, drafts)) for drafts in kinds]
-        if any(seconds is None for _, seconds in found):  # the pools do not hold so many
+        if any(seconds is None for _, seconds in found):  # the pools do not hold so many requests
             break
         timings += [Timing(requests, drafts, seconds) for drafts, seconds in found if seconds is not None]
     if timings:
@@ -56,9 +56,9 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
 
 
 def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, drafts: int) -> float | None:
-    """The shortest step in which so many requests decode with so many drafts each; None if there are too few.
+    """Return the seconds of the fastest step in which `requests` requests decode with `drafts` drafts each.
 
-    What a neighbour on the machine adds to a step is not what drafts cost.
+    None if no step has that many. The minimum excludes delays from other load on the machine.
     """
     engine.reset()
     drafting.probe(drafts)

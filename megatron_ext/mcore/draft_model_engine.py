@@ -1,4 +1,4 @@
-"""A draft model beside the engine: a context and pools of its own, and steps that no scheduler plans."""
+"""Draft model beside the engine: its own context and pools, and steps that no scheduler plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_ext.speculation.draft_model import DraftModelDrafter, DraftRoom
 
 @dataclass(frozen=True)
 class DraftParts:
-    """A draft model that was loaded: in eval mode, what it is, how it reads text, the type of its parameters."""
+    """Loaded draft model in eval mode, with its configuration, tokenizer and parameter dtype."""
 
     model: MambaModel
     config: ModelConfig
@@ -29,17 +29,17 @@ class DraftParts:
     dtype: torch.dtype
 
     def memory(self, batching: BatchingConfig) -> DraftMemory:
-        """What it needs in the budget."""
+        """Return the memory that the draft model needs from the budget."""
         shape = model_shape(self.model, batching, self.dtype)
         return DraftMemory(shape.kv_bytes_per_token, shape.states.bytes if shape.states else 0)
 
     def plan(self, plan: EnginePlan, batching: BatchingConfig) -> EnginePlan:
-        """Its pools, of which the large model's plan has made room."""
+        """Return the plan of the draft model's pools, for which the target model's plan has left room."""
         device = next(self.model.parameters()).device
         return plan_draft_model(plan, model_shape(self.model, batching, self.dtype), self.config, device.type)
 
     def context(self, plan: EnginePlan) -> InferenceContext:
-        """A context with these pools, allocated."""
+        """Return a context with these pools, allocated."""
         device = next(self.model.parameters()).device
         context = InferenceContext(plan, layer_places(self.model), device)
         context.allocate_all_tensors(is_init=True)
@@ -47,12 +47,12 @@ class DraftParts:
 
 
 class DraftModel(DraftModelDrafter):
-    """Drafts with a model, whose pools come and go with the engine's.
+    """Drafter that runs a draft model, whose pools are allocated and freed with the engine's.
 
     Args:
-        context: Of the draft model, with its pools.
-        controller: Around the draft model.
-        longest: Positions that it has learned.
+        context: Context of the draft model, with its pools.
+        controller: Controller around the draft model.
+        longest: Maximum number of positions that the draft model supports.
     """
 
     def __init__(self, context: InferenceContext, controller: InferenceController, longest: int) -> None:
@@ -73,7 +73,7 @@ class DraftModel(DraftModelDrafter):
         return self._steps.execute(step).tokens
 
     def suspend(self) -> None:
-        """Free the pools; what was read is forgotten."""
+        """Free the pools and discard the request states."""
         self.reset()
         self._context.deallocate_all_tensors()
 

@@ -1,7 +1,7 @@
-"""Layer specs that need nothing but torch: what `--spec megatron_ext.mcore.layer_specs hybrid_stack_spec` names.
+"""Layer specs that need only torch; used as `--spec megatron_ext.mcore.layer_specs hybrid_stack_spec`.
 
-In distributed checkpoints a norm has the key that it has in Megatron's own models, where Transformer Engine fuses it
-into the linear layer after it; upstream's local specs of GPT do the same.
+In distributed checkpoints a norm has the key of Megatron's own models, where Transformer Engine fuses it into the
+linear layer after it; upstream's local specs of GPT do the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _mixer_spec(kind: RecurrentKind) -> ModuleSpec:
 
 
 def recurrent_layer_spec(kind: RecurrentKind) -> ModuleSpec:
-    """A norm and the kind's mixer, with their residual."""
+    """Return the spec of a norm and the kind's mixer, with their residual."""
     return ModuleSpec(
         module=RecurrentLayer,
         submodules=MambaLayerSubmodules(
@@ -64,7 +64,7 @@ def _attention_spec(module: type) -> ModuleSpec:
 
 
 def parallel_layer_spec(kind: RecurrentKind) -> ModuleSpec:
-    """A norm, the kind's mixer and attention beside it, with their residual."""
+    """Return the spec of a norm, the kind's mixer and attention beside it, with their residual."""
     return ModuleSpec(
         module=ParallelLayer,
         submodules=ParallelLayerSubmodules(
@@ -98,8 +98,8 @@ normed_attention_layer_spec = ModuleSpec(
     ),
 )
 
-# Here and below a class stands in place of a spec: upstream takes classes that it does not know as they are, and warns
-# of specs of such.
+# Here and below a class replaces a spec: upstream accepts classes that it does not know unchanged, but warns about
+# specs of them.
 mlp_layer_spec = ModuleSpec(
     module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(
@@ -123,7 +123,7 @@ moe_layer_spec = ModuleSpec(
 
 
 def stack_spec(kind: RecurrentKind) -> ModuleSpec:
-    """A stack whose recurrent layers, M and P in the pattern, are of one kind."""
+    """Return the spec of a stack whose recurrent layers, M and P in the pattern, are of one kind."""
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
@@ -140,7 +140,7 @@ def stack_spec(kind: RecurrentKind) -> ModuleSpec:
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """The stacks by the names that their kinds give them: `hybrid_stack_spec` (Mamba-2) and so on."""
+    """Return a stack spec by the name in its kind: `hybrid_stack_spec` (Mamba-2) and so on."""
     for kind in RECURRENT_KINDS.values():
         if kind.stack_spec == name:
             return stack_spec(kind)

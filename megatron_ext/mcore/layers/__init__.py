@@ -1,1 +1,1 @@
-"""Layers of megatron-core's models that need nothing but torch."""
+"""Layers of megatron-core's models that need only torch."""

@@ -26,7 +26,7 @@ class PagedSelfAttention(SelfAttention):
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(with_biases(config, "add_attention_output_bias"), *args, **kwargs)
-        self.window: int | None = None  # tokens that a query sees; None for all before it
+        self.window: int | None = None  # tokens that a query attends to; None for all previous tokens
         self._magnitude = getattr(config, "rotary_magnitude", 1.0)
 
     def forward(
@@ -72,9 +72,9 @@ class PagedSelfAttention(SelfAttention):
         return self.linear_proj(output if gate is None else self._apply_output_gate(output, gate))
 
     def _heads(self, hidden_states: Tensor) -> tuple[Heads, Tensor | None]:
-        """Queries, keys and values of [T, 1, h], and the gate of the outputs, [T, 1, heads, D], if there is one.
+        """Return queries, keys and values of [T, 1, h], and the output gate, [T, 1, heads, D], if there is one.
 
-        Where nothing is done to heads but norms of each they are views of the projection; upstream copies queries.
+        If heads are only normed one by one, the results are views of the projection; upstream copies queries.
         """
         if self._has_plain_heads():
             mixed, sizes = self.get_query_key_value_tensors(hidden_states, None, split_qkv=False)
@@ -88,7 +88,7 @@ class PagedSelfAttention(SelfAttention):
         return Heads(query.unsqueeze(1), key, value), gate[0] if is_gated else None
 
     def _has_plain_heads(self) -> bool:
-        """Whether heads have the norm of each or none, are not shared with other ranks, and outputs have no gate."""
+        """Return whether heads have per-head norms or none, are not shared between ranks, and outputs have no gate."""
         norms = (self.q_layernorm, self.k_layernorm)
         is_bare = all(isinstance(one, IdentityOp | None) for one in norms)
         is_normed = all(isinstance(one, NamedNorm) and not isinstance(one, HeadsNorm) for one in norms)
@@ -96,9 +96,10 @@ class PagedSelfAttention(SelfAttention):
         return (is_bare or is_normed) and not (is_shared or self.config.attention_output_gate or self.config.test_mode)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`.
+        """Multiply outputs [s, b, heads * D] by the sigmoid of [s, b, heads, D]; upstream's version uses
+        `torch.compile`.
 
-        Where several ranks share a key/value head, upstream's gate is of the query heads of all of them.
+        If several ranks share a key/value head, upstream's gate covers the query heads of all of them.
         """
         heads = x.shape[-1] // gate.shape[-1]
         if gate.shape[2] > heads:
@@ -108,7 +109,7 @@ class PagedSelfAttention(SelfAttention):
 
 
 class WindowedSelfAttention(PagedSelfAttention):
-    """`PagedSelfAttention` whose queries see the last tokens only, as many as the configuration says."""
+    """`PagedSelfAttention` with a sliding window: queries attend to the last `config.attention_window` tokens only."""
 
     def __init__(self, config: LayerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
@@ -116,10 +117,10 @@ class WindowedSelfAttention(PagedSelfAttention):
 
 
 def behind_window(length: int, window: int, device: torch.device) -> Tensor:
-    """Boolean mask [1, 1, length, length] in Megatron's sense: True is too long ago to be seen."""
+    """Return the boolean mask [1, 1, length, length] in Megatron's sense: True for keys older than the window."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril(diagonal=-window)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """Boolean mask [1, 1, length, length] in Megatron's sense: True is hidden."""
+    """Return the causal boolean mask [1, 1, length, length] in Megatron's sense: True is hidden."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(diagonal=1)

@@ -1,15 +1,16 @@
-"""Experts of an MoE layer where no shape may depend on how tokens are routed, as in a program of fixed steps.
+"""Dense MoE: experts of an MoE layer with shapes that do not depend on the routing, as CUDA graphs need.
 
 Each token is computed by exactly the experts that its router chose: nothing is dropped, no expert has a capacity. There
 are two ways, chosen by shapes alone:
 
-    all      every expert computes every token, and what was not asked for is left out before the last product: the
-             weights of all experts are read, once
-    picked   for few tokens: weights of each token's experts are copied together, three times their bytes, which is less
-             than all of them where there are many more experts than tokens times chosen ones
+    all      every expert computes every token, and unrouted results are masked before the last product: the weights of
+             all experts are read, once
+    picked   for few tokens: the weights of each token's experts are gathered, which moves three times their bytes; this
+             is less than reading all weights if there are many more experts than tokens times chosen experts
 
-Sums over experts are in fp32, rounded once; upstream rounds each time. Letters: T tokens, E experts, k of a token, i
-channels of inputs and outputs, f of an expert, g what its first product gives: f, or 2 f with a gated unit.
+Sums over experts are in fp32, rounded once; upstream rounds each time. Letters: T tokens, E experts, k experts per
+token, i channels of inputs and outputs, f channels of an expert, g outputs of its first product: f, or 2 f with a gated
+unit.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 _PICKED_BELOW: Final = 4  # times fewer picks than experts; copying reads and writes, and the product reads again
-_BYTES: Final = 256 * 1024**2  # of what experts give, at most; more of them are computed one behind the other
+_BYTES: Final = 256 * 1024**2  # of results at once; more experts are computed one group after another
 _is_fixed: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
 
 
 @contextlib.contextmanager
 def fixed_shapes() -> Iterator[None]:
-    """Within it shapes of this thread's MoE layers depend on nothing but those of their inputs."""
+    """Make the shapes of this thread's MoE layers depend on their inputs' shapes only, inside this context."""
     token = _is_fixed.set(True)
     try:
         yield
@@ -41,12 +42,12 @@ def fixed_shapes() -> Iterator[None]:
 
 
 def has_fixed_shapes() -> bool:
-    """Whether that is so here."""
+    """Return whether `fixed_shapes` is active here."""
     return _is_fixed.get()
 
 
 def problem_of(experts: nn.Module) -> str | None:
-    """Why these experts cannot be computed so; None if they can."""
+    """Return why these experts cannot be computed with fixed shapes; None if they can."""
     if not isinstance(experts, SequentialMLP):
         return f"experts of an MoE layer are {type(experts).__name__}"
     config = experts.config
@@ -60,13 +61,13 @@ def problem_of(experts: nn.Module) -> str | None:
 
 
 def compute_experts(experts: SequentialMLP, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-    """Each token by its experts, times their weights: [T, i] -> [T, i].
+    """Compute each token by its experts, times their weights: [T, i] -> [T, i].
 
     Args:
-        experts: Of the layer; their weights come to lie behind each other in memory.
+        experts: Experts of the layer; their weights are moved into contiguous memory.
         hidden: [T, i].
         probs: [T, E] fp32 or fp64, the router's weights.
-        routing_map: [T, E] bool, k of each row.
+        routing_map: [T, E] bool, k true values per row.
     """
     layers = list(experts.local_experts)
     first = stacked([one.linear_fc1.weight for one in layers])
@@ -78,9 +79,9 @@ def compute_experts(experts: SequentialMLP, hidden: Tensor, probs: Tensor, routi
 
 
 def stacked(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Weights of equal shapes as one tensor, [E, out, in]: views of it from now on, if they are not yet.
+    """Return weights of equal shapes as one tensor, [E, out, in]; they become views of it if they are not yet.
 
-    The parameters stay the same objects, and what is written into them in place is seen.
+    The parameters stay the same objects, and in-place writes to them reach the tensor.
     """
     first, size = weights[0], weights[0].numel()
     storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
@@ -107,7 +108,7 @@ def _all(
         some = slice(start, start + at_once)
         inner = F.linear(hidden, first[some].flatten(0, 1)).unflatten(1, (-1, first.shape[1]))  # [T, E, g]
         scaled = (_activate(config, inner) * probs[:, some, None]).to(hidden.dtype)
-        scaled = scaled.masked_fill(~routing_map[:, some, None], 0.0)  # whatever it is, NaN as well
+        scaled = scaled.masked_fill(~routing_map[:, some, None], 0.0)  # mask every value, NaN as well
         total += torch.bmm(scaled.transpose(0, 1), last[some].transpose(1, 2)).sum(0, dtype=torch.float32)
     return total.to(hidden.dtype)
 
@@ -130,7 +131,7 @@ def _picked(
 
 
 def _activate(config: TransformerConfig, inner: Tensor) -> Tensor:
-    """[..., g] -> [..., f]."""
+    """Apply the activation: [..., g] -> [..., f]."""
     if not config.gated_linear_unit:
         return config.activation_func(inner)
     gate, up = inner.chunk(2, dim=-1)

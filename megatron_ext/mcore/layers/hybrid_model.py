@@ -16,12 +16,12 @@ from megatron_ext.mcore.layers.layer_config import LayerConfig
 class HybridModel(MambaModel):
     """`MambaModel` of any vocabulary, whose tied embeddings the stages share without a CUDA device.
 
-    Parameters, their names and the forward are upstream's. Tensor-parallel ranks have equal parts of the vocabulary:
-    where it cannot be divided, the last of them have rows of zeros behind it, and no logits for these.
+    Parameters, their names and the forward are upstream's. Tensor-parallel ranks have equal parts of the vocabulary: if
+    it cannot be divided, the last ranks have rows of zeros after it, without logits for them.
 
     Args:
-        config: With the sizes of the groups of ranks.
-        stack_spec: Of the layers.
+        config: Includes the sizes of the process groups.
+        stack_spec: Spec of the layers.
         vocab_size: Entries of the vocabulary, V.
         more: Upstream's further arguments.
 
@@ -39,7 +39,7 @@ class HybridModel(MambaModel):
         self._scale(config)
 
     def _scale(self, config: LayerConfig) -> None:
-        """Multiply embeddings and logits, where the configuration says so."""
+        """Multiply embeddings and logits by the configured factors."""
         if self.pre_process and config.embedding_multiplier != 1.0:
             self.embedding.register_forward_hook(lambda _, __, output: output * config.embedding_multiplier)
         if self.post_process and config.logits_multiplier != 1.0:
@@ -47,15 +47,15 @@ class HybridModel(MambaModel):
             self.output_layer.register_forward_hook(lambda _, __, output: (output[0] * factor, output[1]))
 
     def _drop_padding(self, _: nn.Module, __: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
-        """Logits of all ranks [..., rows] -> [..., V]; those of one rank's part stay as they are."""
+        """Slice logits of all ranks [..., rows] -> [..., V]; the logits of one rank's part are unchanged."""
         logits, bias = output
         return (logits[..., : self.entries] if logits.shape[-1] == self.vocab_size else logits), bias
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the embedding and the output layer for whoever trains; nothing is sent here, see `copy_embeddings`.
+        """Mark the embedding and the output layer for a trainer; nothing is sent here, see `copy_embeddings`.
 
-        Upstream's moves tied weights to the current CUDA device and adds them up there, whatever device the model is
-        built on, and whether or not a loader is to fill them.
+        Upstream's version moves tied weights to the current CUDA device and adds them up there, regardless of the
+        model's device and of whether a loader fills the weights.
         """
         if not (self.share_embeddings_and_output_weights and self.config.pipeline_model_parallel_size > 1):
             super().setup_embeddings_and_output_layer()
@@ -67,7 +67,7 @@ class HybridModel(MambaModel):
             weight.shared = True
 
     def copy_embeddings(self) -> None:
-        """Give the last stage the first one's tied embedding; each stage calls this when its weights are made."""
+        """Copy the first stage's tied embedding to the last stage; each stage calls this once its weights are set."""
         if not self.share_embeddings_and_output_weights or not (self.pre_process or self.post_process):
             return
         group = parallel_state.get_embedding_group()

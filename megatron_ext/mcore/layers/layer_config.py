@@ -1,4 +1,4 @@
-"""megatron-core's configuration, and what its layers are told here besides."""
+"""megatron-core's configuration with additional settings of our layers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron.core.transformer import TransformerConfig
 
 @dataclass
 class LayerConfig(TransformerConfig):
-    """`TransformerConfig` with settings of layers that it has no field for.
+    """`TransformerConfig` with layer settings that it has no field for.
 
     Attributes:
-        embedding_multiplier: This and the other multipliers as in `ModelConfig`.
-        logits_multiplier: See above.
-        residual_multiplier: See above.
-        attention_output_multiplier: See above.
-        recurrent_output_multiplier: See above.
-        mlp_output_multiplier: See above.
+        embedding_multiplier: Factor of the embeddings; this and the other multipliers as in `ModelConfig`.
+        logits_multiplier: Factor of the logits.
+        residual_multiplier: Factor of every layer's output before the residual sum.
+        attention_output_multiplier: Factor of attention outputs.
+        recurrent_output_multiplier: Factor of recurrent mixers' outputs.
+        mlp_output_multiplier: Factor of MLP outputs.
         qk_layernorm_over_heads: Norms of queries and of keys are over all heads together.
-        add_attention_output_bias: Of the projection behind attention, and of queries, keys and values.
-        add_mlp_bias: Of MLPs that are no experts.
-        attention_window: Tokens that a query sees in layers with a window, its own the last of them.
-        rotary_magnitude: What rotated queries and keys are multiplied by, in our forward.
-        yarn_rotary_scaling_factor: This and the next two say the same to upstream's forward; 1 is a magnitude of 1.
-        yarn_mscale: See above.
-        yarn_mscale_all_dim: See above.
+        add_attention_output_bias: Biases in the projection after attention, and in queries, keys and values.
+        add_mlp_bias: Biases in MLPs other than experts.
+        attention_window: Tokens that a query attends to in windowed layers, its own token the last of them.
+        rotary_magnitude: Factor of rotated queries and keys in our forward.
+        yarn_rotary_scaling_factor: With the next two, the magnitude for upstream's forward; 1 is a magnitude of 1.
+        yarn_mscale: See `yarn_rotary_scaling_factor`.
+        yarn_mscale_all_dim: See `yarn_rotary_scaling_factor`.
     """
 
     embedding_multiplier: float = 1.0
@@ -46,7 +46,7 @@ class LayerConfig(TransformerConfig):
 
 
 def with_biases(config: TransformerConfig, wanted: str) -> TransformerConfig:
-    """The same configuration, or a copy with biases in linear layers if the setting called `wanted` is on."""
+    """Return the configuration, or a copy with biases in linear layers if the setting called `wanted` is on."""
     if not getattr(config, wanted, False):
         return config
     changed = copy.copy(config)

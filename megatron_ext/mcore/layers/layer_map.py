@@ -1,4 +1,4 @@
-"""Where a model's layers have their places in the pools."""
+"""Layer map: the index of each layer in the KV and state pools."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """Local layer -> the how-manieth it is of those with keys and values, and of those with states.
+    """Local layer -> its index among the layers with keys and values, and among those with states.
 
-    A layer that has both has a place in each.
+    A layer that has both has an index in each.
     """
 
     kv: Mapping[int, int]
@@ -28,7 +28,7 @@ class LayerPlaces:
 
 
 def layer_places(model: MambaModel) -> LayerPlaces:
-    """Of the layers on this stage."""
+    """Return the pool indices of the layers on this stage."""
     letters = model.decoder.layer_type_list
     return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))
 
@@ -39,17 +39,17 @@ def _places(letters: list[str], is_one: Callable[[str], bool]) -> dict[int, int]
 
 
 def kv_heads_of_rank(groups: int, ranks: int) -> int:
-    """Key/value heads that each of some tensor-parallel ranks holds: its part, or one that others hold, too."""
+    """Return the key/value heads on each tensor-parallel rank: its part, or one that several ranks hold."""
     return max(1, groups // ranks)
 
 
 def model_shape(model: MambaModel, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
-    """What the pools need to know of an unwrapped model.
+    """Return the shape of an unwrapped model that the pools are sized by.
 
     Args:
-        model: On this rank.
-        batching: Says which types states have.
-        dtype: Of the parameters, of the KV cache, and of convolution states unless `batching` says otherwise.
+        model: Model on this rank.
+        batching: Sets the dtypes of states.
+        dtype: Dtype of the parameters, of the KV cache, and of convolution states unless `batching` sets another.
     """
     places = layer_places(model)
     states = None

@@ -1,7 +1,7 @@
-"""Megatron's parallel linear layers, whose inference is the product and the collectives that it needs.
+"""Megatron's parallel linear layers, with an inference forward of only the product and its collectives.
 
-Upstream's forward goes through autograd functions, group look-ups and region mappings, whatever is wanted of it: as
-much time as the product itself where few tokens decode. Parameters, names, checkpoints and training are upstream's.
+Upstream's forward always goes through autograd functions, group look-ups and region mappings, which take as long as the
+product itself in decode steps of few tokens. Parameters, names, checkpoints and training are upstream's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class ColumnLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[..., inputs] -> [..., outputs of this rank, or of all where they are gathered], and the bias if it is left.
+        """Compute [..., inputs] -> [..., outputs of this rank, or of all if gathered], and the bias if it is not added.
 
         Args:
             input_: The same on every rank.
-            weight: In place of its own.
-            runtime_gather_output: In place of what it was built with.
+            weight: Replaces the layer's own weight.
+            runtime_gather_output: Replaces the constructor's setting.
         """
         weight = self.weight if weight is None else weight
         if weight is None or not torch.is_inference_mode_enabled() or self.sequence_parallel:
@@ -43,14 +43,14 @@ class RowLinear(RowParallelLinear):
     """`RowParallelLinear`: each rank has some of the inputs, and their products are summed."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., inputs of this rank, or of all] -> [..., outputs], and the bias if it is left."""
+        """Compute [..., inputs of this rank, or of all] -> [..., outputs], and the bias if it is not added."""
         if not torch.is_inference_mode_enabled() or self.sequence_parallel:
             return super().forward(input_)
         is_parallel = self.tp_group.size() > 1
         if is_parallel and not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         output = F.linear(input_, self.weight)
-        if is_parallel and not self.explicit_expert_comm:  # else the dispatcher of tokens sums
+        if is_parallel and not self.explicit_expert_comm:  # else the token dispatcher sums
             torch.distributed.all_reduce(output, group=self.tp_group)
         if self.skip_bias_add:
             return output, self.bias

@@ -1,4 +1,4 @@
-"""The MLP of a layer; at inference its activation is computed where the product has left its result."""
+"""MLP of a layer, with an in-place activation at inference."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from megatron_ext.ops.activation import gated_silu, squared_relu_
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2; upstream's is under `torch.compile`, which costs seconds for every new shape and needs a compiler."""
+    """Return relu(x)^2; upstream's version uses `torch.compile`, which takes seconds per new shape and needs a
+    compiler.
+    """
     return F.relu(x).square()
 
 
 class ScaledSilu:
-    """SiLU of its input times a factor."""
+    """SiLU of the input times a factor."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[...] -> the same."""
+        """Return silu(x * factor), [...] -> [...]."""
         return F.silu(x * self.factor)
 
 
-# What these compute, in place.
+# Activation -> its in-place version.
 _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
     squared_relu: squared_relu_,
     F.silu: lambda x: F.silu(x, inplace=True),
@@ -39,9 +41,9 @@ _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
 
 
 class PlainMLP(MLP):
-    """Upstream's MLP, with a way of its own at inference. Parameters, names and training are upstream's.
+    """Upstream's MLP with its own inference forward. Parameters, names and training are upstream's.
 
-    It stands in a layer's specs as a class: upstream warns of specs of classes that it does not know.
+    Layer specs use the class itself: upstream warns about specs of classes that it does not know.
     """
 
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
@@ -53,7 +55,7 @@ class PlainMLP(MLP):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h] and a bias, as upstream."""
+        """Compute [s, b, h] -> [s, b, h] and a bias, as upstream."""
         if not torch.is_inference_mode_enabled() or per_token_scale is not None or not self._is_plain():
             return super().forward(hidden_states, per_token_scale, **options)
         inner, bias = self.linear_fc1(hidden_states)
@@ -67,7 +69,8 @@ class PlainMLP(MLP):
         return not (config.use_te_activation_func or config.bias_activation_fusion or is_clamped)
 
     def _activate(self, inner: Tensor) -> Tensor:
-        """What stands in `inner` [s, b, f] is lost; with a gated unit it is [s, b, 2 * f], the gates first."""
+        """Apply the activation and overwrite `inner` [s, b, f]; with a gated unit it is [s, b, 2 * f], the gates first.
+        """
         function = self.config.activation_func
         activate = _IN_PLACE.get(function, function)
         if not self.config.gated_linear_unit:

@@ -7,8 +7,8 @@ The parameters and their names are upstream's:
     shared_experts.linear_fc1.weight, .linear_fc2.weight
     fc1_latent_proj.weight [latent, h], fc2_latent_proj.weight [h, latent]
 
-A rank alone hands tokens to its experts through upstream's "allgather" dispatcher, which gathers nothing then; several
-ranks send them to each other, see `token_dispatch.py`. A token's result depends on no other token: nothing is dropped,
+A single rank dispatches tokens to its experts with upstream's "allgather" dispatcher, which gathers nothing then;
+several ranks exchange tokens, see `token_dispatch.py`. A token's result depends on no other token: nothing is dropped,
 and no expert has a capacity.
 """
 
@@ -40,22 +40,22 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class EagerRouter(TopKRouter):
     """`TopKRouter` that needs no Transformer Engine, stays on its device and compiles nothing.
 
-    Upstream's moves weights from the CPU to the current CUDA device, multiplies with a function that is undefined
-    without Transformer Engine, and counts tokens in a method under `torch.compile`, which costs seconds for every new
-    shape, at inference too, where there is nothing to count.
+    Upstream's router moves weights from the CPU to the current CUDA device, multiplies with a function that is
+    undefined without Transformer Engine, and counts tokens in a method under `torch.compile`, which takes seconds per
+    new shape, even at inference, where there is nothing to count.
     """
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - upstream's name
-        """[s, b, h] -> router logits [s, b, experts], in the configured type."""
+        """Compute router logits in the configured type: [s, b, h] -> [s, b, experts]."""
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count each expert's tokens in training: whoever trains moves `expert_bias` by these counts.
+        """Count each expert's tokens in training; a trainer updates `expert_bias` from these counts.
 
         Args:
-            routing_map: [tokens, experts], True where a token goes to an expert.
+            routing_map: [tokens, experts], True if a token goes to an expert.
             padding_mask: [tokens], True is padding.
         """
         if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
@@ -66,7 +66,7 @@ class EagerRouter(TopKRouter):
 
 
 class LocalExperts(SequentialMLP):
-    """`SequentialMLP` that passes over experts without tokens, and knows latent inputs.
+    """`SequentialMLP` that skips experts without tokens and supports latent inputs.
 
     Args:
         latent_size: Width of inputs and outputs; None for the hidden size.
@@ -87,7 +87,7 @@ class LocalExperts(SequentialMLP):
     ) -> tuple[Tensor, None]:
         """Compute tokens that are sorted by expert: [n, i] -> [n, i] times their weights [n], and no bias.
 
-        Where gradients are wanted every expert runs, so that every parameter gets one.
+        With gradients enabled every expert runs, so that every parameter gets one.
         """
         if torch.is_grad_enabled():
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
@@ -100,7 +100,7 @@ class LocalExperts(SequentialMLP):
 
 
 class LatentProjection(nn.Linear):
-    """A linear layer that every rank has whole. Returns output and bias (None), as Megatron's layers do."""
+    """Linear layer replicated on every rank. Returns output and bias (None), as Megatron's layers do."""
 
     def __init__(
         self, input_size: int, output_size: int, config: TransformerConfig, init_method: Callable[[Tensor], object]
@@ -110,7 +110,7 @@ class LatentProjection(nn.Linear):
             init_method(self.weight)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as Megatron has it
-        """[..., input_size] -> [..., output_size]."""
+        """Compute [..., input_size] -> [..., output_size]."""
         return super().forward(hidden), None
 
 
@@ -142,7 +142,7 @@ class LocalMoELayer(MoELayer):
             self.fc2_latent_proj = LatentProjection(latent_size, hidden, config, config.output_layer_init_method)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Dispatched tokens [n, i] by their experts; where shapes are fixed without counting whose they are."""
+        """Compute dispatched tokens [n, i] by their experts; with fixed shapes, without per-expert counts."""
         if not has_fixed_shapes():
             output, _ = super().routed_experts_compute(hidden_states, probs)
             return output, None
@@ -159,7 +159,7 @@ def _submodules(latent_size: int | None) -> MoESubmodules:
 
 
 def _with_latent_size(config: TransformerConfig, latent_size: int | None) -> TransformerConfig:
-    """The same configuration, or a copy where that differs."""
+    """Return the configuration, or a copy if its latent size differs."""
     if config.moe_latent_size == latent_size:
         return config
     changed = copy.copy(config)

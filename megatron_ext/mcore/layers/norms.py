@@ -1,4 +1,4 @@
-"""Norms, without Transformer Engine."""
+"""Norms without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 
 
 class LayerNormFromConfig:
-    """A torch norm with the configuration's epsilon and type, wherever it stands.
+    """Torch norm with the configuration's epsilon and type, in any layer.
 
-    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, whatever the configuration says, and
+    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, regardless of the configuration, and
     upstream's wrapper makes fp32 weights in a model of any type.
     """
 
     def __new__(  # type: ignore[misc]  # upstream's specs want a class
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
-        """The norm itself, as upstream's wrapper class does."""
+        """Return the norm itself, as upstream's wrapper class does."""
         if config.layernorm_zero_centered_gamma:
             return ZeroCenteredRMSNorm(hidden_size, config.layernorm_epsilon, config.params_dtype)
         if config.normalization == "RMSNorm":
@@ -34,22 +34,23 @@ class LayerNormFromConfig:
 
 
 class PlainRMSNorm(torch.nn.RMSNorm, NamedNorm):
-    """`torch.nn.RMSNorm`; at inference in two passes over memory in place of five, where torch has no kernel for it."""
+    """`torch.nn.RMSNorm`; at inference in two passes over memory instead of five if torch has no kernel for it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., channels] -> the same."""
+        """Normalize [..., channels] -> [..., channels]."""
         if torch.is_inference_mode_enabled() and x.dtype is torch.float32 and x.device.type == "cpu":
             return rms_norm(x, self.weight, self.eps)
         return super().forward(x)
 
     @property
     def row_norm(self) -> RowNorm:
-        """See `NamedNorm`."""
+        """Weight and epsilon; see `NamedNorm`."""
         return RowNorm(self.weight, torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """RMSNorm over the last axis, by its length: |x|^2 / channels is the mean square. In x's type, which is fp32."""
+    """Apply RMSNorm over the last axis by vector norm: |x|^2 / channels is the mean square. Computed in x's type, fp32.
+    """
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -57,9 +58,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module, NamedNorm):
-    """RMSNorm that multiplies by 1 + weight, in fp32: in 16 bits a weight near 0 says more than one near 1.
+    """RMSNorm that multiplies by 1 + weight, in fp32: 16 bits are more precise for a weight near 0 than near 1.
 
-    What Transformer Engine's norms compute with `zero_centered_gamma`.
+    Equal to Transformer Engine's norms with `zero_centered_gamma`.
     """
 
     def __init__(self, channels: int, eps: float, dtype: torch.dtype) -> None:
@@ -68,16 +69,16 @@ class ZeroCenteredRMSNorm(torch.nn.Module, NamedNorm):
         self.weight = torch.nn.Parameter(torch.zeros(channels, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., channels] -> the same, in the same type."""
+        """Normalize [..., channels] -> [..., channels], in the same type."""
         return gated_norm.rms_norm(hidden, self.row_norm, self._normed)
 
     @property
     def row_norm(self) -> RowNorm:
-        """See `NamedNorm`."""
+        """Weight, epsilon and offset 1; see `NamedNorm`."""
         return RowNorm(self.weight, self.eps, offset=1.0)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        """In plain torch; differentiable."""
+        """Normalize in plain torch; differentiable."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
         return torch.addcmul(normed, normed, self.weight.float()).to(hidden.dtype)
 
@@ -86,27 +87,27 @@ class HeadsNorm(PlainRMSNorm):
     """RMSNorm of the channels of all heads together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads, D] -> the same."""
+        """Normalize [..., heads, D] -> [..., heads, D]."""
         return super().forward(x.flatten(-2)).view(x.shape)
 
 
 class QueryNormFromConfig:
-    """The norm of queries, or nothing, as the configuration says: of each head, or of all heads together."""
+    """Norm of queries as configured: over each head, over all heads together, or none."""
 
     def __new__(  # type: ignore[misc]  # as above
         cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
-        """The norm itself, of heads of `hidden_size` channels."""
+        """Return the norm itself, for heads of `hidden_size` channels."""
         return _head_norm(config, hidden_size, config.num_attention_heads)
 
 
 class KeyNormFromConfig:
-    """The same of keys."""
+    """Norm of keys as configured: over each head, over all heads together, or none."""
 
     def __new__(  # type: ignore[misc]  # as above
         cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
-        """The norm itself, of heads of `hidden_size` channels."""
+        """Return the norm itself, for heads of `hidden_size` channels."""
         assert config.num_query_groups is not None, "upstream fills it in"
         return _head_norm(config, hidden_size, config.num_query_groups)
 

@@ -1,4 +1,4 @@
-"""A layer in which attention and a recurrent mixer read the same input, side by side."""
+"""Parallel layer: attention and a recurrent mixer that read the same input side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ext.mcore.layers.residual_layers import Branch, MixerOutput, Recur
 
 @dataclass
 class ParallelLayerSubmodules(MambaLayerSubmodules):
-    """Those of a recurrent layer, and attention."""
+    """Submodules of a recurrent layer, and attention."""
 
     self_attention: ModuleSpec | type = IdentityOp
 
@@ -25,7 +25,7 @@ class ParallelLayerSubmodules(MambaLayerSubmodules):
 class ParallelLayer(RecurrentLayer):
     """X + factors * (mixer(norm(x)), attention(norm(x))): one norm, one residual; keys, values and states.
 
-    The forward is the same at inference and in training. Dropout, which our configurations have not, is not applied.
+    The forward is the same at inference and in training. Dropout, which our configurations do not use, is not applied.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ParallelLayer(RecurrentLayer):
         rotary_pos_emb: Tensor | None = None,
         **_: object,
     ) -> Tensor:
-        """[s, b, h] -> the same; see `RecurrentMixer.forward` and `PagedSelfAttention.forward`."""
+        """Compute [s, b, h] -> [s, b, h]; see `RecurrentMixer.forward` and `PagedSelfAttention.forward`."""
         normed = self.norm(hidden_states)
         mixed = self.mixer(normed, inference_context)
         attended = self.self_attention(
@@ -62,7 +62,7 @@ class ParallelLayer(RecurrentLayer):
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """None: two mixers with factors of their own are no branch."""
+        """Return None: two mixers with separate factors cannot be a branch."""
         return None
 
 

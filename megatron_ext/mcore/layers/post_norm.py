@@ -1,4 +1,4 @@
-"""Attention and MLPs whose norm stands behind them, on what they add, and none in front."""
+"""Post-norm attention and MLPs: the norm is applied to their output, none to their input."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 
 
 class OutputNorm(MegatronModule):
-    """A norm that can be a part of an MLP: upstream's asks each of its parts for its sharded state."""
+    """Norm that can be a part of an MLP: upstream's MLP asks each of its parts for its sharded state."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.norm = LayerNormFromConfig(config, config.hidden_size)
 
     def forward(self, output: Tensor, bias: Tensor | None) -> Tensor:
-        """[s, b, h] and its bias -> [s, b, h]."""
+        """Normalize the sum of output [s, b, h] and bias -> [s, b, h]."""
         normed: Tensor = self.norm(output if bias is None else output + bias)
         return normed
 
 
 class NormedSelfAttention(PagedSelfAttention):
-    """`PagedSelfAttention`, and a norm."""
+    """`PagedSelfAttention` with an output norm."""
 
     def __init__(self, config: TransformerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)
@@ -41,7 +41,7 @@ class NormedSelfAttention(PagedSelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `PagedSelfAttention.forward`; no bias is left."""
+        """Attend and normalize the output, see `PagedSelfAttention.forward`; the returned bias is None."""
         output, bias = super().forward(
             hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **kwargs
         )
@@ -49,7 +49,7 @@ class NormedSelfAttention(PagedSelfAttention):
 
 
 class NormedMLP(PlainMLP):
-    """`PlainMLP`, and a norm."""
+    """`PlainMLP` with an output norm."""
 
     def __init__(self, config: TransformerConfig, **options: object) -> None:
         super().__init__(config, **options)
@@ -58,5 +58,5 @@ class NormedMLP(PlainMLP):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
     ) -> tuple[Tensor, Tensor | None]:
-        """As upstream; no bias is left."""
+        """Compute as upstream and normalize; the returned bias is None."""
         return self.output_norm(*super().forward(hidden_states, per_token_scale, **options)), None

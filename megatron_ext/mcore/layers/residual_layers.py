@@ -1,8 +1,8 @@
-"""Layers that do nothing beside their arithmetic at inference: x + factor * mixer(norm(x)), the factor mostly being 1.
+"""Residual layers reduced to their arithmetic at inference: x + factor * mixer(norm(x)), the factor mostly being 1.
 
-Upstream's layers serve recomputation, offloading, CUDA graphs, fp8 and dropout, and ask for each of them in every call.
-Ours do so in training; in inference mode, where the configuration wants none of these, they add what the mixer gives to
-what came in. Parameters, names and checkpoints are upstream's.
+Upstream's layers serve recomputation, offloading, CUDA graphs, fp8 and dropout, and check for each of them in every
+call. These layers do so in training; in inference mode, if the configuration enables none of these, they only add the
+mixer's output to the input. Parameters, names and checkpoints are upstream's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 
-MixerOutput = tuple[Tensor, Tensor | None]  # and its bias, which is to be added
+MixerOutput = tuple[Tensor, Tensor | None]  # output, and a bias still to be added
 AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`
 
 
 def is_plain_inference(module: torch.nn.Module) -> bool:
-    """Whether a layer is to be computed without what upstream's does around its arithmetic."""
+    """Return whether a layer can be computed without the extra features of upstream's forward."""
     return torch.is_inference_mode_enabled() and not module.training and _wants_nothing_else(module.config)
 
 
@@ -42,7 +42,8 @@ def _wants_nothing_else(config: TransformerConfig) -> bool:
 
 
 def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> Tensor:
-    """`factor` times the mixer's output and bias, and what came in; written over the output, which nobody else has."""
+    """Return `factor` times the mixer's output and bias, plus the residual; overwrites the output, which is not shared.
+    """
     output, bias = mixed
     if bias is not None:
         output.add_(bias)
@@ -53,12 +54,12 @@ def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> T
 
 @dataclass(frozen=True)
 class Branch:
-    """A layer as x + factor * mix(norm(x)), for who computes a sum and the norm behind it together.
+    """Layer as x + factor * mix(norm(x)), for callers that fuse a sum with the norm after it.
 
     Attributes:
-        norm: [s, b, h] -> the same.
-        mix: What it gives -> what is added, and its bias.
-        factor: Of what is added.
+        norm: [s, b, h] -> [s, b, h].
+        mix: Normed states -> output to add, and its bias.
+        factor: Factor of the output and bias.
     """
 
     norm: torch.nn.Module
@@ -66,22 +67,23 @@ class Branch:
     factor: float
 
     def run(self, hidden_states: Tensor) -> Tensor:
-        """The layer, [s, b, h] -> the same."""
+        """Compute the layer, [s, b, h] -> [s, b, h]."""
         return add_residual(self.mix(self.norm(hidden_states)), hidden_states, self.factor)
 
 
 class Branching:
-    """A layer that says what it is made of."""
+    """Layer that can describe itself as a `Branch`."""
 
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """What the layer is in a step; None where it is to be called as it is. `angles` are those of all positions."""
+        """Return the layer's branch in a step; None if it must be called directly. `angles` are those of all positions.
+        """
         raise NotImplementedError
 
 
 def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
-    """The same for outputs that are multiplied first."""
+    """Return a residual-add builder that multiplies the mixer's output and bias by `factor` first."""
     if factor == 1.0:
         return add
 
@@ -97,7 +99,7 @@ def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
 
 
 class RecurrentLayer(MambaLayer, Branching):
-    """A norm and a recurrent mixer."""
+    """Norm and recurrent mixer."""
 
     mamba_bda: AddBuilder
 
@@ -114,7 +116,7 @@ class RecurrentLayer(MambaLayer, Branching):
         rotary_pos_emb: Tensor | None = None,
         **options: object,
     ) -> Tensor:
-        """[s, b, h] -> the same; see `RecurrentMixer.forward`."""
+        """Compute [s, b, h] -> [s, b, h]; see `RecurrentMixer.forward`."""
         branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
         if branch is None:
             return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
@@ -123,14 +125,14 @@ class RecurrentLayer(MambaLayer, Branching):
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """See `Branching`."""
+        """Return the layer's branch; see `Branching`."""
         if not is_plain_inference(self) or self.residual_in_fp32:
             return None
         return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
 
 
 class AttentionLayer(TransformerLayer, Branching):
-    """A norm and self-attention."""
+    """Norm and self-attention."""
 
     self_attn_bda: AddBuilder
 
@@ -147,7 +149,7 @@ class AttentionLayer(TransformerLayer, Branching):
         rotary_pos_emb: Tensor | None = None,
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> the same, and no context of cross-attention; see `PagedSelfAttention.forward`."""
+        """Compute [s, b, h] -> [s, b, h], and no context of cross-attention; see `PagedSelfAttention.forward`."""
         branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
         if branch is None:
             return super().forward(
@@ -162,7 +164,7 @@ class AttentionLayer(TransformerLayer, Branching):
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """See `Branching`."""
+        """Return the layer's branch; see `Branching`."""
         if not is_plain_inference(self) or not isinstance(self.mlp, IdentityOp):
             return None
         options = {"attention_mask": attention_mask, "inference_context": context, "rotary_pos_emb": angles}
@@ -170,7 +172,7 @@ class AttentionLayer(TransformerLayer, Branching):
 
 
 class FeedForwardLayer(MLPLayer, Branching):
-    """A norm and an MLP, or a mixture of them."""
+    """Norm and an MLP, or a mixture of experts."""
 
     mlp_bda: AddBuilder
 
@@ -180,7 +182,7 @@ class FeedForwardLayer(MLPLayer, Branching):
         self.mlp_bda = scaled_add(self.mlp_bda, self.factor)
 
     def forward(self, hidden_states: Tensor, *positional: object, **options: object) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> the same, and no context of cross-attention."""
+        """Compute [s, b, h] -> [s, b, h], and no context of cross-attention."""
         branch = None if options.get("padding_mask") is not None else self.branch(None, None, None)
         if branch is None:
             return super().forward(hidden_states, *positional, **options)
@@ -189,7 +191,7 @@ class FeedForwardLayer(MLPLayer, Branching):
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """See `Branching`."""
+        """Return the layer's branch; see `Branching`."""
         if not is_plain_inference(self) or not isinstance(self.self_attention, IdentityOp):
             return None
         return Branch(self.pre_mlp_layernorm, self.mlp, self.factor)

@@ -1,4 +1,4 @@
-"""What layers add to, one after the other. A sum waits for the norm that reads it: kernels compute both in one go."""
+"""Residual stream of the layers. A sum is deferred to the norm that reads it, so that one kernel computes both."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron_ext.ops.gated_norm import add_and_norm
 
 
 class ResidualStream:
-    """Hidden states of a step on their way through the layers.
+    """Hidden states of a step as they pass through the layers.
 
     Args:
-        hidden_states: [s, b, h]; not written over.
+        hidden_states: [s, b, h]; not overwritten.
     """
 
     def __init__(self, hidden_states: Tensor) -> None:
         self._states = hidden_states
-        self._waiting: tuple[MixerOutput, float] | None = None  # what is to be added, and its factor
+        self._waiting: tuple[MixerOutput, float] | None = None  # deferred summand and its factor
 
     def through(
         self,
@@ -27,7 +27,9 @@ class ResidualStream:
         context: BaseInferenceContext | None,
         angles: Tensor | None,
     ) -> None:
-        """Compute a layer; what it adds waits, if it is a branch. Who hooked into it sees its calls."""
+        """Compute a layer; the sum with its output is deferred if it is a branch. Layers with hooks are called
+        normally.
+        """
         branch = None
         if isinstance(layer, Branching) and not _is_watched(layer):
             branch = layer.branch(attention_mask, context, angles)
@@ -38,14 +40,14 @@ class ResidualStream:
         self._states = found[0] if isinstance(found, tuple) else found
 
     def states(self) -> Tensor:
-        """With all that was added, [s, b, h]."""
+        """Return the hidden states with all sums done, [s, b, h]."""
         if self._waiting is not None:
             mixed, factor = self._waiting
             self._states, self._waiting = add_residual(mixed, self._states, factor), None
         return self._states
 
     def normed(self, norm: nn.Module) -> Tensor:
-        """A norm of all that was added, [s, b, h]."""
+        """Return a norm of the hidden states with all sums done, [s, b, h]."""
         if self._waiting is not None:
             (output, bias), factor = self._waiting
             found = add_and_norm(output, self._states, norm, factor) if bias is None else None
@@ -57,5 +59,5 @@ class ResidualStream:
 
 
 def _is_watched(layer: nn.Module) -> bool:
-    """Whether somebody has hooked into it."""
+    """Return whether the layer has forward hooks."""
     return bool(layer._forward_pre_hooks or layer._forward_hooks)

@@ -1,4 +1,4 @@
-"""The stack of layers, without Transformer Engine."""
+"""Stack of layers without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SUBMODULES = {
 
 @dataclass
 class HybridStackSubmodules(MambaStackSubmodules):
-    """A spec for each letter of a pattern."""
+    """Layer spec for each letter of a pattern."""
 
     parallel_layer: ModuleSpec | type = IdentityOp
     normed_attention_layer: ModuleSpec | type = IdentityOp
@@ -45,8 +45,8 @@ class HybridStackSubmodules(MambaStackSubmodules):
 class HybridStack(MambaStack):
     """`MambaStack` of all our layers, with a final norm of torch, whose stages may hold any number of layers each.
 
-    Upstream hard-codes Transformer Engine's norm, and knows of no other layers and of no layout of stages; so layers
-    are put together here. Their names, their order and the sharded state are upstream's.
+    Upstream hard-codes Transformer Engine's norm and supports neither other layers nor a layout of stages, so this
+    class builds the layers itself. Their names, their order and the sharded state are upstream's.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HybridStack(MambaStack):
             self.final_norm = LayerNormFromConfig(config, config.hidden_size)
 
     def _select_layers_for_pipeline_parallel(self, layer_type_list: list[str]) -> tuple[int, list[str]]:
-        """How many layers come before this stage, and the letters of its own."""
+        """Return the number of layers before this stage, and the letters of its own layers."""
         layout = self.config.pipeline_model_parallel_layout
         if layout is None:
             return super()._select_layers_for_pipeline_parallel(layer_type_list)
@@ -86,7 +86,7 @@ class HybridStack(MambaStack):
         return own[0], [layer_type_list[number] for number in own]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Shapes of one request's states in each recurrent layer of this stage; None without any."""
+        """Return the shapes of one request's states in each recurrent layer of this stage; None without any."""
         layers = (layer for layer in self.layers if isinstance(layer, MambaLayer))
         return next((layer.mamba_state_shapes_per_request() for layer in layers), None)
 
@@ -98,11 +98,11 @@ class HybridStack(MambaStack):
         rotary_pos_emb: Tensor | None = None,
         **options: object,
     ) -> Tensor:
-        """[s, b, h] -> the same, layer after layer; upstream's forward where more than that is wanted."""
+        """Compute all layers, [s, b, h] -> [s, b, h]; upstream's forward if more features are needed."""
         is_static = inference_context is not None and inference_context.is_static_batching()
         if is_static or not (
             is_plain_inference(self) or "P" in self.layer_type_list
-        ):  # upstream's gives P no positions
+        ):  # upstream's forward passes no positions to P
             return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
         if not self.pre_process:
             assert self.input_tensor is not None, "the stage before has sent it"
@@ -123,7 +123,7 @@ def _build_layer(
     offset: int,
     groups: ProcessGroupCollection,
 ) -> nn.Module:
-    """Layer `index` of a stage with `offset` layers before it; transformer layers add the offset themselves."""
+    """Build layer `index` of a stage with `offset` layers before it; transformer layers add the offset themselves."""
     spec = getattr(submodules, _SUBMODULES[letter])
     if is_recurrent(letter):
         options = {"layer_number": index + 1 + offset, "pp_layer_offset": offset}

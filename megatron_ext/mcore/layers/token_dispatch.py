@@ -1,13 +1,13 @@
-"""Tokens on their way to experts of other ranks, and back: any number of them from each rank, none twice.
+"""Token dispatch to experts of other ranks and back: any number of tokens per rank, each sent once.
 
-Ranks of an expert-tensor-parallel group share each of their experts, those of an expert-parallel group have different
-ones. Ranks that share a layer (tensor parallel) have the same tokens, for nothing is sequence parallel here. Upstream
-would send, gather and compute each token once for every one of them. Here they divide the tokens: those that share
-experts take the same ones, and send them to their peers in other expert-parallel ranks; what comes back is one rank's
-channels of one share of the tokens, and the sum over the tensor-parallel ranks is the layer's output.
+Ranks of an expert-tensor-parallel group share each of their experts; those of an expert-parallel group have different
+ones. Tensor-parallel ranks of a layer have the same tokens, as nothing is sequence parallel here. Upstream would send,
+gather and compute each token once for every such rank. Here these ranks divide the tokens: those that share experts
+take the same tokens and send them to their peers in other expert-parallel ranks. The result is one rank's channels of
+one share of the tokens, and the sum over the tensor-parallel ranks is the layer's output.
 
-    tensor parallel 4, experts' tensor parallel 2: ranks 0 and 1 see to the first half of the tokens, 2 and 3 to the
-    second; each pair to its own half of the experts' channels
+    tensor parallel 4, experts' tensor parallel 2: ranks 0 and 1 take the first half of the tokens, 2 and 3 the
+    second; each rank of a pair takes its own half of the experts' channels
 
 Letters: T tokens of this rank, E experts, h channels.
 """
@@ -25,19 +25,19 @@ from torch import Tensor
 
 
 def is_alone(groups: ProcessGroupCollection) -> bool:
-    """Whether a rank has all experts and all tokens for itself."""
+    """Return whether this rank alone has all experts and all tokens."""
     return all(group.size() == 1 for group in (groups.tp, groups.ep, groups.expt_tp))
 
 
 class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
-    """`MoEAlltoAllTokenDispatcher` on any device, for ranks that have the same tokens where they share a layer.
+    """`MoEAlltoAllTokenDispatcher` on any device, for tensor-parallel ranks that have the same tokens.
 
-    Every rank of the groups takes part in every call, each with as many tokens as it has; at least one, for the router.
+    Every rank of the groups takes part in every call with its own number of tokens; at least one, for the router.
 
     Args:
-        num_local_experts: On this rank.
-        local_expert_indices: Their numbers among all.
-        config: Of the layer.
+        num_local_experts: Experts on this rank.
+        local_expert_indices: Numbers of these experts among all.
+        config: Configuration of the layer.
         pg_collection: Groups; ranks that share experts share layers, too.
     """
 
@@ -54,7 +54,7 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         self._sharing = sharing
         self._shares = sharing.size() // experts.size()
         self._share = sharing.rank() // experts.size()
-        # What upstream gathers among those who share experts they have already: no group of its own.
+        # Ranks that share experts already have the tokens that upstream gathers between them: no group is needed.
         self.tp_size, self.tp_rank, self.tp_ep_group = 1, 0, self.ep_group
         numbers = torch.arange(
             self.num_experts, device=self.permute_idx_device
@@ -67,8 +67,8 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
 
         Args:
             hidden_states: [T, 1, h].
-            routing_map: [T, E], True where a token goes to an expert.
-            probs: [T, E], its weights.
+            routing_map: [T, E], True if a token goes to an expert.
+            probs: [T, E], router weights of the tokens.
         """
         first, end = (len(routing_map) * share // self._shares for share in (self._share, self._share + 1))
         own = torch.zeros_like(routing_map)
@@ -77,14 +77,16 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         return cast("Tensor", permuted), cast("Tensor", weights)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Who sends how much to whom, over all ranks: how many tokens each of our experts gets."""
+        """Exchange the token counts of all ranks; return the number of tokens for each of this rank's experts."""
         counts = super().preprocess(routing_map)
         first, end = (len(routing_map) * share // self._shares for share in (self._share, self._share + 1))
         self.num_out_tokens = (end - first) * self.config.moe_router_topk
         return cast("Tensor", counts)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        """Bring counts to the host. Those that are there stay tensors upstream, which no collective takes as splits."""
+        """Copy counts to the host. Upstream leaves counts on the host as tensors, which no collective accepts as
+        splits.
+        """
         counts = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)
@@ -93,6 +95,6 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         return cast("Tensor | None", counts)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """What experts gave for this rank's share of the tokens -> the output for all, [T, 1, h]."""
+        """Reduce the experts' results for this rank's share of the tokens to the output for all tokens, [T, 1, h]."""
         own = super().combine_postprocess(permutated_local_input_tokens)
         return cast("Tensor", reduce_from_tensor_model_parallel_region(own, self._sharing))

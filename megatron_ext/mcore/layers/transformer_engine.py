@@ -1,9 +1,9 @@
-"""Transformer Engine's linear layers and norms in place of ours, where it is installed (CU-7).
+"""Transformer Engine's linear layers and norms in place of ours, if it is installed (CU-7).
 
-A layer keeps its shape: a norm is a module of its own before the linear layer, not fused into it, so that parameters
-have the names and the sharded states the keys that they have with ours, and checkpoints of either load in the other.
-`_extra_state`, the scales of 8-bit training, is left where it is. Experts, the final norm, norms of heads, embeddings
-and the output layer stay ours; so do attention, convolutions and scans, which are this package's operators.
+A layer keeps its structure: a norm is a separate module before the linear layer, not fused into it, so parameters and
+sharded states have the same names and keys as with ours, and checkpoints of either load in the other. `_extra_state`,
+the scales of 8-bit training, is not loaded. Experts, the final norm, norms of heads, embeddings and the output layer
+stay ours; so do attention, convolutions and scans, which are this package's operators.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 
 logger = logging.getLogger(__name__)
 
-Parts = Mapping[type, type]  # a class of ours: what stands in its place
+Parts = Mapping[type, type]  # our class -> its replacement
 
 
 def installed_parts() -> Parts | None:
-    """Transformer Engine's classes in place of ours; None where it cannot be imported, or there is no CUDA device."""
+    """Return Transformer Engine's replacements of our classes; None if it cannot be imported, or without a CUDA device.
+    """
     try:
         from megatron.core.extensions import transformer_engine as extension
     except ImportError:
@@ -39,16 +40,16 @@ def installed_parts() -> Parts | None:
 
 
 def parts_of(column: type, row: type, norm: type) -> Parts:
-    """Such linear layers and such a norm, and an MLP of them.
+    """Return replacements by the given linear layers and norm, and an MLP of them.
 
     Args:
-        column: Takes what `ColumnParallelLinear` takes.
-        row: The same of rows.
+        column: Accepts the arguments of `ColumnParallelLinear`.
+        row: Accepts the arguments of `RowParallelLinear`.
         norm: (config=, hidden_size=, eps=), as upstream's `TENorm`.
     """
 
     class NormFromConfig:
-        """The norm with the configuration's epsilon."""
+        """Norm with the configuration's epsilon."""
 
         def __new__(  # type: ignore[misc]  # upstream's specs want a class
             cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
@@ -65,7 +66,7 @@ def parts_of(column: type, row: type, norm: type) -> Parts:
 
 
 def with_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
-    """A stack's spec with Transformer Engine's parts; as it is, which is said, where there are none."""
+    """Return a stack's spec with Transformer Engine's classes; unchanged, with a warning, if they are unavailable."""
     parts = installed_parts()
     if parts is None:
         logger.warning(
@@ -77,7 +78,7 @@ def with_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
 
 
 def with_parts(spec: ModuleSpec, parts: Parts) -> ModuleSpec:
-    """The same spec with other classes in it, however deep they stand."""
+    """Return the spec with other classes in it, at any depth."""
     replaced: ModuleSpec = _replaced(spec, parts)
     return replaced
 
