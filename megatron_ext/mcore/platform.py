@@ -1,4 +1,4 @@
-"""What megatron-core needs of the machine: CUDA calls that have a CPU stand-in, process groups, random trackers."""
+"""Platform layer for megatron-core: CPU stand-ins of CUDA calls, process groups, random number trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ext.parallel.failure import sign_in
 
 
 class _HostTimer:
-    """`torch.cuda.Event` for a device that has no queue: an event has happened when it is recorded."""
+    """`torch.cuda.Event` for a device without a queue: an event is complete when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, **_: object) -> None:
         self._recorded_at: float | None = None
@@ -33,16 +33,16 @@ class _HostTimer:
         return True
 
     def elapsed_time(self, end: _HostTimer) -> float:
-        """Milliseconds between the two records."""
+        """Return the milliseconds between the two records."""
         assert self._recorded_at is not None, "the start event was never recorded"
         assert end._recorded_at is not None, "the end event was never recorded"
         return (end._recorded_at - self._recorded_at) * 1e3
 
 
 class _HostStream:
-    """`torch.cuda.Stream` for a device that has no queue: there is one, and it has done everything.
+    """`torch.cuda.Stream` for a device without a queue: a single stream whose work is always complete.
 
-    A class in the place of a class: other packages annotate with it when they are imported.
+    A class replaces a class here because other packages use it in annotations at import time.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -70,25 +70,25 @@ def _do_nothing(*_: object, **__: object) -> None:
     return
 
 
-_THREADS = 2  # of a process group where there are several ranks, as torch has them
+_THREADS = 2  # per process group with several ranks, as in torch
 _NO_MEMORY = {"allocation.all.current": 0, "allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
 
 
 def device() -> torch.device:
-    """The device that models and pools live on: the current CUDA device, else the CPU."""
+    """Return the device of models and pools: the current CUDA device, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def available_memory(on: torch.device) -> int:
-    """Bytes that this process could still allocate on a device; on the host by the narrowest of its limits."""
+    """Return the bytes that this process could still allocate on a device; on the host, by the narrowest limit."""
     give_back_freed_memory()
     return torch.cuda.mem_get_info(on)[0] if on.type == "cuda" else available_bytes()
 
 
 def install_cpu_stand_ins() -> None:
-    """Replace the CUDA calls that upstream makes without asking; does nothing where CUDA is present.
+    """Replace the CUDA calls that upstream makes unconditionally; a no-op if CUDA is present.
 
     Call before `megatron.core.inference.engines` is imported: it binds the nvtx functions by name.
     """
@@ -106,17 +106,17 @@ def install_cpu_stand_ins() -> None:
 
 
 def initialize(parallel: ParallelConfig | None = None) -> None:
-    """Start torch.distributed and Megatron's model-parallel groups, once; later calls do nothing.
+    """Start torch.distributed and Megatron's model-parallel groups, once; later calls are no-ops.
 
-    Without CUDA memory that one step frees is kept for the next, see `memory/heap.py`. Under torchrun the environment
-    says who we are; otherwise this is a world of one, without any port.
+    Without CUDA, memory that one step frees is kept for the next, see `memory/heap.py`. Under torchrun the environment
+    identifies this rank; otherwise this is a world of one, without any port.
 
     Args:
-        parallel: Sizes of the groups, which must divide the world, and how ranks talk to each other; None for the
-            groups that there are, or for a world of one.
+        parallel: Group sizes, which must divide the world, and communication settings; None for the existing groups, or
+            for a world of one.
 
     Raises:
-        ConfigError: There is no memory for its threads.
+        ConfigError: There is no memory for the threads of torch.distributed.
     """
     from megatron.core import tensor_parallel
 
@@ -131,12 +131,12 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
 
 
 def _make_groups(given: ParallelConfig, backend: str, timeout: timedelta) -> None:
-    """Those that are not there."""
+    """Create the groups that do not exist."""
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
         _start_distributed(backend, timeout)
-    sign_in()  # before the groups: a rank that ends while they are made is known to have ended
+    sign_in()  # before the groups: the registry then detects a rank that ends during their creation
     if not parallel_state.model_parallel_is_initialized():
         # Upstream's own argument for the timeout is in minutes, too, and may be a fraction.
         parallel_state.initialize_model_parallel(
@@ -149,10 +149,10 @@ def _make_groups(given: ParallelConfig, backend: str, timeout: timedelta) -> Non
 
 
 def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:
-    """The sizes of Megatron's groups, which are there.
+    """Return the sizes of Megatron's existing groups.
 
     Args:
-        parallel: What they were made from, which also says what no group does; None if that is not known.
+        parallel: Settings that the groups were made from, for the fields that no group has; None if unknown.
     """
     from megatron.core import parallel_state
 
@@ -170,7 +170,7 @@ def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:
 
 
 def pipeline_stage() -> int:
-    """Which stage this rank is of, from 0."""
+    """Return this rank's pipeline stage, from 0."""
     from megatron.core import parallel_state
 
     return parallel_state.get_pipeline_model_parallel_rank()
@@ -188,14 +188,14 @@ def _start_distributed(backend: str, timeout: timedelta) -> None:
 
 
 def _backend(asked: str | None) -> str:
-    """What is asked for; without CUDA there is one, and `console.machine` says so."""
+    """Return the requested backend; always gloo without CUDA, as `console.machine` reports."""
     if not torch.cuda.is_available():
         return "gloo"
     return asked or "nccl"
 
 
 def shut_down() -> None:
-    """Leave the process groups, so that the process ends without a warning."""
+    """Destroy the process groups, so that the process ends without a warning."""
     from megatron.core import parallel_state
 
     if torch.distributed.is_initialized():

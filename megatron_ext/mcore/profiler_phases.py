@@ -1,4 +1,4 @@
-"""Names for the phases of an engine's steps, as a profiler shows them; there only while somebody profiles."""
+"""Profiler phases: named ranges of an engine's steps, present only while profiling."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PHASES = ("plan", "stage", "restore", "forward", "sample", "commit", "output")
 
 @contextlib.contextmanager
 def named_phases(engine: InferenceEngine) -> Iterator[None]:
-    """Let every step of this engine have its phases named, until the block ends or the engine is reset.
+    """Name the phases of every step of this engine, until the block ends or the engine is reset.
 
     Args:
-        engine: Of one rank.
+        engine: Engine of a single rank.
     """
     scheduler, context, wrapper = engine.scheduler, engine.context, engine.controller.inference_wrapped_model
     places: tuple[tuple[str, object, str], ...] = (
@@ -41,7 +41,7 @@ def named_phases(engine: InferenceEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(name: str, owner: object, attribute: str) -> Iterator[None]:
-    """Within it calls of a method, or of a module's function, are shown under a name."""
+    """Record calls of a method, or of a module's function, under a name inside this context."""
     function: Callable[..., object] = getattr(owner, attribute)
     was_own = attribute in vars(owner)
 

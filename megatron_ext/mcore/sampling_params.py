@@ -1,4 +1,4 @@
-"""Megatron's `SamplingParams` as ours."""
+"""Conversion of Megatron's `SamplingParams` to `RequestParams`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 
-# What callers may add to Megatron's class with `add_attributes`; same names as ours.
+# Fields that callers may add to Megatron's class with `add_attributes`; same names as ours.
 _EXTENSIONS = (
     "seed",
     "min_tokens",
@@ -31,10 +31,10 @@ _EXTENSIONS = (
 def to_request_params(
     params: SamplingParams | RequestParams | None, prompt_length: int, max_sequence_length: int
 ) -> RequestParams:
-    """Translate; `num_tokens_total`, or no length at all, becomes a number of tokens to generate.
+    """Convert the parameters; `num_tokens_total`, or no length at all, becomes a number of tokens to generate.
 
     Raises:
-        ConfigError: Values that cannot work.
+        ConfigError: Invalid values.
     """
     if params is None:
         return RequestParams()
@@ -53,7 +53,7 @@ def to_request_params(
                 f"num_tokens_total {params.num_tokens_total} leaves no token to generate after a prompt of "
                 f"{prompt_length}; it must be at least {prompt_length + 1}"
             )
-    if count is None:  # as many as fit; a prompt that leaves no room is turned away by the engine's limits
+    if count is None:  # as many as fit; the engine's limits refuse a prompt that leaves no room
         count = max(1, max_sequence_length - prompt_length)
     extensions = {name: getattr(params, name) for name in _EXTENSIONS if hasattr(params, name)}
     stop_words = params.stop_words or ()
@@ -63,7 +63,7 @@ def to_request_params(
         top_k=params.top_k,
         top_p=params.top_p,
         stop_words=(
-            # one text is refused there
+            # `RequestParams` refuses a single string
             stop_words if isinstance(stop_words, str) else tuple(stop_words)  # type: ignore[arg-type]
         ),
         termination_id=params.termination_id,

@@ -1,4 +1,4 @@
-"""A step's message computed: staged, forward, sampled, its snapshots kept."""
+"""Step executor: stage a scheduled step, run the forward, sample, and complete its snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepExecutor:
 
     Args:
         context: Pools and the staged step.
-        controller: Around the model.
+        controller: Controller around the model.
     """
 
     def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
@@ -26,13 +26,13 @@ class StepExecutor:
         self._controller = controller
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """`compute` with the whole model on this rank."""
+        """Run `compute` with the whole model on this rank."""
         result = self.compute(step)
         assert result is not None, "the last stage is here"
         return result
 
     def launch(self, step: ScheduledStep) -> Computing:
-        """See `Launching.launch`; a step that is in no bucket has been computed when this returns."""
+        """Launch a step, see `Launching.launch`; a step without a bucket is complete when this returns."""
         fixed = self._context.cuda_graph_runner
         bucket = None if fixed is None else fixed.find(step)
         if fixed is None or bucket is None:
@@ -42,12 +42,12 @@ class StepExecutor:
 
     @property
     def can_launch_next(self) -> bool:
-        """See `AsyncExecutor.can_launch_next`."""
+        """True if the next step can be launched; see `AsyncExecutor.can_launch_next`."""
         fixed = self._context.cuda_graph_runner
         return fixed is not None and fixed.has_tokens
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
-        """See `AsyncExecutor.launch_next`; a step that no program computes waits until the tokens are known."""
+        """Launch the next step, see `AsyncExecutor.launch_next`; None for an eager step, which needs known tokens."""
         fixed = self._context.cuda_graph_runner
         bucket = None if fixed is None else fixed.find_next(step)
         if fixed is None or bucket is None:
@@ -56,13 +56,13 @@ class StepExecutor:
             return fixed.launch(step, bucket)
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        """See `AsyncExecutor.name_states`."""
+        """Record the block hashes of snapshots; see `AsyncExecutor.name_states`."""
         if states:
             assert self._context.snapshots is not None, "only a model with states has any to name"
             self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
-        """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.
+        """Compute a step. If anything raises, the step has no effect, and its requests' pool contents are undefined.
 
         Returns:
             None on stages before the last one.
@@ -82,5 +82,5 @@ class StepExecutor:
         return result
 
     def idle(self) -> None:
-        """Take part in the MoE layers of ranks that have something to compute; nobody else waits for this one."""
+        """Take part in the MoE layers of ranks that have work; no other rank depends on this one."""
         self._controller.idle_step()

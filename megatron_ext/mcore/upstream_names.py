@@ -1,7 +1,7 @@
-"""Every private name of megatron-core 0.16.1 and torch that this package calls, overrides or sets, by where it is.
+"""Private names of megatron-core 0.16.1 and torch that this package calls, overrides or sets, by their location.
 
-No code reads this table but a test, which resolves each name against the installed version and finds every private
-name in our code that is neither ours nor here. Whoever upgrades megatron-core starts with that test.
+Only a test reads this table: it resolves each name against the installed version, and finds every private name in our
+code that is neither ours nor listed. Start with that test when upgrading megatron-core.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Models: built from flags, loaded and saved, and the one that comes with the package."""
+"""Models: building from flags, loading and saving, and the embedded model of the package."""

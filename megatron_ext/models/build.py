@@ -1,4 +1,4 @@
-"""A megatron-core model from a `ModelConfig`."""
+"""Builder of a megatron-core model from a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megatron_ext.parallel.world import ranks_on_this_machine
 
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
-_RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # of our stacks, by their specs' names
-_MULTIPLIERS = [name for name in MULTIPLIERS if name != "mlp_gate_multiplier"]  # that one is the activation's
+_RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # names of their specs in our stacks
+_MULTIPLIERS = [name for name in MULTIPLIERS if name != "mlp_gate_multiplier"]  # that one belongs to the activation
 
 
 def build_model(
@@ -48,16 +48,16 @@ def build_model(
 ) -> HybridModel:
     """Build this rank's part of the model in eval mode, with random weights from `seed` (the same on every device).
 
-    Starts torch.distributed as a world of one if nobody did. Random weights are others with other sizes of groups.
+    Starts torch.distributed as a world of one if it is not initialized. Random weights depend on the group sizes.
 
     Args:
         perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
-        parallel: How the model is spread; None for what Megatron's groups say.
-        transformer_impl: Of `TRANSFORMER_IMPLEMENTATIONS`: whose linear layers and norms.
+        parallel: Parallel sizes; None for those of Megatron's groups.
+        transformer_impl: One of `TRANSFORMER_IMPLEMENTATIONS`, which provides linear layers and norms.
 
     Raises:
-        ConfigError: No vocabulary size, a spec that cannot be found, parameters that do not fit the memory there is,
-            or a model that cannot be spread like that.
+        ConfigError: No vocabulary size, a spec that cannot be found, parameters that exceed the memory, or a model that
+            cannot be divided by the sizes.
     """
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
@@ -81,7 +81,9 @@ def build_model(
 
 
 def _check_stages(share: Share, spec: ModuleSpec) -> None:
-    """A stack of somebody else's splits layers as megatron-core does, which cannot do all that ours can."""
+    """Raise if a user's stack needs a layer layout: it splits layers as megatron-core does, with fewer options than
+    ours.
+    """
     is_ours = isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
     if share.needs_layer_layout and not is_ours:
         counts = ", ".join(str(stage.count) for stage in share.stages)
@@ -92,7 +94,7 @@ def _check_stages(share: Share, spec: ModuleSpec) -> None:
 
 
 def _check_memory(config: ModelConfig, dtype: torch.dtype, share: Share, device: torch.device) -> None:
-    """Weights are made on the host, which all ranks of a machine share, then moved."""
+    """Check that weights fit the host, where they are made and whose memory all ranks share, and then the device."""
     host = torch.device("cpu")
     check_model_fits(config, dtype, platform.available_memory(host) // ranks_on_this_machine(), share)
     if device != host:
@@ -107,7 +109,7 @@ def _parameters_allocated(config: ModelConfig, dtype: torch.dtype, share: Share)
 def _built(
     config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool, share: Share
 ) -> HybridModel:
-    """This rank's part of the model, on the host; layers of another stage have other random weights."""
+    """Return this rank's part of the model, on the host; each stage has other random weights."""
     assert config.vocab_size is not None, "the caller has looked"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + share.stage.first)
@@ -132,13 +134,13 @@ def _built(
 def transformer_config(
     config: ModelConfig, dtype: torch.dtype, perform_initialization: bool = True, share: Share | None = None
 ) -> LayerConfig:
-    """megatron-core's configuration: fused CUDA kernels off, weights initialised on the host.
+    """Return megatron-core's configuration: fused CUDA kernels off, weights initialised on the host.
 
     Args:
-        config: The whole model's.
-        dtype: Of the parameters.
+        config: Configuration of the whole model.
+        dtype: Dtype of the parameters.
         perform_initialization: See `build_model`.
-        share: How the model is spread; None for one rank.
+        share: This rank's share of the model; None for one rank.
     """
     others: dict[str, Any] = {
         **{name: getattr(config, name) for name in _MULTIPLIERS},
@@ -189,7 +191,7 @@ def transformer_config(
 
 
 def _heads(config: ModelConfig, share: Share | None) -> dict[str, int]:
-    """Upstream insists on heads that ranks can share even where no layer has any."""
+    """Return the head counts; upstream requires counts that ranks can share even if no layer has attention."""
     if share is not None and not any(map(is_attention, config.hybrid_override_pattern)):
         ranks = share.parallel.tensor_model_parallel_size
         return {"num_attention_heads": ranks, "num_query_groups": ranks} if ranks > 1 else _heads(config, None)
@@ -197,7 +199,8 @@ def _heads(config: ModelConfig, share: Share | None) -> dict[str, int]:
 
 
 def _moe_fields(config: ModelConfig) -> dict[str, object]:
-    """Routing is computed in fp32 whatever the parameters' type: a rounding error there is another expert."""
+    """Return the MoE fields. Routing is in fp32 for any parameter dtype: a rounding error there selects another expert.
+    """
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.expert_ffn_size,
@@ -223,7 +226,7 @@ def _activation(config: ModelConfig) -> object:
 
 
 def resolve_spec(config: ModelConfig) -> ModuleSpec:
-    """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
+    """Return the stack spec that `--spec MODULE NAME` names; our specs also get their mixers' parameters.
 
     Raises:
         ConfigError: No such module or name, or one of ours that is for another kind of recurrent layers.

@@ -1,4 +1,4 @@
-"""Settings of a model from outside (a checkpoint, a YAML file, flags): names and types checked before they are used."""
+"""Model settings from outside (a checkpoint, a YAML file, flags): names and types checked before use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_ext.config.annotations import FieldValues, MismatchError, field_ty
 
 
 def checked_fields(values: Mapping[str, object], where: str, error: type[ValueError]) -> FieldValues:
-    """The same fields, fit for `ModelConfig(**fields)`: lists made tuples, integers made floats where a float is due.
+    """Check and convert fields for `ModelConfig(**fields)`: lists to tuples, integers to floats for float fields.
 
     Args:
-        values: Field name to value.
-        where: What holds them, for the message.
-        error: What to raise for an unknown name or a wrong type.
+        values: Field name -> value.
+        where: Source of the fields, for the message.
+        error: Exception type for an unknown name or a wrong type.
     """
     known = field_types(ModelConfig)
     unknown = sorted(set(values) - set(known))
@@ -32,5 +32,5 @@ def checked_fields(values: Mapping[str, object], where: str, error: type[ValueEr
 
 
 def with_overrides(config: ModelConfig, overrides: FieldValues) -> ModelConfig:
-    """The configuration with some fields replaced; `overrides` must have passed `checked_fields`."""
+    """Return the configuration with some fields replaced; `overrides` must have passed `checked_fields`."""
     return dataclasses.replace(config, **overrides)

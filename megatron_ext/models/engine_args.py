@@ -1,4 +1,4 @@
-"""Settings to engine: load the model that they name, and build engines around it. On rank 0, and on the others."""
+"""Engine args: load the configured model and build engines on rank 0, and workers on the others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 
 
 class EngineArgs:
-    """A model loaded as settings say, with the draft model that they name; engines are built around it.
+    """Model and optional draft model, loaded as the settings say; builds engines around them.
 
-    The model is saved where the settings ask for it.
+    The model is saved if the settings ask for it.
 
     Args:
         settings: Model, parallel sizes, batching, caching, speculation.
@@ -26,7 +26,7 @@ class EngineArgs:
         loaded: The model.
 
     Raises:
-        ConfigError: The model cannot be had as the settings say.
+        ConfigError: The model cannot be loaded as the settings say.
     """
 
     def __init__(self, settings: EngineSettings, parallel_context: ParallelContext | None = None) -> None:
@@ -39,7 +39,7 @@ class EngineArgs:
         """Build an engine; its pools are allocated.
 
         Args:
-            cache: In place of what the settings say of prefix caching.
+            cache: Replaces the settings of prefix caching.
 
         Raises:
             ConfigError: The memory or the block size does not fit the model.
@@ -66,16 +66,16 @@ def follow(
     on_ready: Callable[[], None],
     caches: Sequence[CacheConfig] | None = None,
 ) -> None:
-    """Take the same steps as rank 0, which has requests and results, until it says stop.
+    """Run a worker that repeats rank 0's steps until the stop action; only rank 0 has requests and results.
 
     Args:
-        settings: Those of rank 0.
+        settings: Settings of rank 0.
         parallel_context: All ranks.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
-        caches: Prefix caching of rank 0's engines, one after the other; by default one, as the settings say.
+        caches: Prefix caching of rank 0's engines, one after the other; by default one engine with the settings' own.
 
     Raises:
-        ConfigError: This rank's part of the model cannot be had.
+        ConfigError: This rank's part of the model cannot be loaded.
         RankError: A rank has failed or does not answer.
     """
     loaded = _load(settings)

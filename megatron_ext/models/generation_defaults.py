@@ -1,4 +1,4 @@
-"""How a model's authors would have it sampled: what `generation_config.json` says, for requests that say nothing."""
+"""Sampling defaults of a model from `generation_config.json`, for requests that do not set them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_ext.text.tokenizer_files import GENERATION_FILE
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of the same names in both
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the same names in both
 
 
 def generation_defaults(source: SourceConfig) -> FieldValues:
-    """Fields of `RequestParams` that the model's file has, if `--generation-config auto` asks for them; and says so.
+    """Return the `RequestParams` fields of the model's file, and log them, if `--generation-config auto` is set.
 
     `do_sample` false is greedy, and true without a temperature is temperature 1, as in transformers.
 
     Raises:
-        ConfigError: Values that cannot work.
+        ConfigError: Invalid values.
     """
     directory = source.load_hf or source.load
     if source.generation_config != AUTO_GENERATION_CONFIG or directory is None:
@@ -51,20 +51,20 @@ def generation_defaults(source: SourceConfig) -> FieldValues:
 
 
 def request_defaults(source: SourceConfig, given: FieldValues) -> RequestParams:
-    """What a request asks for that says nothing: what flags say, else the model.
+    """Return the default parameters of requests: those of the flags, else those of the model.
 
     Args:
-        source: The model.
-        given: Fields that flags give.
+        source: Model.
+        given: Fields set by flags.
 
     Raises:
-        ConfigError: Values that cannot work.
+        ConfigError: Invalid values.
     """
     return RequestParams(**{**generation_defaults(source), **given})
 
 
 def _file(directory: Path, *, is_ours: bool) -> Path | None:
-    """Beside the weights, or above them, beside all iterations."""
+    """Find the file beside the weights, or in the folder above them, beside all iterations."""
     places = [directory]
     if is_ours and not os.path.lexists(directory / GENERATION_FILE) and directory.is_dir():
         places.append(resolve_iteration(directory))

@@ -1,1 +1,1 @@
-"""Several ranks: who is who, what rank 0 tells the others, and what becomes of a world in which one of them fails."""
+"""Several ranks: their layout, rank 0's commands to the others, and shutdown after a rank fails."""

@@ -1,8 +1,8 @@
-"""A batch as bytes: a head of a fixed size, which all but new requests fit into, and a body for those.
+"""Batch encoding: a head of fixed size, which holds all commands but new requests, and a body for the rest.
 
-A broadcast has a size that everybody knows beforehand, so what comes without notice can only be announced by one that
-has always the same. It is a few bytes, with room for one command that says little, such as an abort. More of them, and
-new requests with their prompts, come in a second message, whose length the head says.
+A broadcast has a size that all ranks know beforehand, so an unannounced message must have a constant size. The head is
+a few bytes, with room for one small command such as an abort. More commands, and new requests with their prompts, come
+in a second message, whose length is in the head.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_ext.scheduling.record import Status
 
 HEAD_BYTES = 16
 _HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
-_COMMAND = struct.Struct("<BBHI")  # which one, status, replica, request id
+_COMMAND = struct.Struct("<BBHI")  # command index, status, replica, request id
 _MAX = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
 _SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, WeightsChanged, Suspend, Resume, StartAnew)
 _STATUSES = tuple(Status)
 
 
 def pack(batch: Batch) -> tuple[bytes, bytes]:
-    """Head and body; the body is empty where all commands fit into the head."""
+    """Return head and body; the body is empty if all commands fit into the head."""
     small = [_pack_small(*one) for one in batch.commands] if len(batch.commands) <= _MAX else [None]
     if None not in small:
         head = _HEAD.pack(batch.action, len(small), 0) + b"".join(one for one in small if one is not None)
@@ -43,7 +43,7 @@ def pack(batch: Batch) -> tuple[bytes, bytes]:
 
 
 def _pack_small(replica: int, command: Command) -> bytes | None:
-    """None for what has no place in a head."""
+    """Pack a command for the head; None if it does not fit there."""
     if not isinstance(command, _SMALL):
         return None
     status, name = (_STATUSES.index(command.status), command.request_id) if isinstance(command, End) else (0, 0)
@@ -54,12 +54,12 @@ def _pack_small(replica: int, command: Command) -> bytes | None:
 
 
 def body_length(head: bytes) -> int:
-    """Bytes of the message that follows this head; 0: there is none."""
+    """Return the bytes of the body that follows this head; 0 if there is none."""
     return int(_HEAD.unpack_from(head)[2])
 
 
 def unpack(head: bytes, body: bytes = b"") -> Batch:
-    """What was packed. Ranks trust each other: see `Link`."""
+    """Decode a packed batch. Ranks trust each other: see `Link`."""
     action, count, _ = _HEAD.unpack_from(head)
     if body:
         return Batch(Action(action), pickle.loads(body))

@@ -1,4 +1,4 @@
-"""What all ranks must see alike although one of them finds it out. Each rank calls these, in the same order."""
+"""Collective decisions and work with errors shared by all ranks. Each rank makes these calls, in the same order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def decided_by_first(decide: Callable[[], T]) -> T:
-    """What the first rank's call returns; the others' is not made.
+    """Return the result of the first rank's call on every rank; the other ranks do not make the call.
 
     Args:
-        decide: Returns something that can be pickled.
+        decide: Returns a picklable value.
 
     Raises:
         ConfigError: The first rank's call raised it; it is raised on every rank.
@@ -32,14 +32,14 @@ def decided_by_first(decide: Callable[[], T]) -> T:
     torch.distributed.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ConfigError):
         raise answer[0]
-    return answer[0]  # type: ignore[return-value]  # None is what was decided, then
+    return answer[0]  # type: ignore[return-value]  # None can be the decision
 
 
 def done_by_all(work: Callable[[], None]) -> None:
-    """Do each rank's part.
+    """Do each rank's part, and raise an error of any rank on all.
 
     Args:
-        work: Where ranks wait for each other in it, all of them must fail if one does.
+        work: If ranks synchronize in it, all of them must fail if one does.
 
     Raises:
         ConfigError: A rank's part raised it; that of the first such rank is raised on every rank.

@@ -1,4 +1,4 @@
-"""Rank 0 writes down what happens to its schedulers between steps, for the others to do the same."""
+"""Command recorder: rank 0 records the changes of its schedulers between steps, for the workers to repeat."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_ext.scheduling.spec_decode.verification import TokensById
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler with a list of the commands that it was given, in order.
+    """Scheduler that records the commands it was given, in order.
 
-    What steps do to it (`schedule`, `commit`) is not in the list: whoever follows takes the same steps.
+    Effects of steps (`schedule`, `commit`) are not recorded: workers take the same steps.
     """
 
     def __init__(
@@ -31,16 +31,16 @@ class RecordingScheduler(Scheduler):
         self._commands: list[Command] = []
 
     def note(self, command: Command) -> None:
-        """Write down what happens beside the scheduler."""
+        """Record a command that is not a scheduler call."""
         self._commands.append(command)
 
     def take_commands(self) -> list[Command]:
-        """The commands since the last call."""
+        """Return and clear the recorded commands."""
         taken, self._commands = self._commands, []
         return taken
 
     def add(self, request: Request) -> None:
-        """As `Scheduler`; nobody else needs the text that the prompt was."""
+        """Add a request as `Scheduler` does, and record it without its prompt text, which workers do not need."""
         super().add(request)
         self.note(Add(dataclasses.replace(request.submission, prompt_text=None)))
 
@@ -53,31 +53,31 @@ class RecordingScheduler(Scheduler):
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """As `Scheduler`; why is rank 0's to know."""
+        """End a request as `Scheduler` does, and record it without the reason, which only rank 0 needs."""
         super().end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
         self.note(End(request.request_id, status))
 
     def propose(self, drafts: TokensById) -> None:
-        """As `Scheduler`."""
+        """Propose drafts as `Scheduler` does, and record them."""
         super().propose(drafts)
         self.note(Propose(tuple(drafts.items())))
 
     def allow(self, request: Request, masks: Masks) -> None:
-        """As `Scheduler`."""
+        """Set the token masks as `Scheduler` does, and record them."""
         super().allow(request, masks)
         self.note(Allow(request.request_id, masks))
 
     def reset_prefix_cache(self) -> None:
-        """As `Scheduler`."""
+        """Reset the prefix cache as `Scheduler` does, and record it."""
         super().reset_prefix_cache()
         self.note(ResetPrefixCache())
 
     def weights_changed(self) -> None:
-        """As `Scheduler`."""
+        """Note changed weights as `Scheduler` does, and record it."""
         super().weights_changed()
         self.note(WeightsChanged())
 
     def suspend(self) -> None:
-        """As `Scheduler`."""
+        """Suspend as `Scheduler` does, and record it."""
         super().suspend()
         self.note(Suspend())

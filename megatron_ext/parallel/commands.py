@@ -1,7 +1,7 @@
-"""What the ranks of a replica are told between two steps: everything that changes a scheduler from outside a step.
+"""Commands to the ranks of a replica between two steps: every change of a scheduler from outside a step.
 
-Schedulers that were given the same commands between the same steps, and the same sampled tokens, write equal messages
-(`ScheduledStep`). So commands and tokens are all that crosses between ranks; they are plain values and pickle small.
+Schedulers with the same commands between the same steps, and the same sampled tokens, write equal messages
+(`ScheduledStep`). So only commands and tokens are sent between ranks; they are plain values and pickle small.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_ext.scheduling.submission import Submission
 
 @dataclass(frozen=True)
 class Add:
-    """An admissible request arrives."""
+    """Arrival of an admissible request."""
 
     submission: Submission
 
 
 @dataclass(frozen=True)
 class End:
-    """A living request leaves: aborted, ended by a stop word, or failed by what only it needed."""
+    """End of a living request: aborted, ended by a stop word, or failed by work that only it needed."""
 
     request_id: int
     status: Status
@@ -31,39 +31,39 @@ class End:
 
 @dataclass(frozen=True)
 class ResetPrefixCache:
-    """Nothing cached before is matched after."""
+    """Prefix cache reset: nothing cached before is matched after."""
 
 
 @dataclass(frozen=True)
 class WeightsChanged:
-    """The same, and keys made from now on are of other weights."""
+    """Weight change: nothing cached before is matched after, and new cache keys include the new weights' version."""
 
 
 @dataclass(frozen=True)
 class Suspend:
-    """The pools are freed; everybody waits, and keeps its tokens."""
+    """Suspension: the pools are freed; all requests wait and keep their tokens."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The pools are allocated again."""
+    """Resumption: the pools are allocated again."""
 
 
 @dataclass(frozen=True)
 class StartAnew:
-    """All requests and counters are forgotten; pools that were freed are allocated again."""
+    """Restart: all requests and counters are dropped; freed pools are allocated again."""
 
 
 @dataclass(frozen=True)
 class Propose:
-    """Drafts for the next step: request id and tokens, those that have some."""
+    """Draft tokens for the next step, as (request id, tokens) of each request that has some."""
 
     drafts: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Allow:
-    """Which tokens may come next in a structured output, and after each of its drafts."""
+    """Tokens allowed next in a structured output, and after each of its drafts."""
 
     request_id: int
     masks: Masks
@@ -73,25 +73,25 @@ Command = Add | Allow | End | Propose | ResetPrefixCache | WeightsChanged | Susp
 
 
 class Action(enum.IntEnum):
-    """What follows the commands of a batch."""
+    """Action that follows the commands of a batch."""
 
     STEP = 1  # one step of every replica
-    IDLE = 2  # nothing: rank 0 lives
-    STOP = 3  # the end, in order
+    IDLE = 2  # nothing to do; signals that rank 0 is alive
+    STOP = 3  # orderly shutdown
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One message of rank 0.
+    """Message of rank 0.
 
     Attributes:
-        action: What follows the commands.
-        commands: Replica and what it is told, in order.
+        action: Action after the commands.
+        commands: (replica, command) pairs, in order.
     """
 
     action: Action
     commands: tuple[tuple[int, Command], ...] = ()
 
     def of(self, replica: int) -> list[Command]:
-        """What one replica is told."""
+        """Return the commands of one replica."""
         return [command for whose, command in self.commands if whose == replica]

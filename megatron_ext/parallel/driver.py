@@ -1,4 +1,4 @@
-"""Driver: rank 0's side of a world, which has the other ranks repeat each step of the engine core."""
+"""Driver: rank 0's side of a world, which makes the other ranks repeat each step of the engine core."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_ext.parallel.commands import Action, Batch, Resume, StartAnew
 class Driver:
     """`Workers` of a world of several ranks.
 
-    Before each step one batch goes to all ranks: what the schedulers of rank 0 were told since the last batch. A step
-    that fails on any rank is the last one.
+    Before each step one batch goes to all ranks: the commands that rank 0's schedulers recorded since the last batch. A
+    step that fails on any rank is the last one.
 
     Args:
         schedulers: Scheduler of each replica, on rank 0.
-        send: Hands a batch to all other ranks.
-        heartbeat: Seconds after which the other ranks must hear of rank 0.
+        send: Sends a batch to all other ranks.
+        heartbeat: Maximum seconds between two batches of rank 0.
     """
 
     def __init__(
@@ -35,32 +35,32 @@ class Driver:
             scheduler.note(StartAnew())
 
     def begin_step(self) -> None:
-        """See `Workers.begin_step`."""
+        """Send the commands and start a step; see `Workers.begin_step`."""
         self._tell(Action.STEP)
 
     def idle(self) -> None:
-        """See `Workers.idle`."""
+        """Send a heartbeat if it is due; see `Workers.idle`."""
         assert self.heartbeat is not None, "there are other ranks"
         if time.monotonic() - self._sent_at >= self.heartbeat:
             self._tell(Action.IDLE)
 
     def suspend(self) -> None:
-        """See `Workers.suspend`."""
+        """Send the recorded suspension; see `Workers.suspend`."""
         self._tell(Action.IDLE)
 
     def resume(self) -> None:
-        """See `Workers.resume`."""
+        """Record the resumption; see `Workers.resume`."""
         for scheduler in self._schedulers:
             scheduler.note(Resume())
 
     def stop(self) -> None:
-        """See `Workers.stop`; ranks that have stopped already are not told again."""
+        """Stop the workers, see `Workers.stop`; a second call sends nothing."""
         if not self._is_over:
             self._tell(Action.STOP)
             self._is_over = True
 
     def step_error(self, error: Exception) -> Exception:
-        """See `Workers.step_error`."""
+        """Convert an error of a step to a RankError; see `Workers.step_error`."""
         self._is_over = True
         return _rank_error(error)
 

@@ -1,4 +1,4 @@
-"""Executors of several ranks: a result that is shared, and one that is waited for."""
+"""Executors of several ranks: one shares its result, one receives the result of another replica."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 
 class Part(Protocol):
-    """A rank's part of a step."""
+    """Part of a step that one rank computes."""
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
-        """Compute it; a result where tokens are sampled."""
+        """Compute the part; return a result on the rank that samples."""
 
     def idle(self) -> None:
-        """See `Executor.idle`."""
+        """Take part in other ranks' MoE layers; see `Executor.idle`."""
 
 
 class SharedExecutor:
-    """Computes this rank's part of a step, and has the whole replica's result.
+    """Computes this rank's part of a step, and returns the whole replica's result.
 
     Args:
-        part: Of the model.
-        results: Of the replica.
+        part: This rank's part of the model.
+        results: Results of the replica.
     """
 
     def __init__(self, part: Part, results: Results) -> None:
@@ -32,27 +32,27 @@ class SharedExecutor:
         self._results = results
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """See `Executor.execute`."""
+        """Compute and share a step; see `Executor.execute`."""
         return self._results.share(step, self._part.compute(step))
 
     def idle(self) -> None:
-        """See `Executor.idle`."""
+        """Idle for one step; see `Executor.idle`."""
         self._part.idle()
 
 
 class RemoteExecutor:
-    """Computes nothing: on rank 0 it waits for what another replica has computed.
+    """Computes nothing: on rank 0, receives the results that another replica has computed.
 
     Args:
-        results: Of that replica.
+        results: Results of that replica.
     """
 
     def __init__(self, results: Results) -> None:
         self._results = results
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """See `Executor.execute`."""
+        """Receive the result of a step; see `Executor.execute`."""
         return self._results.share(step, None)
 
     def idle(self) -> None:
-        """Whatever that replica does then, there is no result of it."""
+        """Do nothing: an idle step of the other replica has no result."""

@@ -1,8 +1,8 @@
-"""The end of a world: one rank has failed, and each of the others must end, too, without a word beside that rank's.
+"""Shutdown after a rank fails: report the first failure once and exit on every rank.
 
-Whoever fails says so in the store of torch.distributed, which outlives connections, before it ends; the first one to do
-so speaks for all. The others notice lost connections, look there, and end in silence. Where nobody has said anything,
-those who are left sign, and the first of them says who has not.
+A failing rank writes its report to the store of torch.distributed, which outlives connections, before it exits; the
+first report counts for all ranks. The other ranks notice lost connections, read the report, and exit silently. If there
+is no report, the remaining ranks sign as alive, and the first of them reports the ranks that have not signed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.signals import Interrupted
 
 FAILED, BAD_USAGE = 1, 2  # exit codes
-PATIENCE = 3.0  # seconds that somebody else has to say what has happened
-_LOOK_AGAIN = 0.05  # seconds
+PATIENCE = 3.0  # seconds to wait for another rank's report
+_LOOK_AGAIN = 0.05  # seconds between two polls
 _SILENCE = re.compile(r"[Tt]imed out|Wait timeout")
 _LOST_PEER = re.compile(rf"gloo.transport|NCCL|Connection (reset|closed|refused)|Broken pipe|{_SILENCE.pattern}")
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What one rank says for all."""
+    """Failure that one rank reports for all."""
 
     rank: int
     exit_code: int
@@ -40,12 +40,12 @@ class FailureReport:
 
 
 class RankRegistry:
-    """Where ranks leave word for each other.
+    """Shared registry of the ranks' processes and the failure report.
 
     Args:
-        store: Of all ranks.
-        rank: This one.
-        size: Of the world.
+        store: Store of all ranks.
+        rank: This rank.
+        size: Number of ranks of the world.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -54,30 +54,30 @@ class RankRegistry:
         self._size = size
 
     def sign_in(self) -> None:
-        """Say which process this is, for those who lose it."""
+        """Record this rank's host and process id."""
         self._store.set(f"process/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def claim(self, report: FailureReport) -> FailureReport:
-        """Speak for all, unless somebody does already: the words that count."""
+        """Store the report unless there is one already; return the report that counts."""
         mine = json.dumps(asdict(report))
         return FailureReport(**json.loads(self._store.compare_set("last words", "", mine)))
 
     def claimed(self) -> FailureReport | None:
-        """What has been said."""
+        """Return the stored report; None if there is none."""
         if not self._store.check(["last words"]):
             return None
         return FailureReport(**json.loads(self._store.get("last words")))
 
     def sign(self) -> None:
-        """This rank is alive, and has lost another one."""
+        """Record that this rank is alive after it has lost another one."""
         self._store.set(f"alive/{self.rank}", "")
 
     def unsigned(self) -> list[int]:
-        """Ranks that have not signed."""
+        """Return the ranks that have not signed."""
         return [rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])]
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a process of this machine is gone; of others this is not known."""
+        """Return whether a rank's process has ended; False if it ran on another machine, where this is unknown."""
         if not self._store.check([f"process/{rank}"]):
             return False
         host, pid = json.loads(self._store.get(f"process/{rank}"))
@@ -90,26 +90,26 @@ class RankRegistry:
 
 
 def sign_in() -> None:
-    """Record this rank's process as soon as torch.distributed is there; a world of one needs no record."""
+    """Record this rank's process once torch.distributed is initialized; a world of one needs no record."""
     if not _is_alone():
         _registry().sign_in()
 
 
 @contextmanager
 def ending_together(minutes: float) -> Iterator[None]:
-    """Whatever raises within it on one rank ends all of them; nothing changes in a world of one.
+    """End all ranks if anything raises on one of them inside this context; a no-op in a world of one.
 
     Args:
-        minutes: That a rank waits for another one.
+        minutes: Time that a rank waits for another one.
 
     Raises:
-        RankError: What is left to be said on this rank, if anything, and its exit code.
-        Interrupted: On rank 0, which was asked to end, and is the first to.
-        OutputError: As it comes.
+        RankError: The message to print on this rank, if any, and its exit code.
+        Interrupted: On rank 0, if it was asked to end before any rank failed.
+        OutputError: Passed through.
     """
     try:
         yield
-    except OutputError:  # all is done, and rank 0 has it
+    except OutputError:  # all steps are done, and rank 0 has the results
         raise
     except (Interrupted, KeyboardInterrupt, SystemExit) as ending:
         if _is_alone() or _may_say(ending):
@@ -137,19 +137,19 @@ def _registry() -> RankRegistry:
 
 
 def _may_say(ending: BaseException) -> bool:
-    """Whether it is for this rank to say that it was asked to end: it is the first one, and speaks for all."""
+    """Return whether this rank reports the request to end: it is rank 0, and no other report came first."""
     registry = _registry()
     report = FailureReport(registry.rank, getattr(ending, "exit_code", FAILED), str(ending))
     return registry.rank == 0 and registry.claim(report) == report
 
 
 def _failure_report(registry: RankRegistry, error: Exception, minutes: float) -> FailureReport:
-    """What is said of the end, by this rank or by another one."""
+    """Return the failure report that counts, by this rank or by another one."""
     root = _root(error)
     if is_lost_peer(root):
         return _after_others(registry, root, minutes)
     if isinstance(root, ConfigError):
-        # Most mistakes are seen alike by all ranks, and the first one says them.
+        # Most mistakes occur on all ranks alike, and the first rank reports them.
         report = _wait_for(registry.claimed, PATIENCE) if registry.rank else None
         message = str(root) if registry.rank == 0 else f"rank {registry.rank}: {root}"
         return report or registry.claim(FailureReport(registry.rank, BAD_USAGE, message))
@@ -158,7 +158,7 @@ def _failure_report(registry: RankRegistry, error: Exception, minutes: float) ->
 
 
 def _without_registry(rank: int, error: Exception) -> FailureReport:
-    """What can be said where the store is gone, too: without torchrun it lives in rank 0's process."""
+    """Return a report if the store is lost, too: without torchrun it lives in rank 0's process."""
     root = _root(error)
     if not is_lost_peer(root):
         return FailureReport(rank, FAILED, f"rank {rank}: {describe(root)}")
@@ -166,14 +166,14 @@ def _without_registry(rank: int, error: Exception) -> FailureReport:
 
 
 def _after_others(registry: RankRegistry, error: BaseException, minutes: float) -> FailureReport:
-    """Another rank has gone first: its words, or what can be said without."""
+    """Return the report after another rank failed first: its own report, or one derived from missing signatures."""
     registry.sign()
     report = _wait_for(registry.claimed, PATIENCE)
     if report is not None:
         return report
     unsigned = registry.unsigned()
     ended = [rank for rank in unsigned if registry.has_ended(rank)]
-    # A rank that died while this one waited for it to connect looks silent: the process is asked before the error.
+    # A rank that died while this one waited for its connection looks silent: check the process before the error.
     if not ended and _SILENCE.search(str(error)):
         message = f"{_names(unsigned)} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
     else:
@@ -182,7 +182,7 @@ def _after_others(registry: RankRegistry, error: BaseException, minutes: float) 
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """Ranks as the subject of a sentence."""
+    """Format ranks as the subject of a sentence."""
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
 
 
@@ -196,14 +196,14 @@ def _wait_for(look: Callable[[], FailureReport | None], seconds: float) -> Failu
 
 
 def _root(error: BaseException) -> BaseException:
-    """What an error was raised for."""
+    """Return the root cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone or silent."""
+    """Return whether an error means only that another rank is gone or silent."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
     )

@@ -1,7 +1,7 @@
-"""Whether sizes fit the ranks there are, and the model: known before anything is allocated.
+"""Layout check: sizes must fit the number of ranks and the model, before anything is allocated.
 
 A world of W ranks is T * P * R: T that share each layer, P stages, R replicas. Experts are spread over ranks of all
-replicas: of the W / P ranks of a stage E * X share them, E groups of X that share each expert.
+replicas: the W / P ranks of a stage form E groups of X, and the X ranks of a group share each of its experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_ext.config.layers.letters import is_attention, is_mlp
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.stages import split_layers
 
-_MAX_TRIED = 1024  # ranks, of which those that would do are said
+_MAX_TRIED = 1024  # ranks tried for the sizes that an error suggests
 _MAX_SHOWN = 6
 
 
@@ -41,16 +41,16 @@ class Layout:
 
 
 def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = True, program: str = "") -> Layout:
-    """The layout of a world.
+    """Return the layout of a world.
 
     Args:
-        parallel: The sizes.
-        world: Ranks there are.
-        is_launched: Whether something started them together, see `World`.
-        program: What to start, for the message.
+        parallel: Configured sizes.
+        world: Number of ranks.
+        is_launched: Whether a launcher started the ranks together, see `World`.
+        program: Program to start, for the message.
 
     Raises:
-        ConfigError: The sizes do not divide the world; the message says both, and how to start one that they divide.
+        ConfigError: The sizes do not divide the world; the message has both, and a launch command that fits.
     """
     needed = parallel.smallest_world
     if world % needed:
@@ -72,10 +72,10 @@ def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = Tru
 
 
 def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
-    """See that a model can be spread like that.
+    """Check that a model can be divided by the sizes.
 
     Raises:
-        ConfigError: It cannot; the message says the two numbers that do not fit, and the sizes that would.
+        ConfigError: It cannot; the message has the two numbers that do not fit, and the sizes that would.
     """
     split_layers(config.layer_count, parallel)
     tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
@@ -94,7 +94,7 @@ def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
 
 
 def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> None:
-    """See that nothing is in the way of a size."""
+    """Raise if a size has a misfit."""
     problem = next(misfits(size), None)
     if problem is None:
         return
@@ -104,7 +104,7 @@ def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> Non
 
 
 def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:
-    """What of a model so many ranks cannot share."""
+    """Yield the properties of a model that `size` tensor-parallel ranks cannot share."""
     pattern = config.hybrid_override_pattern
     if config.is_hybrid:
         yield from _unshared(config.recurrent.shared(config), size)
@@ -117,7 +117,7 @@ def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:
 
 
 def _attention_misfits(config: ModelConfig, size: int) -> Iterator[str]:
-    """Heads are shared evenly; fewer query groups than ranks are held by several ranks each."""
+    """Yield the misfits of attention: heads are shared evenly; fewer query groups than ranks are replicated."""
     heads, groups = config.num_attention_heads, config.query_groups
     yield from _unshared({"attention heads": heads}, size)
     if groups % size and size % groups:

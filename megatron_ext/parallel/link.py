@@ -1,4 +1,4 @@
-"""How rank 0's batches reach the others: one small message a step, over gloo, beside whatever the model uses."""
+"""Link from rank 0 to the others: one small message per step over gloo, separate from the model's communication."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from megatron_ext.parallel.commands import Batch
 
 
 class Link:
-    """From rank 0 to all ranks, in order.
+    """Ordered channel from rank 0 to all ranks.
 
-    A batch is one message of 16 bytes; what does not fit there (new requests with their prompts) is a second one. Ranks
-    trust each other: they run the same program for the same user, and whoever can write into their connections is one
-    of them.
+    A batch is one message of 16 bytes; commands that do not fit (new requests with their prompts) are a second one.
+    Ranks trust each other: they run the same program for the same user, and any process that can write to their
+    connections is trusted.
 
     Args:
-        group: Of all ranks.
+        group: Group of all ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def send(self, batch: Batch) -> None:
-        """For rank 0: all others get this next."""
+        """Send a batch to all other ranks, on rank 0."""
         head, body = pack(batch)
         for part in (head, body) if body else (head,):
             broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), 0, group=self._group)
 
     def receive(self) -> Batch:
-        """For the others: wait for the next one."""
+        """Wait for the next batch, on the other ranks."""
         head = self._receive(HEAD_BYTES)
         length = body_length(head)
         return unpack(head, self._receive(length) if length else b"")

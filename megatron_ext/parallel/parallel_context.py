@@ -1,4 +1,4 @@
-"""The ranks of a world as they work together: who holds what, who hears whom."""
+"""Parallel context: the ranks of a world, their parts of the model, and their process groups."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HEARTBEAT = 10.0  # seconds
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank is.
+    """Position of one rank in the layout.
 
     Attributes:
-        rank: Of the world.
-        tensor: Its part of each layer.
-        pipeline: Its stage.
-        replica: Its copy of the model.
-        samples: Whether results come from it: the first part of the last stage.
+        rank: Rank in the world.
+        tensor: Tensor-parallel rank, its part of each layer.
+        pipeline: Pipeline stage.
+        replica: Copy of the model.
+        samples: Whether results come from this rank: the first part of the last stage.
     """
 
     rank: int
@@ -45,11 +45,11 @@ class RankInfo:
 
 
 class ParallelContext:
-    """All ranks, seen from one of them. Made by all at once, since groups of ranks are.
+    """All ranks, seen from one of them. All ranks construct it together, since they create process groups.
 
     Args:
-        here: This rank's place.
-        parallel: How long a rank waits for another one, and whether they are checked.
+        here: Rank info of this rank.
+        parallel: Timeout of the ranks, and whether they are checked.
     """
 
     def __init__(self, here: RankInfo, parallel: ParallelConfig) -> None:
@@ -60,7 +60,7 @@ class ParallelContext:
         self._everybody = dist.new_group(backend="gloo", timeout=timeout)
         self.places = tuple(self._gather(here))
         self.link = Link(self._everybody)
-        self._groups: dict[int, dist.ProcessGroup] = {}  # of the replicas that concern this rank, with rank 0
+        self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
         for replica in range(self.replicas):
             ranks = sorted({0, *(place.rank for place in self.places if place.replica == replica)})
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
@@ -69,30 +69,30 @@ class ParallelContext:
 
     @property
     def replicas(self) -> int:
-        """Copies of the model."""
+        """Number of copies of the model."""
         return 1 + max(place.replica for place in self.places)
 
     @property
     def first_replica(self) -> Sequence[int]:
-        """Its ranks."""
+        """Ranks of the first replica."""
         return [place.rank for place in self.places if place.replica == 0]
 
     @property
     def heartbeat(self) -> float:
-        """Seconds of silence after which rank 0 says that it lives: well before anybody gives it up."""
+        """Maximum seconds between two messages of rank 0: well before the other ranks time out."""
         return min(_HEARTBEAT, self._minutes * 60 / 4)
 
     @property
     def is_driver(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.here.rank == 0
 
     def executor(self, part: Part) -> Executor:
-        """For this rank's part of its replica."""
+        """Return the executor of this rank's part of its replica."""
         return self._checked(SharedExecutor(part, self._results(self.here.replica)), self.here.replica)
 
     def remote_executor(self, replica: int) -> Executor:
-        """For rank 0, of another replica than its own."""
+        """Return rank 0's executor of another replica."""
         return self._checked(RemoteExecutor(self._results(replica)), replica)
 
     def _results(self, replica: int) -> Results:
@@ -103,10 +103,10 @@ class ParallelContext:
         return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor
 
     def ask_all(self, question: Callable[[], T]) -> Sequence[T]:
-        """What each rank answers, in order of rank.
+        """Return each rank's answer, in order of rank.
 
         Raises:
-            ConfigError: One of them raised it: the same error on all of them.
+            ConfigError: A rank raised it; the same error is raised on all of them.
         """
         answer: T | ConfigError
         try:

@@ -1,4 +1,4 @@
-"""`--check-ranks`: every rank of a replica shows what it is about to compute, before it does."""
+"""`--check-ranks`: every rank of a replica compares its step with the others before computing it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LONGEST_VALUE = 200  # characters, in the message
 
 
 def digest(step: ScheduledStep | None) -> bytes:
-    """Of a step's message: equal for equal ones, whatever process wrote them."""
+    """Return the digest of a step's message: equal messages have equal digests in every process."""
     return blake2b(repr(step).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 class CheckedExecutor:
-    """Compares digests of each step's message over the ranks that write it, of steps with nothing to compute, too.
+    """Executor that compares digests of each step's message over the replica's ranks, idle steps included.
 
-    16 bytes of each rank to each, and where they differ the messages themselves.
+    Each rank sends 16 bytes to each other one, and the messages themselves if the digests differ.
 
     Args:
-        executor: Computes the step then.
+        executor: Computes the step after the check.
         group: The replica's ranks, and rank 0.
     """
 
@@ -39,19 +39,19 @@ class CheckedExecutor:
         self._count = 0
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """See `Executor.execute`.
+        """Check and compute a step; see `Executor.execute`.
 
         Raises:
-            RankError: Ranks have different steps in mind.
+            RankError: Ranks have different steps.
         """
         self._compare(step)
         return self._executor.execute(step)
 
     def idle(self) -> None:
-        """See `Executor.idle`.
+        """Check an idle step; see `Executor.idle`.
 
         Raises:
-            RankError: Ranks have different steps in mind.
+            RankError: Ranks have different steps.
         """
         self._compare(None)
         self._executor.idle()
@@ -65,7 +65,7 @@ class CheckedExecutor:
             raise RankError(f"step {self._count}: {self._difference(step)}")
 
     def _difference(self, step: ScheduledStep | None) -> str:
-        """In words, the same on all ranks."""
+        """Describe the first difference between ranks; the same text on all ranks."""
         told: list[list[tuple[str, str]]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(told, list(fields(step)), group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
@@ -78,7 +78,7 @@ class CheckedExecutor:
 
 
 def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:
-    """Dotted names of everything in a message, with what it is."""
+    """Yield the dotted name and value of every field in a message."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             prefix = "" if name == "the step" else f"{name}."
@@ -92,7 +92,7 @@ def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:
 
 
 def first_difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str] | None:
-    """The first name whose values differ, and those; None if none does."""
+    """Return the first name whose values differ, and both values; None if there is none."""
     missing = "missing"
     left, right = dict(one), dict(other)
     for name in [*left, *(name for name in right if name not in left)]:

@@ -1,4 +1,4 @@
-"""What one rank holds of a model, from the sizes alone."""
+"""Share of a model that one rank holds, derived from the sizes alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_ext.parallel.stages import Stage, split_layers
 
 @dataclass(frozen=True)
 class Share:
-    """One pipeline stage's part of a model, as each of its tensor-parallel ranks has it.
+    """One pipeline stage's part of a model, on each of its tensor-parallel ranks.
 
     Attributes:
-        parallel: The sizes.
-        stages: Of the whole model.
-        index: Which of them this is.
+        parallel: Parallel sizes.
+        stages: Stages of the whole model.
+        index: Index of this stage.
     """
 
     parallel: ParallelConfig
@@ -30,21 +30,21 @@ class Share:
 
     @property
     def is_first(self) -> bool:
-        """Whether the embedding is here."""
+        """True if the embedding is on this stage."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the final norm and the output layer are here."""
+        """True if the final norm and the output layer are on this stage."""
         return self.index == len(self.stages) - 1
 
     def pattern(self, config: ModelConfig) -> str:
-        """The letters of this stage's layers."""
+        """Return the pattern letters of this stage's layers."""
         return config.hybrid_override_pattern[self.stage.first : self.stage.first + self.stage.count]
 
     @property
     def core_fields(self) -> dict[str, object]:
-        """The sizes, and what says where stages begin, under megatron-core's names."""
+        """Sizes and stage boundaries under megatron-core's names."""
         parallel = self.parallel
         return {
             "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -56,15 +56,15 @@ class Share:
 
     @property
     def needs_layer_layout(self) -> bool:
-        """Whether numbers of the first and the last stage do not say where stages begin, see `core_fields`."""
+        """True if the sizes of the first and last stage do not determine the boundaries, see `core_fields`."""
         return _LAYOUT in self.core_fields
 
 
 def share_of(parallel: ParallelConfig, config: ModelConfig, index: int) -> Share:
-    """What stage `index` holds.
+    """Return the share of stage `index`.
 
     Raises:
-        ConfigError: The model cannot be spread like that.
+        ConfigError: The model cannot be divided by the sizes.
     """
     check_model(parallel, config)
     return Share(parallel, split_layers(config.layer_count, parallel), index)
@@ -75,9 +75,10 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def _boundaries(counts: list[int]) -> dict[str, object]:
-    """Nothing for equal stages, else what makes megatron-core see them: its two flags if they do, or a layout.
+    """Return megatron-core's fields for the stage boundaries: none for equal stages, its two flags if enough, or a
+    layout.
 
-    A layout is one letter a layer, with the embedding in front and the loss behind: `Ettt|tt|ttL`.
+    A layout is one letter per layer, with the embedding before and the loss after them: `Ettt|tt|ttL`.
     """
     for first, last in ((0, 0), (1, 0), (0, 1), (1, 1)):
         if len(set(counts[first : len(counts) - last])) <= 1:

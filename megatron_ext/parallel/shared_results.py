@@ -1,4 +1,4 @@
-"""What a replica's last stage has sampled, for all ranks of the replica, and what it has scored, for rank 0."""
+"""Shared results: sampled tokens of a replica's last stage for all its ranks, and scores for rank 0."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str], d
 
 
 class Results:
-    """Results of one replica's steps. Everybody knows from the message what is to come, so nothing else is said of it.
+    """Results of one replica's steps. All ranks derive the sizes of the messages from the step, so none are sent.
 
-    m tokens are 8 m bytes; scores are pickled, and only there where somebody asked for them.
+    m tokens are 8 m bytes; scores are pickled, and sent only if a request asked for them.
 
     Args:
         group: The replica's ranks, and rank 0.
-        rank: This one.
+        rank: This rank.
         source: The rank that samples.
     """
 
@@ -33,11 +33,11 @@ class Results:
         self._source = source
 
     def share(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
-        """The result of a step, everywhere; scores at the source and on rank 0 only.
+        """Return the result of a step on every rank; scores on the source and rank 0 only.
 
         Args:
-            step: What was computed.
-            result: What the source has; the others' own is not asked for.
+            step: The computed step.
+            result: The result on the source; ignored on other ranks.
         """
         yielding = [chunk for chunk in step.chunks if chunk.sampling is not None]
         is_source = self._rank == self._source
@@ -56,7 +56,7 @@ class Results:
     def _share_tokens(
         self, chunks: Sequence[ScheduledChunk], given: StepResult
     ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-        """First the token of each chunk that yields one, then those behind drafts."""
+        """Broadcast the token of each chunk that yields one, followed by the target tokens of drafts."""
         names, counts = [chunk.request_id for chunk in chunks], [len(chunk.target_sampling) for chunk in chunks]
         row = torch.zeros(len(names) + sum(counts), dtype=torch.int64)
         if self._rank == self._source:
@@ -68,7 +68,7 @@ class Results:
         return dict(zip(names, tokens, strict=True)), {n: tuple(itertools.islice(rest, k)) for n, k in drafted}
 
     def _hand_over(self, scores: Scores) -> Scores:
-        """From the source to rank 0: 8 bytes that say how many follow, then those."""
+        """Send scores from the source to rank 0: 8 bytes with the length, then the pickled scores."""
         if self._rank == self._source:
             body = pickle.dumps(scores, pickle.HIGHEST_PROTOCOL)
             send(torch.tensor([len(body)]), _LEADER, group=self._group)

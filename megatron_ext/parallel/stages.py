@@ -1,7 +1,7 @@
-"""Which layers each pipeline stage holds: all of them, each on one stage, in order.
+"""Pipeline stages: the layers of each stage; every layer is on one stage, in order.
 
-megatron-core divides the number of layers by the number of stages and drops what remains; here the first stages hold
-one more each.
+megatron-core divides the number of layers by the number of stages and drops the remainder; here the first stages hold
+one more layer each.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_ext.config.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of layers.
+    """Consecutive layers of one pipeline stage.
 
     Attributes:
         first: Number of its first layer, from 0, in the whole model.
-        count: How many layers it holds; never zero.
+        count: Number of its layers; never zero.
     """
 
     first: int
@@ -26,17 +26,17 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers."""
+        """Numbers of the stage's layers."""
         return range(self.first, self.first + self.count)
 
 
 def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
-    """The stages of a model of so many layers.
+    """Split a model of `layers` layers into stages.
 
     Args:
-        layers: Of every kind.
-        parallel: How many stages, and how many layers the first and the last hold if that is said. What is left is
-            shared by the others, those in front holding one more where it cannot be shared evenly.
+        layers: Number of layers of every kind.
+        parallel: Number of stages, and optionally the layers of the first and the last. The remaining layers are
+            divided among the other stages, and the first of these hold one more if the division is not even.
 
     Raises:
         ConfigError: A stage would be left without a layer, or a layer without a stage.
@@ -60,13 +60,13 @@ def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
 
 
 def describe_stages(pattern: str, stages: tuple[Stage, ...]) -> str:
-    """What each stage holds, in a line: `2 pipeline stages: 3 layers (M-*), 2 layers (M-)`."""
+    """Describe each stage's layers in one line: `2 pipeline stages: 3 layers (M-*), 2 layers (M-)`."""
     parts = (f"{stage.count} layers ({pattern[stage.first : stage.first + stage.count]})" for stage in stages)
     return f"{len(stages)} pipeline stages: {', '.join(parts)}"
 
 
 def _check_given(layers: int, parallel: ParallelConfig, others: int, given: int) -> None:
-    """See that what the first and the last stage leave is enough for the others, and nothing if there are none."""
+    """Check that the first and last stage leave enough layers for the others, and none if there are no others."""
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     flags = [
         f"--num-layers-in-{name}-pipeline-stage {count}"
@@ -85,5 +85,5 @@ def _check_given(layers: int, parallel: ParallelConfig, others: int, given: int)
 
 
 def _evenly(layers: int, stages: int) -> list[int]:
-    """So many layers on each stage, one more on the first ones."""
+    """Divide layers evenly over stages, one more on each of the first ones."""
     return [layers // stages + (index < layers % stages) for index in range(stages)] if stages else []

@@ -1,4 +1,4 @@
-"""A rank other than 0: it does what it is told, and decides the same as rank 0 because it was told the same."""
+"""Worker: a rank other than 0, which repeats rank 0's steps from its commands."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from megatron_ext.scheduling.step import describe_step
 
 
 class Memory(Protocol):
-    """The pools of this rank."""
+    """Pools of this rank."""
 
     def allocate(self) -> None:
-        """See that they are there."""
+        """Allocate the pools if they are not allocated."""
 
     def free(self) -> None:
-        """See that they are not; their contents are lost."""
+        """Free the pools if they are allocated; their contents are lost."""
 
 
 class Worker:
-    """A scheduler that is led by commands, and the steps that it writes, computed.
+    """Scheduler driven by rank 0's commands, and executor of the steps that it plans.
 
-    There are no texts here, no futures and no clock. A step's tokens come with its result, as rank 0 gets them.
+    A worker has no texts, no futures and no clock. A step's tokens come with its result, as on rank 0.
 
     Args:
-        replica: Whose commands are meant for this rank.
+        replica: Replica of this rank, whose commands it follows.
         receive: Waits for rank 0's next batch.
-        make_scheduler: Without requests; equal to rank 0's.
+        make_scheduler: Returns a scheduler without requests, equal to rank 0's.
         executor: Computes steps.
-        memory: Comes and goes as rank 0 says.
+        memory: Pools, allocated and freed on rank 0's commands.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Worker:
         self._start_anew()
 
     def follow(self) -> None:
-        """Do what rank 0 says until it says stop."""
+        """Follow rank 0's batches until the stop action."""
         action = Action.IDLE
         while action is not Action.STOP:
             batch = self._receive()
@@ -75,7 +75,7 @@ class Worker:
                 self.step()
 
     def obey(self, commands: Iterable[Command]) -> None:
-        """What happens between two steps, in order."""
+        """Apply the commands between two steps, in order."""
         for command in commands:
             self._obey(command)
 
@@ -105,11 +105,11 @@ class Worker:
 
     def _start_anew(self) -> None:
         self.scheduler = self._make_scheduler()
-        self._requests: dict[int, Request] = {}  # those that live
+        self._requests: dict[int, Request] = {}  # living requests
         self._memory.allocate()
 
     def step(self) -> None:
-        """Plan, execute and commit one step, as `Engine.compute` does; nothing that raises is tried again."""
+        """Plan, execute and commit one step, as `Engine.compute` does; a step that raises is not retried."""
         plan = self.scheduler.schedule()
         for request, _ in plan.failures:
             del self._requests[request.request_id]

@@ -1,4 +1,4 @@
-"""What the environment says of this process among others: `torchrun` and its like set `RANK` and `WORLD_SIZE`."""
+"""World from the environment: rank and size of this process, as `torchrun` and its like set `RANK` and `WORLD_SIZE`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_ext.errors import ConfigError, MachineError
 
 @dataclass(frozen=True)
 class World:
-    """This process's number and how many there are.
+    """Rank of this process and number of ranks.
 
     Attributes:
-        rank: From 0.
-        size: Of the whole world.
-        is_launched: Whether something started the processes together; if nothing did, this is a world of one.
+        rank: Rank of this process, from 0.
+        size: Number of ranks of the world.
+        is_launched: Whether a launcher started the processes together; a world of one if not.
     """
 
     rank: int = 0
@@ -25,18 +25,18 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: to the terminal, to files, to clients."""
+        """True if this rank writes for all: to the terminal, to files, to clients."""
         return self.rank == 0
 
 
 def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
-    """The world that the environment describes.
+    """Return the world that the environment describes.
 
     Args:
         environment: Variables; None for the process's own.
 
     Raises:
-        ConfigError: They are not numbers that make sense.
+        ConfigError: The variables are not valid numbers.
     """
     variables = os.environ if environment is None else environment
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
@@ -50,23 +50,23 @@ def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
 
 
 def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:
-    """How many ranks share this machine's memory, as far as the environment says; 1 if it says nothing."""
+    """Return the number of ranks that share this machine's memory, by the environment; 1 if it is not set."""
     variables = os.environ if environment is None else environment
     said = variables.get("LOCAL_WORLD_SIZE", "1")
     return int(said) if said.isdecimal() and int(said) > 0 else 1
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether what every rank has to say alike is for this one to say: yes unless the environment says otherwise."""
+    """Return whether this rank reports what is the same on every rank: True unless the environment has another rank."""
     variables = os.environ if environment is None else environment
     return variables.get("RANK", "0") in ("", "0")
 
 
 def said_here(error: ConfigError, environment: Mapping[str, str] | None = None) -> str | None:
-    """What this rank says of a mistake that ends it before the ranks have met; None if another rank says it.
+    """Return this rank's message for an error that ends it before the ranks have met; None if another rank reports it.
 
-    Most mistakes are seen alike by all, and the first rank says them. What only one machine may see its first rank
-    says, or each of its ranks where the environment does not tell which one that is.
+    Most mistakes are the same on all ranks, and the first rank reports them. An error of one machine is reported by its
+    first rank, or by each of its ranks if the environment does not number them.
     """
     variables = os.environ if environment is None else environment
     if is_first_rank(variables):

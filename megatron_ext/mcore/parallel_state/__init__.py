@@ -1,1 +1,1 @@
-"""megatron-core's process groups, and the ranks that they describe."""
+"""megatron-core's process groups, and the rank info read from them."""

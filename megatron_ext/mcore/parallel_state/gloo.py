@@ -1,7 +1,7 @@
-"""Gloo's process groups with one network device for all of them.
+"""Gloo process groups that share one network device.
 
-torch gives each group a device of its own, with a thread that waits on sockets, and two more that run collectives.
-megatron-core makes some twenty groups, so a rank had sixty threads that never did anything.
+torch gives each group its own device, with one thread that polls sockets and two that run collectives. megatron-core
+makes some twenty groups, so a rank had sixty idle threads.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.distributed import Store, distributed_c10d
 
 @contextlib.contextmanager
 def sharing_one_device(threads: int) -> Iterator[None]:
-    """Within it groups of gloo are made of one device.
+    """Create gloo groups on one shared device inside this context.
 
     Args:
-        threads: Of each group, that run its collectives. With one they run in the order in which they were begun.
+        threads: Threads per group that run its collectives. With one thread they run in the order of their launch.
     """
     if not distributed_c10d.is_gloo_available():
         yield
@@ -27,8 +27,8 @@ def sharing_one_device(threads: int) -> Iterator[None]:
     options_of = plain._Options  # type: ignore[attr-defined]  # torch's own description of the class lacks it
     device = plain.create_default_device()
 
-    class SharingGroup(plain):  # type: ignore[misc,valid-type]  # torch asks `isinstance` of the name that is replaced
-        """A group of that device."""
+    class SharingGroup(plain):  # type: ignore[misc,valid-type]  # torch calls `isinstance` with the replaced name
+        """Gloo group on the shared device."""
 
         def __init__(
             self, store: Store, rank: int, size: int, timeout: timedelta = distributed_c10d.default_pg_timeout

@@ -1,4 +1,4 @@
-"""torch.distributed and Megatron's groups for engines in a program: used if they are there, else begun and ended."""
+"""torch.distributed and Megatron's groups for in-process engines: reused if initialized, else created and destroyed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron_ext.parallel.layout import plan_layout
 
 
 class ProcessGroups:
-    """What the engines of one process share. What was there before the first of them is left alone."""
+    """Process groups shared by the engines of one process. Groups that existed before the first engine are left alone.
+    """
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -24,10 +25,10 @@ class ProcessGroups:
         self._owns_groups = False
 
     def enter(self, parallel: ParallelConfig) -> None:
-        """An engine needs them: begin what is not there.
+        """Register an engine and create the groups that do not exist.
 
         Raises:
-            ConfigError: What is there is not what the settings say.
+            ConfigError: Existing groups contradict the settings.
         """
         with self._changing:
             has_distributed = is_there()
@@ -42,7 +43,7 @@ class ProcessGroups:
             self._engines += 1
 
     def leave(self) -> None:
-        """An engine is closed: after the last one, end what the first one began."""
+        """Unregister an engine; after the last one, destroy the groups that the first one created."""
         with self._changing:
             self._engines -= 1
             if self._engines:
@@ -65,7 +66,7 @@ _SIZES = (
 
 
 def is_there() -> bool:
-    """Whether somebody has begun torch.distributed."""
+    """Return whether torch.distributed is initialized."""
     return torch.distributed.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""A parallel_context of ranks, as Megatron's parallel state numbers them."""
+"""Parallel context of the ranks, as Megatron's parallel state numbers them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
 
 def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:
-    """All ranks together, after `platform.initialize`; None for a world of one, which needs nobody.
+    """Return the context of all ranks, after `platform.initialize`; None for a world of one, which needs none.
 
     Args:
-        parallel: How ranks talk to each other.
+        parallel: Communication settings of the ranks.
     """
     if torch.distributed.get_world_size() == 1:
         return None

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: configurations and weights of the families we know."""
+"""Hugging Face checkpoints: configurations and weights of the known families."""

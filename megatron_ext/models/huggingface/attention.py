@@ -1,4 +1,4 @@
-"""Heads of attention in a decoded `config.json`, whatever the family."""
+"""Attention heads in a decoded `config.json` of any family."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, 
 
 
 def attention_heads(fields: Fields) -> dict[str, object]:
-    """Fields of `ModelConfig`; as many key/value heads as query heads if `num_key_value_heads` is null or absent.
+    """Return fields of `ModelConfig`; key/value heads default to the query heads if `num_key_value_heads` is missing or
+    null.
 
     Raises:
-        ConfigError: Heads that query heads cannot share.
+        ConfigError: The key/value heads do not divide the query heads.
     """
     query_heads = size(fields, "num_attention_heads")
     key_value_heads = size_or(fields, "num_key_value_heads", query_heads)
@@ -19,16 +20,16 @@ def attention_heads(fields: Fields) -> dict[str, object]:
 
 
 def attention_biases(fields: Fields) -> dict[str, object]:
-    """Biases of all four projections, if `attention_bias` says so."""
+    """Return the biases of all four projections, as `attention_bias` sets them."""
     has_biases = flag(fields, "attention_bias", default=False)
     return {"add_qkv_bias": has_biases, "add_attention_output_bias": has_biases}
 
 
 def rotated_head_size(fields: Fields) -> dict[str, object]:
-    """`kv_channels` of heads that are rotated: `head_dim`, or an equal share of the width.
+    """Return `kv_channels` of rotated heads: `head_dim`, or an equal share of the hidden size.
 
     Raises:
-        ConfigError: No whole share, or one that has no halves.
+        ConfigError: The share is not a whole number, or the channels are odd.
     """
     if fields.get("head_dim") is None:
         check_divides(fields, "num_attention_heads", "hidden_size")

@@ -1,4 +1,4 @@
-"""Tables of tensors of what layers are made of, for families to put together."""
+"""Tensor tables of layer components, which families combine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, LayerTable, Source
 
-# The norm before a layer.
+# Names of the norm before a layer.
 ATTENTION_NORM = "input_layernorm"
 RECURRENT_NORM = "norm"
 MLP_NORM = "pre_mlp_layernorm"
 
-# Our MLPs: alone, one of the routed experts, all shared experts together.
+# Our MLPs: plain, one routed expert, all shared experts together.
 MLP = "mlp"
 ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"
 SHARED_EXPERTS = "mlp.shared_experts"
@@ -25,27 +25,27 @@ _MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight 
 
 
 def copied(ours: str, theirs: str, names: Iterable[str]) -> LayerTable:
-    """Tensors that have the same names and shapes below a part of ours and a part of theirs."""
+    """Map tensors with equal names and shapes from a part of theirs to a part of ours."""
     return {f"{ours}.{name}": Source((f"{theirs}.{name}",)) for name in names}
 
 
 def weights(names: Mapping[str, str]) -> LayerTable:
-    """Weights of equal shapes, by the parts that have them: ours to theirs."""
+    """Map weights of equal shapes, given as our part -> their part."""
     return {f"{ours}.weight": Source((f"{theirs}.weight",)) for ours, theirs in names.items()}
 
 
 def mamba1_mixer(theirs: str) -> LayerTable:
-    """A Mamba-1 mixer."""
+    """Tensor table of a Mamba-1 mixer."""
     return copied("mixer", theirs, _MAMBA1.split())
 
 
 def mamba2_mixer(theirs: str) -> LayerTable:
-    """A Mamba-2 mixer."""
+    """Tensor table of a Mamba-2 mixer."""
     return copied("mixer", theirs, _MAMBA2.split())
 
 
 def attention(theirs: str) -> LayerTable:
-    """Attention, with the biases that the configuration says."""
+    """Tensor table of attention, with the configured biases."""
     weight, bias = (tuple(f"{theirs}.{one}_proj.{kind}" for one in "qkv") for kind in ("weight", "bias"))
     return {
         "self_attention.linear_qkv.weight": Source(weight, QUERY_KEY_VALUE),
@@ -56,12 +56,12 @@ def attention(theirs: str) -> LayerTable:
 
 
 def query_and_key_norms(theirs: str) -> LayerTable:
-    """Norms of each head's queries and keys."""
+    """Tensor table of the per-head norms of queries and keys."""
     return weights({f"self_attention.{one}_layernorm": f"{theirs}.{one}_norm" for one in "qk"})
 
 
 def gated_mlp(ours: str, theirs: str) -> LayerTable:
-    """An MLP of three matrices; we have gate and up projection in one."""
+    """Tensor table of a gated MLP of three matrices; ours has gate and up projection in one."""
     return {
         f"{ours}.linear_fc1.weight": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")),
         **weights({f"{ours}.linear_fc2": f"{theirs}.down_proj"}),
@@ -69,7 +69,7 @@ def gated_mlp(ours: str, theirs: str) -> LayerTable:
 
 
 def gated_mlp_biases(ours: str, theirs: str) -> LayerTable:
-    """Biases of the same, if the configuration says so."""
+    """Tensor table of a gated MLP's biases, if configured."""
     return {
         f"{ours}.linear_fc1.bias": Source((f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), needs="add_mlp_bias"),
         f"{ours}.linear_fc2.bias": Source((f"{theirs}.down_proj.bias",), needs="add_mlp_bias"),
@@ -77,15 +77,15 @@ def gated_mlp_biases(ours: str, theirs: str) -> LayerTable:
 
 
 def plain_mlp(ours: str, theirs: str) -> LayerTable:
-    """An MLP of two matrices."""
+    """Tensor table of an MLP of two matrices."""
     return weights({f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"})
 
 
 def interleave_qkv(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Query [Hq*D, ...], key and value [Hkv*D, ...] -> [(Hq + 2*Hkv)*D, ...] in groups of [q ... q k v].
+    """Interleave query [Hq*D, ...], key and value [Hkv*D, ...] -> [(Hq + 2*Hkv)*D, ...] in groups of [q ... q k v].
 
-    With an output gate each head of the query matrix is followed by that of its gate: [Hq*2*D, ...] -> groups of
-    [q ... q gate ... gate k v]. These are the layouts that megatron-core's `SelfAttention` takes apart.
+    With an output gate each head of the query matrix is followed by its gate: [Hq*2*D, ...] -> groups of [q ... q gate
+    ... gate k v]. These are the layouts that megatron-core's `SelfAttention` splits.
     """
     query, key, value = parts
     if config.attention_output_gate:
@@ -101,7 +101,7 @@ def _qkv_rows(config: ModelConfig) -> Sequence[int]:
 
 
 def separate_qkv(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-    """[(Hq + 2*Hkv)*D, ...] in groups as `interleave_qkv` makes them -> query, key and value."""
+    """Split [(Hq + 2*Hkv)*D, ...] in groups as `interleave_qkv` makes them -> query, key and value."""
     size = config.head_channels
     queries = config.num_attention_heads // config.query_groups * size
     groups = ours.unflatten(0, (config.query_groups, -1))  # [groups, rows, ...]
