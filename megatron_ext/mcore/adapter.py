@@ -77,8 +77,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self.context.prepare_cuda_graphs()
 
     def reset(self) -> None:
-        """Drop all requests (their futures are cancelled) and counters; allocate the pools of a suspended engine again.
-        """
+        """Drop all requests (cancelling their futures) and counters; allocate a suspended engine's pools again."""
         if hasattr(self, "core"):
             self.core.cancel()
             for future in self._futures.values():

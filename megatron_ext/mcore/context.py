@@ -182,9 +182,7 @@ class InferenceContext(DynamicInferenceContext):
         return self._staging_rules
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Copy snapshots into running slots before any snapshot slot is written: the step may reuse a restored one's
-        slot.
-        """
+        """Copy snapshots to running slots before any snapshot is written: the step may reuse a restored slot."""
         live, snapshots = self.live_states, self.snapshots
         if live is None or snapshots is None:
             return
@@ -198,9 +196,7 @@ class InferenceContext(DynamicInferenceContext):
         snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:
-        """Complete the snapshots after a forward: those inside chunks are written already; copy the live states at
-        chunk ends.
-        """
+        """Complete the snapshots after a forward: copy live states at chunk ends; those inside are written."""
         live_states, snapshots = self.live_states, self.snapshots
         if live_states is None or snapshots is None:
             return
@@ -264,9 +260,7 @@ class InferenceContext(DynamicInferenceContext):
         return recurrent
 
     def append_rotated(self, layer_number: int, heads: Heads, rotation: Rotation | None) -> Tensor:
-        """Write the step's rotated keys and its values to their slots (none for padding); return the queries [T, Hq,
-        D].
-        """
+        """Write rotated keys, and values, to their slots (none for padding); return the queries [T, Hq, D]."""
         key_cache, value_cache = self._caches(layer_number)
         return rotate_and_write(heads, rotation, key_cache, value_cache, self.staged.slot_mapping)
 

@@ -277,9 +277,7 @@ def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """Return the first of the greatest logits of each row; `argmax` gives the same but is several times slower on a
-    CPU.
-    """
+    """Return the first maximum of each row's logits; `argmax` is equal but several times slower on a CPU."""
     return logits.max(-1).indices
 
 

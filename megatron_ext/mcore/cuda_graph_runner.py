@@ -1,5 +1,4 @@
-"""CUDA graph runner: pad a step to a bucket, send it in one copy, replay captured graphs, return results in one copy.
-"""
+"""CUDA graph runner: pad a step to a bucket, copy it in once, replay captured graphs, copy results back once."""
 
 from __future__ import annotations
 
@@ -113,9 +112,7 @@ class CudaGraphRunner:
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
-        """Drop the graphs if changed weights have moved: they would read freed memory. Weights written in place keep
-        them.
-        """
+        """Drop the graphs if changed weights have moved, as they would read freed memory; else keep them."""
         if self._programs and self._weights != self._controller.weight_addresses():
             self.forget()
 
@@ -247,8 +244,7 @@ class CudaGraphRunner:
         return copies, written
 
     def _close(self, copies: Sequence[tuple[int, int]], block_hashes: Sequence[tuple[int, bytes]]) -> None:
-        """Copy the states that exceed the graph's capacity, then mark all snapshots complete for later enqueued work.
-        """
+        """Copy the states that exceed the graph's capacity, then mark all snapshots complete for later work."""
         live, snapshots = self._context.live_states, self._context.snapshots
         if live is None or snapshots is None:
             return

@@ -18,8 +18,7 @@ def weights_version(model: nn.Module) -> int:
 
 
 def mark_weights_changed(model: nn.Module) -> None:
-    """Mark the weights as changed. Every loader calls this after writing weights; engines check before their next step.
-    """
+    """Mark the weights as changed; every loader calls this after writing. Engines check before each step."""
     setattr(model, _ATTRIBUTE, weights_version(model) + 1)
 
 

@@ -81,9 +81,7 @@ def build_model(
 
 
 def _check_stages(share: Share, spec: ModuleSpec) -> None:
-    """Raise if a user's stack needs a layer layout: it splits layers as megatron-core does, with fewer options than
-    ours.
-    """
+    """Raise if a user's stack would need a layer layout: it splits layers only as megatron-core does."""
     is_ours = isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
     if share.needs_layer_layout and not is_ours:
         counts = ", ".join(str(stage.count) for stage in share.stages)
@@ -199,8 +197,7 @@ def _heads(config: ModelConfig, share: Share | None) -> dict[str, int]:
 
 
 def _moe_fields(config: ModelConfig) -> dict[str, object]:
-    """Return the MoE fields. Routing is in fp32 for any parameter dtype: a rounding error there selects another expert.
-    """
+    """Return the MoE fields. Routing is always in fp32: a rounding error there selects another expert."""
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.expert_ffn_size,

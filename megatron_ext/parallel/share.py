@@ -75,8 +75,7 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def _boundaries(counts: list[int]) -> dict[str, object]:
-    """Return megatron-core's fields for the stage boundaries: none for equal stages, its two flags if enough, or a
-    layout.
+    """Return megatron-core's stage boundaries: none for equal stages, its two flags if enough, or a layout.
 
     A layout is one letter per layer, with the embedding before and the loss after them: `Ettt|tt|ttL`.
     """

@@ -218,8 +218,7 @@ class _Count:
 
 
 def _plain(value: Any, count: _Count, depth: int) -> Any:
-    """Copy the value into new lists, dictionaries and namespaces: no cycles, and no object shared between two places.
-    """
+    """Copy the value into new lists, dictionaries and namespaces, without cycles or shared objects."""
     count.left -= 1
     if count.left < 0 or depth == 0:
         raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or one far inside of another")

@@ -101,8 +101,7 @@ def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of a model holds, by name: parameters (shared ones once)
-    and persistent buffers.
+    """Return a model's checkpoint tensors by name: parameters (shared ones once) and persistent buffers.
 
     They can be written under `torch.no_grad`.
     """

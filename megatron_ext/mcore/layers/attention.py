@@ -96,8 +96,7 @@ class PagedSelfAttention(SelfAttention):
         return (is_bare or is_normed) and not (is_shared or self.config.attention_output_gate or self.config.test_mode)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply outputs [s, b, heads * D] by the sigmoid of [s, b, heads, D]; upstream's version uses
-        `torch.compile`.
+        """Multiply outputs [s, b, heads * D] by sigmoid(gate [s, b, heads, D]); upstream uses `torch.compile`.
 
         If several ranks share a key/value head, upstream's gate covers the query heads of all of them.
         """

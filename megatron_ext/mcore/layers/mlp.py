@@ -16,9 +16,7 @@ from megatron_ext.ops.activation import gated_silu, squared_relu_
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return relu(x)^2; upstream's version uses `torch.compile`, which takes seconds per new shape and needs a
-    compiler.
-    """
+    """Return relu(x)^2; upstream uses `torch.compile`, which takes seconds per new shape and needs a compiler."""
     return F.relu(x).square()
 
 
@@ -69,8 +67,7 @@ class PlainMLP(MLP):
         return not (config.use_te_activation_func or config.bias_activation_fusion or is_clamped)
 
     def _activate(self, inner: Tensor) -> Tensor:
-        """Apply the activation and overwrite `inner` [s, b, f]; with a gated unit it is [s, b, 2 * f], the gates first.
-        """
+        """Apply the activation and overwrite `inner` [s, b, f]; [s, b, 2 * f], gates first, if gated."""
         function = self.config.activation_func
         activate = _IN_PLACE.get(function, function)
         if not self.config.gated_linear_unit:

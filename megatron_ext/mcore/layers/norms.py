@@ -49,8 +49,7 @@ class PlainRMSNorm(torch.nn.RMSNorm, NamedNorm):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """Apply RMSNorm over the last axis by vector norm: |x|^2 / channels is the mean square. Computed in x's type, fp32.
-    """
+    """Apply RMSNorm over the last axis by vector norm, |x|^2 / channels being the mean square; x is fp32."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()

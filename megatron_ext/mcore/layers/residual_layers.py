@@ -42,8 +42,7 @@ def _wants_nothing_else(config: TransformerConfig) -> bool:
 
 
 def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> Tensor:
-    """Return `factor` times the mixer's output and bias, plus the residual; overwrites the output, which is not shared.
-    """
+    """Return `factor` times the mixer's output and bias, plus the residual; overwrites the unshared output."""
     output, bias = mixed
     if bias is not None:
         output.add_(bias)
@@ -77,8 +76,7 @@ class Branching:
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
-        """Return the layer's branch in a step; None if it must be called directly. `angles` are those of all positions.
-        """
+        """Return the layer's branch in a step; None to call the layer directly. `angles` cover all positions."""
         raise NotImplementedError
 
 

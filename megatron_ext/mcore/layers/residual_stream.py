@@ -27,9 +27,7 @@ class ResidualStream:
         context: BaseInferenceContext | None,
         angles: Tensor | None,
     ) -> None:
-        """Compute a layer; the sum with its output is deferred if it is a branch. Layers with hooks are called
-        normally.
-        """
+        """Compute a layer; a branch's sum is deferred. Layers with hooks are called normally."""
         branch = None
         if isinstance(layer, Branching) and not _is_watched(layer):
             branch = layer.branch(attention_mask, context, angles)

@@ -84,9 +84,7 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         return cast("Tensor", counts)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        """Copy counts to the host. Upstream leaves counts on the host as tensors, which no collective accepts as
-        splits.
-        """
+        """Copy counts to the host, as lists: collectives accept no tensors as splits, which upstream leaves."""
         counts = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)

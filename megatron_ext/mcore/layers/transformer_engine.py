@@ -28,8 +28,7 @@ Parts = Mapping[type, type]  # our class -> its replacement
 
 
 def installed_parts() -> Parts | None:
-    """Return Transformer Engine's replacements of our classes; None if it cannot be imported, or without a CUDA device.
-    """
+    """Return Transformer Engine's replacements of our classes; None without the package or a CUDA device."""
     try:
         from megatron.core.extensions import transformer_engine as extension
     except ImportError:

@@ -15,8 +15,7 @@ from megatron_ext.parallel.layout import plan_layout
 
 
 class ProcessGroups:
-    """Process groups shared by the engines of one process. Groups that existed before the first engine are left alone.
-    """
+    """Process groups shared by the engines of one process; groups older than the first engine are left alone."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()

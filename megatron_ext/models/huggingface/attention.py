@@ -7,8 +7,7 @@ from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, 
 
 
 def attention_heads(fields: Fields) -> dict[str, object]:
-    """Return fields of `ModelConfig`; key/value heads default to the query heads if `num_key_value_heads` is missing or
-    null.
+    """Return head fields of `ModelConfig`; a missing or null `num_key_value_heads` means the query heads.
 
     Raises:
         ConfigError: The key/value heads do not divide the query heads.
