@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint: which family it is of decides how its configuration and its weights are read."""
+"""Hugging Face checkpoint: its family decides how its configuration and its weights are read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CONFIG_FILE = "config.json"
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
-    """The configuration of the checkpoint in a directory.
+    """Read the configuration of the checkpoint in a directory.
 
     Raises:
         CheckpointError: No `config.json`, or one that is not JSON.
-        ConfigError: It asks for what is not supported; the message names the field.
+        ConfigError: A field has an unsupported value; the message names it.
     """
     return translate(read_json(directory / CONFIG_FILE))
 
 
 def translate(raw: Fields) -> ModelConfig:
-    """A decoded `config.json` as a `ModelConfig`.
+    """Translate a decoded `config.json` to a `ModelConfig`.
 
     Raises:
         ConfigError: A field is missing, unknown, or has a value that is not supported.
@@ -35,11 +35,11 @@ def translate(raw: Fields) -> ModelConfig:
 
 
 def load_hf_weights(model: HybridModel, config: ModelConfig, directory: Path) -> None:
-    """Fill every tensor of `model`, built from `config`, in the types the parameters have.
+    """Fill every tensor of `model`, built from `config`, in the types of its parameters.
 
     Raises:
-        CheckpointError: A tensor is missing, is not known, or has another shape; the message names it. Tied embeddings
-            that are stored twice and differ.
+        CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
+            are stored twice and differ.
     """
     load_weights(model, config, directory, family_of(read_json(directory / CONFIG_FILE)).tensors)
     mark_weights_changed(model)

@@ -1,8 +1,8 @@
-"""What decoders after the example of Llama share: attention with rotary embeddings, then a gated MLP.
+"""Llama-like decoders: attention with rotary embeddings, then a gated MLP.
 
 A decoder layer of theirs is two letters of the pattern, attention and MLP ("*-") or experts ("*E"), each with its norm
 and its residual. Rotary embeddings rotate the two halves of a head against each other on both sides, so query and key
-are copied as they are.
+are copied unchanged.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ ATTENTION_TENSORS = {**weights({ATTENTION_NORM: "input_layernorm"}), **attention
 MLP_TENSORS = {**FEED_FORWARD_NORM, **gated_mlp(MLP, "mlp")}
 
 
-Letters = Callable[[Fields], str]  # one for each layer of theirs
+Letters = Callable[[Fields], str]  # one letter for each layer of theirs
 
 
 def with_attention(attention: LayerTable, others: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
-    """Tables by letter; attention has the same tensors with a window and without."""
+    """Return tables by letter; attention has the same tensors with a window and without."""
     return {"*": attention, "W": attention, **others}
 
 
 def all_attention(fields: Fields) -> str:
-    """Attention without a window in every layer."""
+    """Return the letters of attention without a window in every layer."""
     return "*" * layer_count(fields)
 
 
 def all_mlps(fields: Fields) -> str:
-    """An MLP in every layer."""
+    """Return the letters of an MLP in every layer."""
     return "-" * layer_count(fields)
 
 
 def decoder_pattern(mixers: Letters = all_attention, feed_forwards: Letters = all_mlps) -> Letters:
-    """Two letters for each layer of theirs."""
+    """Return a pattern function with two letters for each layer of theirs."""
     return lambda fields: "".join(map("".join, zip(mixers(fields), feed_forwards(fields), strict=True)))
 
 
 def decoder_attention(fields: Fields, *, default_base: int = DEFAULT_BASE) -> dict[str, object]:
-    """Heads, how large they are, and how they are rotated, in the fields of `ModelConfig`.
+    """Return heads, head size and rotary embedding in the fields of `ModelConfig`.
 
     Args:
         fields: A decoded `config.json`.
-        default_base: Of rotary embeddings, if the file does not say.
+        default_base: Base of the rotary embedding, if the file has none.
     """
     rotation = rotary_fields(fields, default_base=default_base)
     return {**attention_heads(fields), **rotated_head_size(fields), **rotation}

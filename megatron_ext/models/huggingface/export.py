@@ -1,7 +1,7 @@
-"""A model back into a Hugging Face checkpoint, after the example of one of the same architecture.
+"""Export of a model to a Hugging Face checkpoint, with one of the same architecture as an example.
 
-A `ModelConfig` does not say all that a family's `config.json` does, so that one is taken from the example: its names,
-with prefix and experts together or apart, and the types of its tensors, too.
+A `ModelConfig` has fewer fields than a family's `config.json`, so that file is copied from the example. So are its
+tensor names, with prefix and with experts joined or separate, and the dtypes of its tensors.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: ModelConfig, like: str | Path) -> None:
-    """Write a checkpoint that transformers reads; the directory is there whole or not at all.
+    """Write a checkpoint that transformers reads; the directory appears complete or not at all.
 
     Args:
         directory: Created, or filled if it is empty.
         model: Whole, built from `config`; not changed.
-        config: Must be what `like` says.
+        config: Must equal the configuration of `like`.
         like: A checkpoint of the same architecture.
 
     Raises:
-        ConfigError: The directory holds something, or cannot be written; `like` is of another architecture.
+        ConfigError: The directory is not empty, or cannot be written; `like` is of another architecture.
     """
     if is_spread(model.config):
         raise ConfigError(f"{directory} is not written: the model is spread over ranks; load it on one")
@@ -62,24 +62,24 @@ def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: Mode
             staging.mkdir()
             tensors = _named_like(files, hf_tensors(model, config, family.tensors), family.tensors)
             save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-            (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
+            (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file private
             for name in (CONFIG_FILE, _GENERATION_CONFIG):
                 if (example / name).is_file():
                     shutil.copyfile(example / name, staging / name)
             copy_tokenizer_files(example, staging)
             scratch.hold_signals()
-            staging.rename(target)  # over an empty directory, too
+            staging.rename(target)  # also replaces an empty directory
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {error}") from error
 
 
 def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dict[str, Tensor]:
-    """A family's tensors, without prefix, each expert by itself.
+    """Return a family's tensors without prefix, with separate experts.
 
     Args:
         model: Whole, built from `config`.
-        config: Of the model.
-        table: The family's.
+        config: Configuration of the model.
+        table: Tensor table of the family.
     """
     targets = model_tensors(model)
     found: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
 
 
 def _require_same(config: ModelConfig, there: ModelConfig, example: Path) -> None:
-    """Every field that decides what the tensors mean is the same."""
+    """Raise unless every field that affects the meaning of tensors is the same."""
     ours, theirs = config.to_dict(), there.to_dict()
     for name in ours:
         if name not in ("spec", "max_position_embeddings", "num_layers") and ours[name] != theirs[name]:
@@ -110,7 +110,7 @@ def _require_same(config: ModelConfig, there: ModelConfig, example: Path) -> Non
 
 
 def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTable) -> dict[str, Tensor]:
-    """The tensors under an example's names, in its types."""
+    """Return the tensors under an example's names, in its dtypes."""
     named, used = _parts_of_joined(files, ours, table)
     for name in sorted(files.names - named.keys()):
         prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")
@@ -131,7 +131,7 @@ def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTab
 def _parts_of_joined(
     files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTable
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """What an example has in parts, cut as it is there; and the names of the wholes."""
+    """Return the tensors that an example stores in parts, split as there, and the names of the whole tensors."""
     named, used = {}, set()
     for whole, parts in table.joined_names(files.names).items():
         bare = table.known_name(whole)
@@ -147,7 +147,7 @@ def _parts_of_joined(
 
 
 def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTable) -> list[str]:
-    """Names of those that stand in one tensor of the example; none if it is no such tensor."""
+    """Return the names of the experts joined in one tensor of the example; empty if it is no such tensor."""
     for expression, part_name in table.split.items():
         match = re.fullmatch(expression, name)
         if match is not None:

@@ -1,4 +1,4 @@
-"""What is to be said of a Hugging Face family; how it is read and loaded is shared."""
+"""Definition of a Hugging Face family; translation and loading are shared by all families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.models.huggingface.field_table import FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_architecture
 from megatron_ext.models.huggingface.tensors import TensorTable
 
-# What most families have in common; a family's constants win.
+# Fields that most families have in common; a family's constants win.
 _USUAL = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "none"}
 
 
@@ -25,18 +25,18 @@ def _all(raw: Fields) -> Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: fields of its configuration and tensors of its checkpoints, in megatron-core's terms.
+    """Family of models: fields of its configuration and tensors of its checkpoints, in megatron-core's terms.
 
     Attributes:
-        model_type: In `config.json`; what a checkpoint is known by.
+        model_type: Value in `config.json` that identifies the family of a checkpoint.
         architecture: transformers' class of the model that generates text.
-        fields: What `config.json` may say.
-        pattern: Letters of the layers, from checked fields.
-        tensors: What each tensor of the model comes from.
+        fields: Table of the fields in `config.json`.
+        pattern: Returns the letters of the layers, from checked fields.
+        tensors: Table of the source of each tensor of the model.
         constants: Fields of `ModelConfig` that are the same for every model of the family.
-        derived: Fields of `ModelConfig` that have to be computed, from checked fields; they win over all others.
-        experts: The same, of models with MoE layers; a family without leaves it out.
-        text: The fields of the model that generates text, out of a file that has those of others too.
+        derived: Computes fields of `ModelConfig` from checked fields; they win over all others.
+        experts: Like `derived`, for models with MoE layers; optional.
+        text: Extracts the fields of the text model from a file that also has those of other models.
     """
 
     model_type: str
@@ -50,7 +50,7 @@ class Family:
     text: Callable[[Fields], Fields] = _all
 
     def translate(self, raw: Fields) -> ModelConfig:
-        """A decoded `config.json` of this family as a `ModelConfig`.
+        """Translate a decoded `config.json` of this family to a `ModelConfig`.
 
         Raises:
             ConfigError: A field is missing, unknown, or has a value that is not supported; the message names it.

@@ -1,4 +1,4 @@
-"""What a family's `config.json` may say: each of its fields in one place, and none that is in no place."""
+"""Field table of a family's `config.json`: every known field belongs to exactly one category."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ DECODER_SIZES: Mapping[str, str] = {
 }
 SILU = ("silu", "swish")
 
-# Of every family.
+# Fields of every family.
 _READ = names("architectures model_type num_hidden_layers tie_word_embeddings")
 _FIXED: Mapping[str, tuple[object, ...]] = {"quantization_config": (None,), "is_encoder_decoder": (False,)}
 
 
 @dataclass(frozen=True)
 class FieldTable:
-    """The fields of one family; those of every family are added.
+    """Fields of one family; those of every family are added.
 
     Attributes:
-        sizes: Positive integers, to their names in `ModelConfig`.
-        numbers: Positive numbers, to their names in `ModelConfig` and what they are if they are absent.
-        fixed: Fields of which only these values are supported; one that is absent has the first.
+        sizes: Positive integers -> their names in `ModelConfig`.
+        numbers: Positive numbers -> their names in `ModelConfig` and their defaults.
+        fixed: Fields with the supported values; an absent field has the first.
         read: Names of fields that the family's functions translate.
         without_effect: Names of fields that no logit depends on.
-        other_names: Older or newer names to those that stand in this table.
-        defaults: transformers' values of fields that files may leave out.
-        is_tied: Whether embedding and output share a matrix in files that do not say.
+        other_names: Older or newer names -> names in this table.
+        defaults: transformers' defaults of absent fields.
+        is_tied: Default of tied embedding and output matrices.
     """
 
     sizes: Mapping[str, str]
@@ -63,7 +63,7 @@ class FieldTable:
         return told | self.read | _READ | self.without_effect | WITHOUT_EFFECT
 
     def checked(self, raw: Fields) -> Fields:
-        """A decoded `config.json` under the names of this table, with defaults.
+        """Check a decoded `config.json` and return it under the names of this table, with defaults.
 
         Raises:
             ConfigError: A field is unknown, is given twice and differently, or has a value that is not supported.
@@ -74,10 +74,10 @@ class FieldTable:
         return {**self.defaults, **fields}
 
     def translated(self, fields: Fields) -> dict[str, object]:
-        """What sizes, numbers and tied embeddings are in `ModelConfig`.
+        """Translate sizes, numbers and tied embeddings to fields of `ModelConfig`.
 
         Raises:
-            ConfigError: One is missing, or is none.
+            ConfigError: A field is missing, or is not a positive number.
         """
         is_tied = flag(fields, "tie_word_embeddings", default=self.is_tied)
         return {

@@ -1,4 +1,4 @@
-"""A decoded `config.json`, whatever the family: fields that are unknown or make no sense are refused by their name."""
+"""Fields of a decoded `config.json` of any family: unknown or invalid fields are refused by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
 
 
 def names(text: str) -> frozenset[str]:
-    """Names of fields, separated by white space."""
+    """Return the names of fields in a text separated by white space."""
     return frozenset(text.split())
 
 
-# What the logits of no family depend on: what training and generation are told, hints to servers, names and versions.
+# Fields that affect no family's logits: training and generation settings, hints to servers, names and versions.
 WITHOUT_EFFECT = names(
     """
     initializer_range attention_dropout hidden_dropout use_cache
@@ -26,12 +26,12 @@ WITHOUT_EFFECT = names(
     """
 )
 
-_FLOATS = ("Infinity", "-Infinity", "NaN")  # as transformers 5 writes them
+_FLOATS = ("Infinity", "-Infinity", "NaN")  # in the spelling of transformers 5
 _LARGEST_NUMBER = 1e300
 
 
 def check_architecture(raw: Fields, architecture: str) -> None:
-    """The class of the model is the one that generates text, or is not said."""
+    """Raise unless the model class is the one that generates text, or is absent."""
     architectures = raw.get("architectures")
     if architectures not in (None, [architecture]):
         raise ConfigError(
@@ -41,7 +41,7 @@ def check_architecture(raw: Fields, architecture: str) -> None:
 
 
 def with_present_names(raw: Fields, other_names: Mapping[str, str]) -> dict[str, object]:
-    """Fields under today's names, with special floats decoded; a field given twice must say the same twice."""
+    """Return fields under their present names, with special floats decoded; a field given twice must be equal."""
     fields: dict[str, object] = {}
     for given_name, encoded in raw.items():
         name, value = other_names.get(given_name, given_name), _decoded(encoded)
@@ -52,7 +52,7 @@ def with_present_names(raw: Fields, other_names: Mapping[str, str]) -> dict[str,
 
 
 def _decoded(value: object) -> object:
-    """Infinity is {"__float__": "Infinity"} in what transformers 5 writes."""
+    """Decode special floats; transformers 5 writes infinity as {"__float__": "Infinity"}."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         name = value["__float__"]
         if name not in _FLOATS:
@@ -64,7 +64,7 @@ def _decoded(value: object) -> object:
 
 
 def check_known(fields: Fields, known: Iterable[str]) -> None:
-    """Nobody overlooks a field; one that says nothing may be there."""
+    """Raise for an unknown field, unless its value is empty, null, false or zero."""
     for name in sorted(set(fields) - set(known)):
         value = fields[name]
         if value not in (None, False, 0) and value not in ([], {}, ""):
@@ -74,7 +74,7 @@ def check_known(fields: Fields, known: Iterable[str]) -> None:
 
 
 def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:
-    """Fields with few supported values have one of them; one that is absent has the first."""
+    """Raise unless fields with few supported values have one of them; an absent field has the first."""
     for name, supported in fixed.items():
         value = fields.get(name, supported[0])
         comparable = tuple(value) if isinstance(value, list) else value
@@ -88,14 +88,14 @@ def _is_bool(value: object) -> bool:
 
 
 def require_field(fields: Fields, name: str) -> object:
-    """A field that must be there."""
+    """Return a required field."""
     if name not in fields:
         raise ConfigError(f"config.json: field {name} is missing")
     return fields[name]
 
 
 def size(fields: Fields, name: str) -> int:
-    """A positive integer that must be there; as large as a size may be."""
+    """Return a required positive integer, at most LARGEST_SIZE."""
     value = require_field(fields, name)
     if type(value) is not int or value <= 0:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
@@ -105,7 +105,7 @@ def size(fields: Fields, name: str) -> int:
 
 
 def layer_count(fields: Fields) -> int:
-    """How many decoder layers there are."""
+    """Return the number of decoder layers."""
     count = size(fields, "num_hidden_layers")
     if count > MAX_LAYERS:
         raise ConfigError(f"config.json: num_hidden_layers = {count} is too large; at most {MAX_LAYERS} is supported")
@@ -113,19 +113,19 @@ def layer_count(fields: Fields) -> int:
 
 
 def size_or(fields: Fields, name: str, default: int) -> int:
-    """A positive integer; the default if it is null or not there."""
+    """Return a positive integer; the default if it is null or absent."""
     return default if fields.get(name) is None else size(fields, name)
 
 
 def check_divides(fields: Fields, divisor: str, dividend: str) -> None:
-    """One size is a whole part of another."""
+    """Raise unless one size divides another."""
     small, large = size(fields, divisor), size(fields, dividend)
     if large % small:
         raise ConfigError(f"config.json: {divisor} = {small} is not supported; it must divide {dividend} = {large}")
 
 
 def flag(fields: Fields, name: str, *, default: bool) -> bool:
-    """True or false."""
+    """Return a boolean field."""
     value = fields.get(name, default)
     if type(value) is not bool:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be true or false")
@@ -133,7 +133,7 @@ def flag(fields: Fields, name: str, *, default: bool) -> bool:
 
 
 def positive_number(fields: Fields, name: str, *, default: float | None = None) -> float:
-    """A number above zero, whole or not; without a default it must be there."""
+    """Return a number above zero, whole or not; required if there is no default."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")

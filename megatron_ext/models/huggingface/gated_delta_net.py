@@ -1,4 +1,4 @@
-"""Gated delta nets of a decoded `config.json`, and where their tensors go."""
+"""Gated delta nets: their fields in a decoded `config.json`, and the mapping of their tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT_ATTENTION_INTERVAL = 4
 
 
 def delta_net_or_attention(fields: Fields) -> str:
-    """M or * for each layer: as `layer_types` lists them, or attention in every `full_attention_interval`-th one."""
+    """Return M or * for each layer: from `layer_types`, or attention in every `full_attention_interval`-th one."""
     count = layer_count(fields)
     if fields.get("layer_types") is None:
         interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
@@ -38,16 +38,16 @@ def delta_net_or_attention(fields: Fields) -> str:
 
 
 def _channels(config: ModelConfig) -> tuple[int, int]:
-    """Of all queries, as of all keys, and of all values."""
+    """Return the channels of all queries (equal to all keys), and of all values."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
 def stacked_inputs(parts: Mapping[str, str]) -> Source:
-    """An input projection in parts of unequal heights that stand one below the other in ours.
+    """Source of an input projection whose parts of unequal heights are concatenated by rows in ours.
 
     Args:
-        parts: Theirs, in order, to what each holds: q, k, v, z (the gate), b (beta) and a (alpha).
+        parts: Their names, in order -> the contents of each: q, k, v, z (the gate), b (beta) and a (alpha).
     """
     assert "".join(parts.values()) == "qkvzba", parts
 
@@ -67,7 +67,7 @@ def stacked_inputs(parts: Mapping[str, str]) -> Source:
 
 
 def norm_around_one(name: str) -> Source:
-    """A norm of the outputs that multiplies by its weight in theirs, and by one more than that in ours."""
+    """Source of an output norm that multiplies by its weight in theirs, and by 1 + weight in ours."""
     return Source(
         (name,),
         Conversion(

@@ -1,1 +1,1 @@
-"""One file a family: which fields of its configuration mean what, and which of its tensors goes where."""
+"""Family definitions, one file each: the meaning of configuration fields and the mapping of tensors."""

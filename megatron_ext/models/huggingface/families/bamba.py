@@ -1,8 +1,8 @@
 """Bamba checkpoints of Hugging Face.
 
 A decoder layer of theirs is two letters of the pattern, a Mamba-2 mixer or attention and then an MLP ("M-", "*-"), each
-with its norm and its residual. transformers rotates half of each head, unless the rotary parameters say otherwise;
-`attn_rotary_emb` of published files says the same in channels.
+with its norm and its residual. transformers rotates half of each head, unless the rotary parameters set another share;
+`attn_rotary_emb` of published files is the same number in channels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FIELDS = FieldTable(
         "mlp_bias": (False,),
         "hidden_act": SILU,
         "sliding_window": (None,),
-        SHARE: (_DEFAULT_ROTARY_SHARE, None),  # outside of the rotary parameters transformers passes over another one
+        SHARE: (_DEFAULT_ROTARY_SHARE, None),  # transformers ignores another share outside of the rotary parameters
     },
     read=names("num_key_value_heads head_dim attn_layer_indices attn_rotary_emb") | ROPE_FIELDS | MAMBA2_READ,
     without_effect=MAMBA2_WITHOUT_EFFECT | names("z_loss_coefficient"),

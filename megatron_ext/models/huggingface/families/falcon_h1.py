@@ -3,10 +3,10 @@
 A decoder layer of theirs is two letters of the pattern, attention and a Mamba-2 mixer side by side (P) and then an MLP
 (-), each with its norm and its residual. Its multipliers become ours:
 
-- `ssm_in_multiplier` times each of `ssm_multipliers`: what z, x, B, C and dt are multiplied by;
+- `ssm_in_multiplier` times each of `ssm_multipliers`: the factors of z, x, B, C and dt;
 - `attention_in_multiplier` a and `key_multiplier` k: attention is linear in its values and has no biases, so its output
   is multiplied by a, and queries times keys by a * a * k;
-- the first of `mlp_multipliers` stands before the gate's activation, the second behind the MLP.
+- the first of `mlp_multipliers` is applied before the gate's activation, the second after the MLP.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fi
 from megatron_ext.models.huggingface.tensors import Source, TensorTable
 
 _LAYER = "P-"
-_DEFAULT_WIDTH = 1024  # transformers' `mamba_d_ssm` where a file leaves it out; null is `mamba_expand` times the width
+_DEFAULT_WIDTH = 1024  # default of transformers' `mamba_d_ssm`; null is `mamba_expand` times the width
 _LISTS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
 
 _FIELDS = FieldTable(
@@ -124,7 +124,7 @@ def _multipliers(fields: Fields) -> Fields:
 
 
 def _numbers(fields: Fields, name: str) -> list[float]:
-    """A list of multipliers; ones if it is null or absent."""
+    """Return a list of multipliers; ones if it is null or absent."""
     count, listed = _LISTS[name], fields.get(name)
     if listed is None:
         return [1.0] * count

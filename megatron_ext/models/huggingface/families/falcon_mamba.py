@@ -1,4 +1,4 @@
-"""FalconMamba checkpoints of Hugging Face: Mamba's, whose mixers normalize dt, B and C, without weights."""
+"""FalconMamba checkpoints of Hugging Face: Mamba whose mixers normalize dt, B and C, without weights."""
 
 from __future__ import annotations
 

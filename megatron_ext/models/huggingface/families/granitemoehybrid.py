@@ -1,13 +1,13 @@
 """Granite 4 checkpoints of Hugging Face, GraniteMoeHybrid.
 
 A decoder layer of theirs is two letters of the pattern: a Mamba-2 mixer or attention, then an MLP (-), or experts with
-a shared one (E), each with its norm and its residual. What stands in the file with a name of its own:
+a shared one (E), each with its norm and its residual. Fields with names of their own:
 
-- `attention_multiplier` is the scale of queries times keys, `logits_scaling` what logits are divided by;
-- `shared_intermediate_size` is the width of the shared expert, and of the MLP where there are no experts;
+- `attention_multiplier` is the scale of queries times keys, `logits_scaling` the divisor of logits;
+- `shared_intermediate_size` is the width of the shared expert, and of the MLP if there are no experts;
 - `position_embedding_type` other than "rope" means no positions.
 
-Experts are weighted by a softmax over those that are chosen.
+Experts are weighted by a softmax over the chosen ones.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ _TENSORS = TensorTable(
     letters_per_layer=2,
     split={
         rf"(.*\.{_EXPERTS})\.(input_linear|output_linear)\.weight": r"\1.experts.{index}.\2.weight",
-        # As transformers calls them in memory.
+        # Names that transformers uses in memory.
         rf"(.*\.{_EXPERTS}\.experts)\.gate_up_proj": r"\1.{index}.input_linear.weight",
         rf"(.*\.{_EXPERTS}\.experts)\.down_proj": r"\1.{index}.output_linear.weight",
     },
@@ -123,7 +123,7 @@ def _pattern(fields: Fields) -> str:
 
 
 def _derived(fields: Fields) -> Fields:
-    rotary = rotary_fields(fields)  # checked even where they say nothing
+    rotary = rotary_fields(fields)  # checked even if they are unused
     if fields.get("position_embedding_type") != "rope":
         rotary = {"position_embedding_type": "none"}
     return {

@@ -1,8 +1,8 @@
 """Jamba checkpoints of Hugging Face.
 
 A decoder layer of theirs is two letters of the pattern, a Mamba-1 mixer or attention and then an MLP or experts ("M-",
-"ME", "*-", "*E"), each with its norm and its residual. Attention knows no positions. Experts are weighted by a softmax
-over all of them, which is not normalized again over those that are chosen.
+"ME", "*-", "*E"), each with its norm and its residual. Attention has no positions. Experts are weighted by a softmax
+over all of them, which is not normalized again over the chosen ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
 
 _KINDS = {"M": "mamba", "*": "attention"}
 _DEFAULT_EPSILON = 1e-6
-# transformers' offset and period of layers that are something else than a mixer or an MLP.
+# transformers' offset and period of attention and expert layers.
 _ATTENTION, _EXPERTS = (4, 8), (1, 2)
 
 _FIELDS = FieldTable(
@@ -51,7 +51,7 @@ _FIELDS = FieldTable(
         attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset
         """
     ),
-    # Ask for other outputs, or say which kernels to run.
+    # Fields that request other outputs or select kernels.
     without_effect=names(
         """
         output_router_logits router_aux_loss_coef use_mamba_kernels use_mambapy use_associative_scan num_logits_to_keep
@@ -89,7 +89,7 @@ _TENSORS = TensorTable(
 
 
 def _pattern(fields: Fields) -> str:
-    """Two letters a layer; some files list the kinds of mixers besides."""
+    """Return two letters a layer; some files also list the kinds of mixers."""
     indices, has_experts = range(layer_count(fields)), size(fields, "num_experts") > 1
     mixers = ["*" if is_singled_out(fields, "attn_layer", index, _ATTENTION) else "M" for index in indices]
     feed_forwards = [

@@ -1,12 +1,12 @@
 """LFM2 checkpoints of Hugging Face.
 
 A decoder layer of theirs is two letters of the pattern, a short convolution or attention and then an MLP ("M-", "*-"),
-each with its norm and its residual. What deserves a word:
+each with its norm and its residual. Notes:
 
-- The MLP is as wide as `intermediate_size` (`block_ff_dim`) says, or, with `block_auto_adjust_ff_dim`, two thirds of
-  that times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
+- The width of the MLP is `intermediate_size` (`block_ff_dim`), or, with `block_auto_adjust_ff_dim`, two thirds of that
+  times `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
 - The norm after the last layer is called `embedding_norm`.
-- Published files say some sizes several times; they must agree.
+- Published files give some sizes several times; they must agree.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FIELDS = FieldTable(
         """
     )
     | ROPE_FIELDS,
-    # How weights were drawn before training.
+    # Settings of the weight initialization.
     without_effect=names(
         """
         block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init
@@ -98,7 +98,7 @@ _TENSORS = TensorTable(
 
 
 def _pattern(fields: Fields) -> str:
-    """Two letters a layer, from the list of kinds, from that of attending layers, or from both if they agree."""
+    """Return two letters a layer, from the list of kinds, from that of attention layers, or from both if they agree."""
     count = layer_count(fields)
     attending = listed_indices(fields, "full_attn_idxs", count)
     by_index = "".join("*" if index in attending else "M" for index in range(count))
@@ -116,12 +116,12 @@ def _pattern(fields: Fields) -> str:
 
 
 def heads_and_positions(fields: Fields) -> dict[str, object]:
-    """Of attention."""
+    """Return the attention heads and rotary embedding in the fields of `ModelConfig`."""
     return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(_with_base(fields))}
 
 
 def _with_base(fields: Fields) -> Fields:
-    """The same with the family's rotary base if the file says none."""
+    """Return the fields with the family's rotary base if the file has none."""
     said = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
     is_said = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in said)
     return fields if is_said else {**fields, "rope_theta": _DEFAULT_BASE}

@@ -1,7 +1,7 @@
 """LFM2 checkpoints of Hugging Face with mixtures of experts.
 
-As LFM2 but for experts (E) behind the first `num_dense_layers` layers. Their routers go by sigmoid scores, choose by
-score plus bias and weight by the score. MLPs are as wide as the file says.
+Like LFM2, but with experts (E) after the first `num_dense_layers` layers. Their routers compute sigmoid scores, choose
+by score plus bias and weight by the score. The width of the MLPs is `intermediate_size` itself.
 """
 
 from __future__ import annotations

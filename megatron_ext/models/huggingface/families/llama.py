@@ -1,4 +1,4 @@
-"""Llama checkpoints of Hugging Face, with biases of attention and MLPs if they have some."""
+"""Llama checkpoints of Hugging Face, with optional biases of attention and MLPs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIELDS = replace(
 _TENSORS = TensorTable(
     layers={"*": ATTENTION_TENSORS, "-": {**MLP_TENSORS, **gated_mlp_biases(MLP, "mlp")}},
     letters_per_layer=LETTERS_PER_LAYER,
-    ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # of older files; it follows from the configuration
+    ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # in older files; derived from the configuration
 )
 
 

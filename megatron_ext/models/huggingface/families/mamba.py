@@ -1,12 +1,12 @@
 """Mamba checkpoints of Hugging Face.
 
-Layers are Mamba-1 mixers and nothing else. What deserves a word:
+All layers are Mamba-1 mixers. Notes:
 
-- `intermediate_size` is the width, whatever `expand` says, as in transformers.
-- `residual_in_fp32` is for weights in 16 bits; sums of layers are in the parameters' type here, whatever it says.
-- The models have no longest sequence; ours have the default one, unless `--max-position-embeddings` says otherwise.
-- `time_step_min`, `time_step_max`, `time_step_floor`, `time_step_scale` and `time_step_init_scheme` say how dt is drawn
-  before training.
+- `intermediate_size` is the width, regardless of `expand`, as in transformers.
+- `residual_in_fp32` is for weights in 16 bits and ignored; sums of layers are in the parameters' type here.
+- The models have no maximum sequence length; ours have the default one, unless `--max-position-embeddings` is given.
+- `time_step_min`, `time_step_max`, `time_step_floor`, `time_step_scale` and `time_step_init_scheme` are settings of
+  dt's initialization.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.models.huggingface.tensors import TensorTable
 _DEFAULT_EXPAND = 2
 
 _FIELDS = FieldTable(
-    # Published files say some sizes twice.
+    # Published files give some sizes twice.
     other_names={"d_model": "hidden_size", "n_layer": "num_hidden_layers", "d_inner": "intermediate_size"},
     sizes={
         "hidden_size": "hidden_size",
@@ -40,7 +40,7 @@ _FIELDS = FieldTable(
         "residual_in_fp32": (True, False),
     },
     read=names("expand intermediate_size time_step_rank max_position_embeddings"),
-    # How weights were drawn before training, and which kernels to run.
+    # Settings of the weight initialization and the choice of kernels.
     without_effect=names(
         """
         time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme rescale_prenorm_residual
@@ -72,6 +72,6 @@ MAMBA = Family(
         final_norm="norm_f.weight",
         prefixes=("backbone.",),
     ),
-    constants={"recurrent_layer": "mamba1", "num_attention_heads": 1},  # heads of no layer
+    constants={"recurrent_layer": "mamba1", "num_attention_heads": 1},  # no layer has heads
     derived=_derived,
 )

@@ -1,10 +1,10 @@
 """Mamba2 checkpoints of Hugging Face.
 
-Layers are Mamba-2 mixers and nothing else. What deserves a word:
+All layers are Mamba-2 mixers. Notes:
 
-- The gate stands before the norm, whatever `norm_before_gate` says, as in transformers.
-- `residual_in_fp32` is for weights in 16 bits; sums of layers are in the parameters' type here, whatever it says.
-- The models have no longest sequence; ours have the default one, unless `--max-position-embeddings` says otherwise.
+- The gate is applied before the norm, regardless of `norm_before_gate`, as in transformers.
+- `residual_in_fp32` is for weights in 16 bits and ignored; sums of layers are in the parameters' type here.
+- The models have no maximum sequence length; ours have the default one, unless `--max-position-embeddings` is given.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ MAMBA2 = Family(
         final_norm="norm_f.weight",
         prefixes=("backbone.",),
     ),
-    constants={"num_attention_heads": 1},  # heads of no layer
+    constants={"num_attention_heads": 1},  # no layer has heads
     derived=_derived,
 )

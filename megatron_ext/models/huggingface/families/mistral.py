@@ -1,6 +1,6 @@
-"""Mistral checkpoints of Hugging Face: Llama's layers, and a window in all of them or in none.
+"""Mistral checkpoints of Hugging Face: Llama's layers, with a window in all of them or in none.
 
-A file that does not speak of the window has one of 4096 tokens, as in transformers; "null" is none.
+The window defaults to 4096 tokens if the field is absent, as in transformers; "null" disables it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """NemotronH checkpoints of Hugging Face.
 
-Two fields deserve a word:
+Notes on two fields:
 
 - `time_step_limit` clamps dt after softplus. megatron-core does not clamp, so only (0, inf), which every published
   checkpoint has, is accepted.
-- `time_step_min`, `time_step_max` and `time_step_floor` say how dt's bias is drawn before training and are ignored.
-  transformers (5.23) is at odds with itself here: its chunk path clamps dt at `time_step_min` whatever
-  `time_step_limit` says, its one-token path does not clamp. The models were trained without a clamp: so we run them.
+- `time_step_min`, `time_step_max` and `time_step_floor` are settings of the initialization of dt's bias and are
+  ignored. transformers (5.23) is inconsistent here: its chunk path clamps dt at `time_step_min` regardless of
+  `time_step_limit`, its one-token path does not clamp. The models were trained without a clamp, so none is applied
+  here.
 
 Mixer, norm and MLP tensors have the same shapes on both sides. Experts are two matrices each on both sides;
-transformers may write those of a layer as two tensors with a dimension more, which are cut up.
+transformers may write those of a layer as two tensors with one more dimension, which are split.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ _FIELDS = FieldTable(
         "num_nextn_predict_layers": (0, None),
     },
     read=names("hybrid_override_pattern layers_block_type num_key_value_heads") | SIGMOID_FIELDS,
-    # How weights were drawn before training, and the width factor `expand`, since heads times head size decides.
-    # NemotronH attention has no rotary embedding, though some files carry its base.
+    # Settings of the weight initialization, and the width factor `expand`, since heads times head size decides.
+    # NemotronH attention has no rotary embedding, though some files have a rotary base.
     without_effect=names(
         """
         expand mamba_expand rescale_prenorm_residual
@@ -115,14 +116,14 @@ _TENSORS = TensorTable(
     },
     embedding="embeddings.weight",
     final_norm="norm_f.weight",
-    prefixes=("backbone.", "model."),  # published files have the first, some written by transformers the second
+    prefixes=("backbone.", "model."),  # published files have the first, some files of transformers the second
     # All experts of a layer in one tensor [experts, rows, columns].
     split={r"(.*\.mixer\.experts)\.(up_proj|down_proj)": r"\1.{index}.\2.weight"},
 )
 
 
 def _pattern(fields: Fields) -> str:
-    """One letter a layer, from the list of layer types, the pattern, or both if they agree."""
+    """Return one letter a layer, from the list of layer types, the pattern, or both if they agree."""
     listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         raise ConfigError("config.json: field layers_block_type (or hybrid_override_pattern) is missing")

@@ -1,14 +1,14 @@
 """OLMo hybrid checkpoints of Hugging Face.
 
-A decoder layer of theirs is two letters of the pattern: a gated delta net and an MLP ("M-"), each with its norm in
-front, or attention and an MLP whose norms stand behind them ("AF"). What deserves a word:
+A decoder layer of theirs is two letters of the pattern: a gated delta net and an MLP ("M-"), each with a norm before
+it, or attention and an MLP with norms after them ("AF"). Notes:
 
 - Queries and keys are normed over all heads together.
-- A gated delta net overwrites with a strength of up to 2 (`linear_allow_neg_eigval`), and the epsilon of the norm of
-  its outputs is 1e-5 whatever `rms_norm_eps` says.
-- There are no positions where the rotary base is null; where the file says nothing of it, it is 10,000.
-- Files have the convolution in three parts, which transformers cuts evenly, whatever queries, keys and values are; and
-  norms under names of the authors' or of transformers'.
+- A gated delta net overwrites with a strength of up to 2 (`linear_allow_neg_eigval`), and the epsilon of its output
+  norm is 1e-5 regardless of `rms_norm_eps`.
+- A null rotary base means no positions; an absent one means 10,000.
+- Files store the convolution in three parts, which transformers splits evenly, regardless of the sizes of queries, keys
+  and values; norms have the authors' names or transformers'.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FIELDS = FieldTable(
         SHARE: (1.0, None),
     },
     read=names("num_key_value_heads head_dim layer_types") | ROPE_FIELDS | {_ALLOWS_NEGATIVE, *DELTA_NET_SIZES},
-    # How decays and step sizes were drawn before training.
+    # Settings of the initialization of decays and step sizes.
     without_effect=names("linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor"),
     defaults={
         "vocab_size": 100352,
@@ -96,7 +96,7 @@ _TENSORS = TensorTable(
 def _pattern(fields: Fields) -> str:
     mixers = delta_net_or_attention(fields)
     if fields.get("layer_types") is None and "*" not in mixers:
-        mixers = mixers[:-1] + "*"  # as transformers: one layer attends at least
+        mixers = mixers[:-1] + "*"  # as in transformers: at least one layer is attention
     return "".join(_LAYERS[mixer] for mixer in mixers)
 
 
@@ -113,7 +113,7 @@ def _derived(fields: Fields) -> Fields:
 
 
 def _delta_net_sizes(fields: Fields) -> dict[str, int]:
-    """Heads as those of attention, keys of three quarters of the width, and values twice as wide, unless it is said."""
+    """Return the sizes; defaults: attention's heads, keys of 3/4 of the hidden size in all, values twice as wide."""
     heads = size(fields, "num_attention_heads")
     key_heads = size_or(fields, "linear_num_key_heads", heads)
     key_size = size_or(fields, "linear_key_head_dim", 3 * size(fields, "hidden_size") // (4 * key_heads))
@@ -127,7 +127,7 @@ def _delta_net_sizes(fields: Fields) -> dict[str, int]:
 
 
 def _positions(fields: Fields) -> Fields:
-    """Rotary ones, or none where the base is said to be null."""
+    """Return the rotary embedding fields, or none if the base is null."""
     rotary = rotary_fields(fields)
     said = fields.get("rope_parameters")
     where = said if isinstance(said, dict) else fields

@@ -1,4 +1,4 @@
-"""Qwen2 checkpoints of Hugging Face (Qwen2.5's, too): queries, keys and values have biases."""
+"""Qwen2 and Qwen2.5 checkpoints of Hugging Face: queries, keys and values have biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 checkpoints of Hugging Face: each head's queries and keys have norms."""
+"""Qwen3 checkpoints of Hugging Face: queries and keys have per-head norms."""
 
 from __future__ import annotations
 

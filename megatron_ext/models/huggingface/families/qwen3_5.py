@@ -1,12 +1,11 @@
-"""Qwen3.5 checkpoints of Hugging Face: models of text, and the text side of those that read images too.
+"""Qwen3.5 checkpoints of Hugging Face: text models, and the text part of models that also read images.
 
 A decoder layer of theirs is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-), each
-with its norm and its residual. Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), but for theirs inside
-the gated delta net. A token of text has the same position on every axis of their rotary embedding, so that how its
-channels are shared by the axes (`mrope_section`, `mrope_interleaved`) changes nothing.
+with its norm and its residual. Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), except theirs inside
+the gated delta net. A text token has the same position on every axis of their rotary embedding, so the split of
+channels between the axes (`mrope_section`, `mrope_interleaved`) changes nothing.
 
-Passed over, as transformers' model of text does: tensors for predicting ahead (`mtp.`) and those that read images
-(`visual.`).
+Skipped, as in transformers' text model: tensors for multi-token prediction (`mtp.`) and vision tensors (`visual.`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _DEFAULT_ROTARY_SHARE = 0.25
 _DEFAULT_HEAD_SIZE = 256
 _AXES = names("mrope_section mrope_interleaved")
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# Of files with more than text, beside the fields of every file.
+# Top-level fields of multimodal files, in addition to the fields of every file.
 _BESIDE_TEXT = names(
     """
     text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
@@ -121,7 +120,7 @@ def _derived(fields: Fields) -> Fields:
 
 
 def _without_axes(fields: Fields) -> Fields:
-    """The same without what rotary objects say of several axes."""
+    """Return the fields without the settings of several rotary axes."""
     objects = {name: fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict)}
     told = {
         name: {key: value for key, value in given.items() if key not in _AXES}
@@ -132,10 +131,10 @@ def _without_axes(fields: Fields) -> Fields:
 
 
 def text_fields(raw: Fields, model_type: str) -> Fields:
-    """The fields of the model of text, of that type, whose embeddings are tied if the whole says so.
+    """Return the fields of the text model of this type; the top level decides whether embeddings are tied.
 
     Raises:
-        ConfigError: There are none, or the two do not agree.
+        ConfigError: There is no text model, or the two levels contradict each other.
     """
     check_known(raw, _BESIDE_TEXT | WITHOUT_EFFECT)
     text = raw.get(_TEXT)

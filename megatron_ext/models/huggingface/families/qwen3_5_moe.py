@@ -1,7 +1,7 @@
 """Qwen3.5 checkpoints of Hugging Face whose MLPs are mixtures of experts.
 
-As Qwen3.5 but for experts with a gated shared one (E) in every layer, weighted by a softmax over those that are chosen.
-Files have each expert's gate and up projection apart, or all experts of a layer in one tensor, gate above up.
+Like Qwen3.5, but with experts and a gated shared one (E) in every layer, weighted by a softmax over the chosen ones.
+Files store each expert's gate and up projection separately, or all experts of a layer in one tensor, gate above up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIELDS = replace(
     _DENSE,
     sizes={theirs: ours for theirs, ours in _DENSE.sizes.items() if theirs != "intermediate_size"},
     read=_DENSE.read | {"num_experts", "num_experts_per_tok", *_EXPERT_SIZES},
-    without_effect=_DENSE.without_effect | {"intermediate_size"},  # no layer is an MLP alone
+    without_effect=_DENSE.without_effect | {"intermediate_size"},  # no layer is a plain MLP
     defaults={
         **_DENSE.defaults,
         "moe_intermediate_size": 512,

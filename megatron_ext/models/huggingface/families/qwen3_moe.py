@@ -1,4 +1,4 @@
-"""Qwen3-MoE checkpoints of Hugging Face: Qwen3 with experts in place of MLPs, in all layers or in some."""
+"""Qwen3-MoE checkpoints of Hugging Face: Qwen3 with experts instead of MLPs, in all layers or in some."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIELDS = replace(
     | SPARSE_FIELDS
     | SWITCHED_FIELDS
     | names("attention_bias num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"),
-    # Published files have the last, which says nothing of a model without windows, and transformers does not read it.
+    # Published files have the last, which has no meaning without windows; transformers does not read it.
     without_effect=names("output_router_logits router_aux_loss_coef max_window_layers"),
     defaults={"num_key_value_heads": 4, "sliding_window": 4096},
 )

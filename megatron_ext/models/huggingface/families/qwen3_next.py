@@ -1,14 +1,14 @@
 """Qwen3-Next checkpoints of Hugging Face.
 
 A decoder layer of theirs is two letters of the pattern: a gated delta net (M) or attention (*), then an MLP (-) or
-experts (E), each with its norm and its residual. What differs in the tensors:
+experts (E), each with its norm and its residual. Differences in the tensors:
 
-- They keep the input projection of a gated delta net in two matrices whose rows are grouped by key head; we in one,
-  [q | k | v | gate | beta | alpha], see `_input_projection`.
-- Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), but for theirs inside the gated delta net.
-- Both route by a softmax, over the chosen experts if `norm_topk_prob` says so, over all of them otherwise.
+- Theirs store the input projection of a gated delta net in two matrices whose rows are grouped by key head; ours in
+  one, [q | k | v | gate | beta | alpha], see `_input_projection`.
+- Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), except theirs inside the gated delta net.
+- Both route by a softmax, over the chosen experts if `norm_topk_prob` is true, over all of them otherwise.
 
-What the file says for a head that predicts several tokens ahead (`mtp.`) is passed over, as transformers does.
+Fields and tensors of a head for multi-token prediction (`mtp.`) are skipped, as in transformers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fi
 from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 
-# transformers' values of fields that files leave out.
+# transformers' defaults of absent fields.
 _DEFAULT_ROTARY_SHARE = 0.25
 _DEFAULT_HEAD_SIZE = 256
 
@@ -83,7 +83,7 @@ _FIELDS = FieldTable(
 
 
 def _pattern(fields: Fields) -> str:
-    """Two letters a layer."""
+    """Return two letters a layer."""
     return "".join(map("".join, zip(delta_net_or_attention(fields), sparse_letters(fields), strict=True)))
 
 
@@ -105,7 +105,7 @@ def _experts(fields: Fields) -> Fields:
 
 
 def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Rows [q k v z] of each key head in turn, and [beta alpha] of each -> all of q, of k, of v, of z, beta, alpha."""
+    """Regroup rows [q k v z] by key head, and [beta alpha] by key head -> all of q, of k, of v, of z, beta, alpha."""
     qkvz, ba = (part.unflatten(0, (config.linear_num_key_heads, -1)) for part in parts)  # [key heads, rows, h]
     shared = config.linear_num_value_heads // config.linear_num_key_heads
     keys, values = config.linear_key_head_dim, shared * config.linear_value_head_dim
@@ -114,7 +114,7 @@ def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
 
 
 def _separate_input(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-    """All of q, of k, of v, of z, beta, alpha -> rows [q k v z] of each key head in turn, and [beta alpha] of each."""
+    """Regroup all of q, of k, of v, of z, beta, alpha -> rows [q k v z] by key head, and [beta alpha] by key head."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     heads = config.linear_num_value_heads
