@@ -1,4 +1,4 @@
-"""From what a user asks for to a model, its configuration and its tokenizer."""
+"""Model loading: from settings to a model, its configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# What decides how stored weights are cut up, as `ModelConfig` resolves it. Equal shapes do not make them equal: four
-# heads of 64 and eight of 32 have the same matrices.
+# Fields of `ModelConfig` that determine how stored weights are split. Equal shapes do not make them equal: four heads
+# of 64 and eight of 32 have the same matrices.
 _LAYOUT = {
     "hybrid_override_pattern": "--hybrid-override-pattern",
     "hidden_size": "--hidden-size",
@@ -58,7 +58,7 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for inference (eval mode), what it is, how it reads text, and the type of its parameters."""
+    """Model ready for inference (eval mode), with its configuration, tokenizer and parameter dtype."""
 
     model: HybridModel
     config: ModelConfig
@@ -74,19 +74,19 @@ def load_model(
     parallel: ParallelConfig | None = None,
     device: torch.device | None = None,
 ) -> LoadedModel:
-    """Load `--load` or `--load-hf`; without either the embedded model, or random weights if another one is described.
+    """Load `--load` or `--load-hf`; without either, the embedded model, or random weights for other settings.
 
-    Which settings describe another one is logged, since its weights are random.
+    The settings that differ from the embedded model are logged, since the weights are random then.
 
     Args:
-        source: Where from, and in which type.
-        overrides: `ModelConfig` fields that flags or a YAML file give; they win over the checkpoint's configuration.
-        parallel: How the model is spread over ranks, each of which calls this; None for what Megatron's groups say.
+        source: Location and dtype of the model.
+        overrides: `ModelConfig` fields from flags or a YAML file; they win over the checkpoint's configuration.
+        parallel: Parallel sizes; every rank calls this. None for those of Megatron's groups.
         device: Default: the current CUDA device, else the CPU.
 
     Raises:
-        ConfigError: A model that cannot be spread like that, a directory or tokenizer that is not there, an override
-            that contradicts the stored weights, a checkpoint that does not fit (`CheckpointError`), a `--save` that
+        ConfigError: A model that the sizes cannot divide, a missing directory or tokenizer, an override that
+            contradicts the stored weights, a checkpoint that does not fit (`CheckpointError`), or a `--save` that
             `save_model` would refuse.
     """
     overrides = checked_fields(overrides, "the model's settings", ConfigError)
@@ -114,13 +114,13 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
     """Read every tensor of a model from a checkpoint.
 
     Args:
-        model: Built of `config`.
+        model: Built from `config`.
         config: See `checkpoint_config`.
-        source: Says of which format the checkpoint is.
-        directory: Where its files are.
+        source: Determines the format of the checkpoint.
+        directory: Directory of its files.
 
     Raises:
-        CheckpointError: Something is missing, unknown, of another shape, or damaged. The model may be half filled.
+        CheckpointError: A tensor is missing, unknown, of another shape, or damaged. The model may be half filled.
     """
     if source.load_hf:
         load_hf_weights(model, config, directory)
@@ -131,12 +131,12 @@ def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, di
 
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:
-    """Save as `--save` does: a distributed checkpoint with weights in the type they have, configuration, tokenizer.
+    """Save as `--save` does: a distributed checkpoint of weights in their dtypes, configuration, tokenizer.
 
     Every rank calls this, see `save_dist_checkpoint`.
 
     Raises:
-        ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.
+        ConfigError: The directory holds something other than a checkpoint of ours, or cannot be written.
     """
     tokenizer = loaded.tokenizer
     source: TokenizerSource | None = None
@@ -150,7 +150,7 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
 
 
 def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:
-    """This rank's part; where there are stages, what each holds is said once."""
+    """Build this rank's part of the model; with several stages, rank 0 logs the layers of each."""
     model = build_model(config, parallel=parallel, **options)
     stages = split_layers(config.layer_count, platform.group_sizes(parallel))
     if len(stages) > 1 and torch.distributed.get_rank() == 0:
@@ -171,7 +171,7 @@ def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
 
 
 def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path | None:
-    """Where the weights are; None for random ones."""
+    """Return the directory of the weights; None for random ones."""
     for flag, given in (("--load", source.load), ("--load-hf", source.load_hf)):
         if given is None:
             continue
@@ -194,16 +194,16 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
 def checkpoint_config(
     source: SourceConfig, directory: Path, overrides: FieldValues, trained: TrainingFacts | None
 ) -> ModelConfig:
-    """A checkpoint's configuration with the overrides.
+    """Return a checkpoint's configuration with the overrides.
 
     Args:
-        source: Says of which format it is.
-        directory: Where its files are.
+        source: Determines the format of the checkpoint.
+        directory: Directory of its files.
         overrides: As for `load_model`.
-        trained: What a checkpoint of Megatron-LM says.
+        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
-        ConfigError: The overrides contradict the stored weights; the configuration is missing or makes no sense.
+        ConfigError: The overrides contradict the stored weights; the configuration is missing or invalid.
     """
     if source.load_hf:
         saved = read_hf_config(directory)
@@ -225,7 +225,7 @@ def checkpoint_config(
 
 
 def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[ModelConfig, Tokenizer]:
-    """Configuration and tokenizer for random weights; the tokenizer gives the vocabulary size if no flag does."""
+    """Return configuration and tokenizer for random weights; the tokenizer sets the vocabulary size if no flag does."""
     config = ModelConfig(**overrides)
     asked, rows = config.vocab_size, source.padded_vocab_size
     if asked is not None and rows is not None and asked > rows:
@@ -239,7 +239,7 @@ def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[M
 
 
 def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
-    """Where a checkpoint's tokenizer is: beside its weights, or above them, beside all iterations."""
+    """Return the directory of a checkpoint's tokenizer: beside its weights, or above them, beside all iterations."""
     has_own = has_tokenizer(directory) or has_kept_tokenizer(directory)
     return Path(source.load) if source.load and not has_own else directory
 

@@ -1,4 +1,4 @@
-"""The draft model: loaded as any other, on rank 0, and compared with the model that it drafts for (SP-1)."""
+"""Draft model: loaded like any other, on rank 0, and checked against the target model's vocabulary (SP-1)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_ext.text.tokenizer import NullTokenizer, Tokenizer
 def load_draft_model(
     speculation: SpeculationConfig, source: SourceConfig, parallel: ParallelConfig, loaded: LoadedModel
 ) -> DraftParts | None:
-    """The draft model, for rank 0; None if there is none.
+    """Load the draft model on rank 0; None if there is none.
 
     Args:
-        speculation: Says where it is.
-        source: Of the large model: parameters have the same type.
-        parallel: How that one is spread.
-        loaded: The large model.
+        speculation: Settings with the draft model's location.
+        source: Source of the target model: parameters have the same dtype.
+        parallel: Parallel sizes of the target model.
+        loaded: The target model.
 
     Raises:
-        ConfigError: It cannot be loaded, has another vocabulary, or the large model is spread over ranks.
+        ConfigError: The draft model cannot be loaded or has another vocabulary, or the target model has several ranks.
     """
     if not speculation.has_draft_model:
         return None
@@ -62,15 +62,15 @@ def _check_ranks(speculation: SpeculationConfig, parallel: ParallelConfig) -> No
 
 
 def check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer, name: str) -> None:
-    """See that ids mean the same to both models: every id that either has is the same text.
+    """Check that every id of either model is the same text in both.
 
     Args:
-        tokenizer: Of the large model.
-        draft: Of the draft model.
-        name: Of the draft model, for the error.
+        tokenizer: Tokenizer of the target model.
+        draft: Tokenizer of the draft model.
+        name: Name of the draft model, for the error.
 
     Raises:
-        ConfigError: An id is not.
+        ConfigError: An id differs.
     """
     if isinstance(draft, NullTokenizer) and not isinstance(tokenizer, NullTokenizer):
         raise ConfigError(f"the draft model {name} has no tokenizer to compare; put the large model's beside it")

@@ -1,4 +1,4 @@
-"""What flags say of a model that a checkpoint describes, too: which of them decides, and what contradicts."""
+"""Overrides of a checkpoint's configuration by flags: precedence and contradictions."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megatron_ext.parallel.world import is_first_rank
 logger = logging.getLogger(__name__)
 
 _COUNT, _POSITIONS = "num_layers", "max_position_embeddings"
-_OURS = ("spec", "vocab_size")  # what Megatron's checkpoint arguments do not say of flags
+_OURS = ("spec", "vocab_size")  # flags that are not in Megatron's checkpoint arguments
 
 
 def fitting_overrides(
     source: SourceConfig, saved: ModelConfig, overrides: FieldValues, directory: Path, trained: TrainingFacts | None
 ) -> FieldValues:
-    """The overrides that are to change a checkpoint's configuration; what has none to change is checked alone.
+    """Return the overrides that change a checkpoint's configuration; flags without a field are only checked.
 
-    With `--use-checkpoint-args` those that differ are dropped, and said.
+    With `--use-checkpoint-args` differing overrides are dropped, and logged.
 
     Args:
-        source: What is asked for beside fields of the model.
+        source: Settings that are not fields of the model.
         saved: The checkpoint's configuration.
-        overrides: Fields that flags give.
+        overrides: Fields set by flags.
         directory: The checkpoint's, for messages.
-        trained: What a checkpoint of Megatron-LM says.
+        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
-        ConfigError: A number of layers, a kind of model or rows of the embedding that are not the checkpoint's.
+        ConfigError: A number of layers, a kind of model or rows of the embedding that differ from the checkpoint's.
     """
     _check_provider(source, saved, directory, trained)
     _check_rows(source, saved, directory, trained)
@@ -57,7 +57,7 @@ def fitting_overrides(
 
 
 def _count_that_differs(saved: ModelConfig, overrides: FieldValues) -> dict[str, object]:
-    """The number of layers, if it is not the checkpoint's, however they are counted."""
+    """Return the number of layers if it differs from the checkpoint's in both ways of counting."""
     pattern = saved.hybrid_override_pattern
     if overrides.get(_COUNT) in (None, len(pattern), gpt_layers(pattern)):
         return {}

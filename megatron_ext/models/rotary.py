@@ -1,4 +1,4 @@
-"""The angles that a model rotates queries and keys by."""
+"""Rotary embedding of a model: the angles by which queries and keys are rotated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 
 def rotary_embedding(config: ModelConfig) -> RotaryEmbedding:
-    """megatron-core's embedding, with wavelengths stretched as the configuration says."""
+    """Return megatron-core's embedding, with wavelengths scaled as configured."""
     embedding = RotaryEmbedding(
         kv_channels=config.head_channels,
         rotary_percent=config.rotary_percent,
@@ -29,10 +29,10 @@ def rotary_embedding(config: ModelConfig) -> RotaryEmbedding:
 
 
 def stretched(frequencies: Tensor, config: ModelConfig, factor: float) -> Tensor:
-    """Frequencies [n/2] as YaRN has them (arXiv 2309.00071, section 3.2).
+    """Return frequencies [n/2] scaled by YaRN (arXiv 2309.00071, section 3.2).
 
-    A pair of channels that turns `yarn_beta_fast` times within the original length, or more often, keeps its frequency;
-    of one that turns `yarn_beta_slow` times or less it is divided by `factor`; between them it is a mixture of both.
+    A pair of channels that turns at least `yarn_beta_fast` times within the original length keeps its frequency; that
+    of a pair that turns at most `yarn_beta_slow` times is divided by `factor`; between them both are blended.
     """
     pairs = len(frequencies)
     fast, slow = (_pair(config, pairs, turns) for turns in (config.yarn_beta_fast, config.yarn_beta_slow))
@@ -40,11 +40,11 @@ def stretched(frequencies: Tensor, config: ModelConfig, factor: float) -> Tensor
         fast, slow = math.floor(fast), math.ceil(slow)
     first, last = max(fast, 0), min(slow, 2 * pairs - 1)
     length = last - first or 0.001
-    share = ((torch.arange(pairs, dtype=torch.float32) - first) / length).clamp(0, 1)  # of what is stretched
+    share = ((torch.arange(pairs, dtype=torch.float32) - first) / length).clamp(0, 1)  # weight of the divided frequency
     return frequencies / factor * share + frequencies * (1 - share)
 
 
 def _pair(config: ModelConfig, pairs: int, turns: float) -> float:
-    """Which pair of channels turns so often within the original length; frequencies are base ** (-i / pairs)."""
+    """Return the pair of channels with `turns` turns in the original length; frequencies are base ** (-i / pairs)."""
     wavelength = config.yarn_original_max_position_embeddings / turns
     return pairs * math.log(wavelength / (2 * math.pi)) / math.log(config.rotary_base)

@@ -1,4 +1,4 @@
-"""How large a model's parameters are, known before any of them is allocated."""
+"""Size of a model's parameters, computed before any of them is allocated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GIB = 1024**3
 
 
 def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> int:
-    """Parameters in the matrices and convolutions of the package's own layers: all but norms and biases.
+    """Return the number of parameters in matrices and convolutions of our own layers: all but norms and biases.
 
     Args:
-        config: With a vocabulary size.
-        share: Of one rank; None for the whole model.
+        config: Configuration with a vocabulary size.
+        share: Share of one rank; None for the whole model.
     """
     if share is None:
         share = Share(ParallelConfig(), (Stage(0, config.layer_count),), 0)
@@ -40,17 +40,17 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
 
 
 def _embeddings(config: ModelConfig, share: Share) -> int:
-    """Tables of the vocabulary on the first stage and on the last one, unless that is the same; whole positions."""
+    """Count vocabulary tables on the first and last stage, once if they are the same, and position embeddings."""
     assert config.vocab_size is not None, "the tokenizer says it where the configuration does not"
     has_own_output = share.is_last and (config.untie_embeddings_and_output_weights or not share.is_first)
     tables = share.is_first + has_own_output
     positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
-    rows = math.ceil(config.vocab_size / share.parallel.tensor_model_parallel_size)  # the last ones' are padded
+    rows = math.ceil(config.vocab_size / share.parallel.tensor_model_parallel_size)  # the last ranks' rows are padded
     return (tables * rows + share.is_first * positions) * config.hidden_size
 
 
 def _attention(config: ModelConfig) -> int:
-    """Query, key, value and output; the output's gate."""
+    """Count query, key, value and output projections, and the output gate."""
     heads = (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
     return config.hidden_size * config.head_channels * heads
 
@@ -60,9 +60,10 @@ def _mlp(config: ModelConfig, width: int, inner: int) -> int:
 
 
 def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
-    """Router, routed experts, shared experts with their gate, and the projections to and from a latent width.
+    """Count the router, routed experts, shared experts with their gate, and the projections to and from a latent width.
 
-    Experts are spread, and each is shared; router, gate and projections are whole on every rank.
+    Experts are divided over expert-parallel ranks, and each over expert-tensor-parallel ranks; router, gate and
+    projections are replicated on every rank.
     """
     assert config.num_experts is not None, "a pattern with E has been checked"
     width = config.moe_latent_size or config.hidden_size
@@ -77,16 +78,16 @@ def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: int, share: Share | None = None) -> None:
-    """See that the parameters fit the memory there is, before they are allocated.
+    """Check that the parameters fit the available memory, before they are allocated.
 
     Args:
-        config: Of the whole model.
-        dtype: Of the parameters.
-        available_bytes: For this rank.
+        config: Configuration of the whole model.
+        dtype: Dtype of the parameters.
+        available_bytes: Memory for this rank.
         share: See `matrix_parameter_count`.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: They do not fit.
     """
     needed = matrix_parameter_count(config, share) * dtype.itemsize
     if needed > available_bytes:
@@ -98,7 +99,7 @@ def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: i
 
 
 def described(config: ModelConfig, dtype: torch.dtype, share: Share | None = None) -> str:
-    """A model by what makes it large, and the memory that its parameters need, on this rank if there are several."""
+    """Describe a model by its sizes, and the memory that its parameters need, on this rank if there are several."""
     needed = matrix_parameter_count(config, share) * dtype.itemsize
     where = " on this rank" if share is not None and share.parallel.smallest_world > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""Whose a stack spec is, by its name alone: nothing is imported to find out."""
+"""Ownership of a stack spec, decided by its name alone, without importing it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MEGATRON = "megatron."
 
 
 def is_own_spec(spec: tuple[str, str]) -> bool:
-    """Whether (module, name) is one of this package's."""
+    """Return whether (module, name) is one of this package's specs."""
     return spec[0] == OWN_SPECS and spec[1] in {kind.stack_spec for kind in RECURRENT_KINDS.values()}
 
 
 def is_megatrons_spec(spec: tuple[str, str]) -> bool:
-    """Whether (module, name) is one of Megatron's own, in whose place ours stand."""
+    """Return whether (module, name) is one of Megatron's own specs, which ours replace."""
     return spec[0].startswith(_MEGATRON) and spec[0].rsplit(".", 1)[-1] in MEGATRONS_MODULES

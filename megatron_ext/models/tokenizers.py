@@ -1,4 +1,4 @@
-"""Which tokenizer a model has: the one that is asked for, the one beside it, or the one that it was trained with."""
+"""Choice of a model's tokenizer: the requested one, the one in its directory, or the one it was trained with."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Of files that only their kind tells apart from a tokenizer.json.
+# Kinds whose files cannot be told apart from a tokenizer.json by name.
 _FILE_KINDS = (TIKTOKEN_TOKENIZER, *SENTENCEPIECE_TOKENIZERS)
 _NOTHING = TrainingFacts(is_gpt=False, vocabulary_rows=0)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -40,11 +40,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Ids:
-    """How many there are.
+    """Numbers of token ids.
 
     Attributes:
-        asked: By `--vocab-size`.
-        model: Of the model; None as long as the tokenizer is to say it.
+        asked: Value of `--vocab-size`.
+        model: Ids of the model; None if the tokenizer determines them.
     """
 
     asked: int | None
@@ -54,16 +54,16 @@ class Ids:
 def choose_tokenizer(
     source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None = None
 ) -> Tokenizer:
-    """The tokenizer of a model.
+    """Return the tokenizer of a model.
 
     Args:
-        source: What is asked for.
-        directory: The model's, with a tokenizer in it or without.
-        ids: How many there are.
-        trained: What a checkpoint of Megatron-LM says.
+        source: Requested tokenizer.
+        directory: The model's directory, with or without a tokenizer.
+        ids: Numbers of token ids.
+        trained: Training facts of a checkpoint of Megatron-LM.
 
     Raises:
-        ConfigError: It cannot be had, or what is asked for contradicts itself.
+        ConfigError: The tokenizer cannot be loaded, or the request contradicts itself.
     """
     kind = source.tokenizer_type
     if kind == NULL_TOKENIZER:
@@ -102,7 +102,7 @@ def _null(ids: Ids) -> Tokenizer:
 
 
 def _kind_of_file(source: SourceConfig, trained: TrainingFacts | None) -> str | None:
-    """The kind that is meant where none is said: by flags of one kind, or as the model was trained."""
+    """Return the implied kind if none is given: from flags of one kind, or from the model's training."""
     if source.vocab_file or source.merge_file:
         return GPT2_TOKENIZER
     if source.tokenizer_model is None or not Path(source.tokenizer_model).is_file():
@@ -118,7 +118,7 @@ def _hugging_face(source: SourceConfig, directory: Path | None) -> Tokenizer | N
 
 
 def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer | None:
-    """The tokenizer that the checkpoint's arguments name, if it is on this machine."""
+    """Return the tokenizer that the checkpoint's arguments name, if it is on this machine."""
     if trained is None or not source.use_tokenizer_model_from_checkpoint_args:
         return None
     kind, files = trained.tokenizer_type, [trained.tokenizer_model, trained.vocab_file, trained.merge_file]
@@ -146,7 +146,7 @@ def _say(line: str, level: int) -> None:
 
 
 def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
-    """A tokenizer of one of Megatron's own kinds; what flags do not say the checkpoint's arguments may."""
+    """Return a tokenizer of one of Megatron's own kinds; the checkpoint's arguments replace absent flags."""
     if trained is None or trained.tokenizer_type != kind or not source.use_tokenizer_model_from_checkpoint_args:
         trained = _NOTHING
     if kind == GPT2_TOKENIZER:
@@ -177,10 +177,10 @@ def _gpt2_files(source: SourceConfig, trained: TrainingFacts) -> tuple[Path, Pat
 
 
 def _local(name: str) -> Path:
-    """A tokenizer's path; what is none and looks like a name on the Hugging Face hub is fetched, unless it is cached.
+    """Return a tokenizer's path; a missing path that looks like a Hugging Face hub name is fetched or cached.
 
     Raises:
-        ConfigError: It cannot be had.
+        ConfigError: The tokenizer cannot be fetched.
     """
     path = Path(name)
     if path.exists() or not _HUB_NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Tensors by name from `model.safetensors`, whole or in shards, and what must hold when they fill a model."""
+"""Tensors by name from `model.safetensors`, whole or in shards, and the checks for filling a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 4
 _LONGEST_INDEX = 64 * 1024**2  # bytes; that of 100,000 tensors is 10 MB
-_MAX_PARTS = 2**20  # of all tensors that are split
+_MAX_PARTS = 2**20  # maximum slices of all split tensors
 
 
 class WeightFiles:
-    """The weights of one directory, on the host.
+    """Weights of one directory, on the host.
 
     Raises:
-        CheckpointError: No weights there, a shard that is missing or damaged, an index that does not fit its shards.
+        CheckpointError: No weights, a missing or damaged shard, or an index that does not fit its shards.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -33,19 +33,19 @@ class WeightFiles:
         self._file_of = self._whole() if os.path.lexists(directory / WEIGHTS_FILE) else self._shards()
         self._open: dict[str, safe_open] = {}
         self._part_of: dict[str, tuple[str, str, int]] = {}  # a part's name -> file, tensor and index there
-        self._joined: dict[str, list[str]] = {}  # a whole's name -> those of what it is made of
+        self._joined: dict[str, list[str]] = {}  # name of a joined tensor -> names of its parts
 
     @property
     def names(self) -> set[str]:
-        """Names of the tensors, of the parts of those that were split, and of those that were joined."""
+        """Names of the tensors, of the slices of split ones, and of joined ones."""
         parts = {part for parts in self._joined.values() for part in parts}
         return (set(self._file_of) | set(self._part_of) | set(self._joined)) - parts
 
     def split(self, name: str, part_name: Callable[[int], str]) -> None:
-        """Show a tensor as its slices along the first dimension, under names of their own, instead of as a whole.
+        """Replace a tensor by its slices along the first dimension, under their own names.
 
         Raises:
-            CheckpointError: There is a tensor of such a name already.
+            CheckpointError: A tensor with such a name exists.
         """
         file = self._file_of.pop(name)
         shape = self._handle(file).get_slice(name).get_shape()
@@ -59,10 +59,10 @@ class WeightFiles:
             self._part_of[part] = (file, name, index)
 
     def join(self, name: str, parts: list[str]) -> None:
-        """Show tensors that stand one below the other as one, in their place.
+        """Replace several tensors by their concatenation by rows.
 
         Raises:
-            CheckpointError: One of them is missing, they do not fit each other, or there is a tensor of such a name.
+            CheckpointError: One of them is missing, their shapes do not fit, or a tensor with such a name exists.
         """
         missing = [part for part in parts if part not in self._file_of]
         if missing:
@@ -75,7 +75,7 @@ class WeightFiles:
         self._joined[name] = parts
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, which is not read."""
+        """Return the shape of one tensor, without reading it."""
         if name in self._joined:
             shapes = [self.shape(part) for part in self._joined[name]]
             return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -84,11 +84,11 @@ class WeightFiles:
         return tuple(shape if index is None else shape[1:])
 
     def get(self, name: str, box: tuple[slice, ...] | None = None) -> Tensor:
-        """One tensor, of the type it is stored in; only floating point types are weights.
+        """Return one tensor, in its stored type; only floating point types are weights.
 
         Args:
-            name: The tensor's.
-            box: The part of it that is read; None for all.
+            name: Name of the tensor.
+            box: Part of the tensor to read; None for all.
         """
         if name in self._joined:
             return self._get_joined(name, box or tuple(slice(0, size) for size in self.shape(name)))
@@ -107,7 +107,7 @@ class WeightFiles:
         return tensor
 
     def _get_joined(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a joined tensor; of each part what is in it is read."""
+        """Return a box of a joined tensor; only the overlap with each part is read."""
         found, first = [], 0
         for part in self._joined[name]:
             rows = self.shape(part)[0]
@@ -165,15 +165,15 @@ def _opened(path: Path) -> safe_open:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from a file of others is that of a file beside it, and of nothing elsewhere."""
+    """Return whether a name from an untrusted file names a file in the same directory."""
     return name.isprintable() and name == Path(name).name and name not in ("", "..")
 
 
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
-    """Every stored tensor is one that the model has, and the other way round.
+    """Require that the stored tensors are exactly those of the model.
 
     Raises:
-        CheckpointError: It names what is missing and what is not known.
+        CheckpointError: The message names missing and unknown tensors.
     """
     missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
     parts = [
@@ -184,10 +184,10 @@ def require_same_names(directory: Path, stored: Iterable[str], expected: Iterabl
 
 
 def require_shape(directory: Path, name: str, stored: Iterable[int], expected: Iterable[int]) -> None:
-    """A stored tensor has the shape that the model's configuration asks for.
+    """Require that a stored tensor has the shape of the model's configuration.
 
     Raises:
-        CheckpointError: It names the tensor and both shapes.
+        CheckpointError: The message has the tensor's name and both shapes.
     """
     if tuple(stored) != tuple(expected):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Which layers a decoded `config.json` asks for, as letters of a pattern."""
+"""Layer kinds of a decoded `config.json`, as letters of a pattern."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_ext.models.huggingface.fields import Fields, size_or
 
 
 def listed_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str:
-    """The letters of a list of kinds of layers.
+    """Return the letters of a list of layer kinds.
 
     Args:
         fields: A decoded `config.json`.
-        name: Of the list, which is there.
-        letters: Kinds to letters.
+        name: Name of the list, which is present.
+        letters: Layer kind -> letter.
 
     Raises:
-        ConfigError: It is no list, or has a kind that is not supported.
+        ConfigError: The field is not a list, or has a kind that is not supported.
     """
     listed, known = fields[name], ", ".join(letters)
     problem = f"{name} = {listed!r} is not supported; it must be a list of {known}"
@@ -30,15 +30,15 @@ def listed_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str
 
 
 def listed_indices(fields: Fields, name: str, count: int) -> frozenset[int]:
-    """The numbers of layers in a list; none if it is null or absent.
+    """Return the layer numbers in a list; empty if it is null or absent.
 
     Args:
         fields: A decoded `config.json`.
-        name: Of the list.
-        count: How many layers there are.
+        name: Name of the list.
+        count: Number of layers.
 
     Raises:
-        ConfigError: It is no list of numbers of layers.
+        ConfigError: The field is not a list of layer numbers.
     """
     listed = fields.get(name)
     if listed is None:
@@ -51,22 +51,22 @@ def listed_indices(fields: Fields, name: str, count: int) -> frozenset[int]:
 
 
 def check_count(count: object, letters: str, source: str) -> None:
-    """`num_hidden_layers` says what the letters from the field `source` say."""
+    """Raise unless `num_hidden_layers` equals the number of letters from the field `source`."""
     if count != len(letters):
         raise ConfigError(f"config.json: num_hidden_layers {count!r} contradicts the {len(letters)} layers of {source}")
 
 
 def is_singled_out(fields: Fields, name: str, index: int, default: tuple[int, int]) -> bool:
-    """Whether layer `index` is one of those that `NAME_offset` and `NAME_period` single out.
+    """Return whether `NAME_offset` and `NAME_period` select layer `index`.
 
     Args:
         fields: A decoded `config.json`.
-        name: Of both fields, without their ends.
-        index: From 0.
-        default: Offset and period where the file does not say.
+        name: Common prefix of both fields.
+        index: Layer number, from 0.
+        default: Offset and period if absent.
 
     Raises:
-        ConfigError: An offset that is none, or is not below the period.
+        ConfigError: The offset is not a layer number below the period.
     """
     offset, period = fields.get(f"{name}_offset", default[0]), size_or(fields, f"{name}_period", default[1])
     if type(offset) is not int or not 0 <= offset < period:

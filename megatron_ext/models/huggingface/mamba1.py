@@ -1,4 +1,4 @@
-"""Mamba-1 layers of a decoded `config.json`."""
+"""Mamba-1 fields of a decoded `config.json`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from megatron_ext.models.huggingface.fields import Fields, size
 
 
 def dt_rank(fields: Fields, name: str) -> int:
-    """The rank of dt; "auto", as absent, is a sixteenth of the hidden size."""
+    """Return the rank of dt; if "auto" or absent, a sixteenth of the hidden size."""
     return math.ceil(size(fields, "hidden_size") / 16) if fields.get(name, "auto") == "auto" else size(fields, name)

@@ -1,4 +1,4 @@
-"""Mamba-2 layers of a decoded `config.json`, under the names that Bamba and its kin give them."""
+"""Mamba-2 fields of a decoded `config.json`, under the names of Bamba and related families."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAMBA2_FIXED: Mapping[str, tuple[object, ...]] = {
     **TIME_STEP_LIMIT,
 }
 MAMBA2_READ = names("mamba_d_head mamba_expand")
-# How dt is drawn before training, and which kernels to run.
+# Settings of dt's initialization and the choice of kernels.
 TIME_STEP_WITHOUT_EFFECT = names(
     "time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme"
 )
@@ -38,14 +38,14 @@ _DEFAULT_EXPAND = 2
 
 
 def mamba2_heads(fields: Fields, width: int | None = None) -> dict[str, object]:
-    """The size of a head, which `mamba_d_head` says, or the width of the layer.
+    """Return the head size, from `mamba_d_head` or the width of the layer.
 
     Args:
         fields: A decoded `config.json`.
-        width: Of the layer; default: `mamba_expand` times the hidden size.
+        width: Width of the layer; default: `mamba_expand` times the hidden size.
 
     Raises:
-        ConfigError: Heads that do not make up the width, or that groups cannot share.
+        ConfigError: The heads do not make up the width, or the groups do not divide the heads.
     """
     check_divides(fields, "mamba_n_groups", "mamba_n_heads")
     if width is None:

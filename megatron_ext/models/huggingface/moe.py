@@ -1,9 +1,9 @@
-"""MoE layers of a decoded `config.json`, in megatron-core's terms.
+"""MoE fields of a decoded `config.json`, in megatron-core's terms.
 
-Routers that go by sigmoid scores in fp32, choose by score plus bias, and weight by the score: where transformers'
-NemotronH and megatron-core differ,
+These routers compute sigmoid scores in fp32, choose by score plus bias, and weight by the score. transformers'
+NemotronH and megatron-core differ:
 
-- megatron-core divides the chosen scores by their sum when there are several, never when there is one;
+- megatron-core divides the chosen scores by their sum if there are several, never if there is one;
 - it ranks groups of experts by their best top-k / open groups scores, transformers by their best two;
 - transformers ignores `n_shared_experts`, other readers multiply by it: only 1 means the same to all.
 """
@@ -24,10 +24,10 @@ SIGMOID_FIELDS = names(
 
 
 def routed_experts(fields: Fields, experts_name: str) -> dict[str, object]:
-    """How many experts a layer has, in the field of that name, and how many a token gets.
+    """Return the number of experts of a layer, from the field `experts_name`, and the experts per token.
 
     Raises:
-        ConfigError: More than there are.
+        ConfigError: A token would get more experts than there are.
     """
     experts, chosen = size(fields, experts_name), size(fields, "num_experts_per_tok")
     if chosen > experts:
@@ -36,10 +36,11 @@ def routed_experts(fields: Fields, experts_name: str) -> dict[str, object]:
 
 
 def sigmoid_experts(fields: Fields) -> dict[str, object]:
-    """`ModelConfig` fields of a model whose routers go by sigmoid scores.
+    """Return the `ModelConfig` fields of a model with sigmoid routers.
 
     Raises:
-        ConfigError: A field is missing, or asks for what megatron-core's router cannot do; the message names it.
+        ConfigError: A field is missing, or has a value that megatron-core's router does not support; the message names
+            it.
     """
     told, chosen = routed_experts(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
     if fields.get("n_shared_experts", 1) != 1:
@@ -63,14 +64,14 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
 
 
 def check_normalization(normalized: bool, chosen: int) -> None:
-    """See that the weights of a sigmoid router's chosen experts are divided by their sum where megatron-core does so.
+    """Check that a sigmoid router normalizes the chosen experts' weights exactly when megatron-core does.
 
     Args:
-        normalized: What `norm_topk_prob` says.
-        chosen: Experts that a token gets.
+        normalized: Value of `norm_topk_prob`.
+        chosen: Experts per token.
 
     Raises:
-        ConfigError: They are not, or are where it does not.
+        ConfigError: The normalization differs from megatron-core's.
     """
     if normalized != (chosen > 1):
         wanted, reason = (False, "never with one") if normalized else (True, "always with several")
@@ -81,7 +82,7 @@ def check_normalization(normalized: bool, chosen: int) -> None:
 
 
 def _groups(fields: Fields, chosen: int) -> tuple[int | None, int | None]:
-    """How many groups there are and how many of them are open to a token; None if all are."""
+    """Return the number of expert groups and of those open to a token; None for both if all are open."""
     fields = {"n_group": 1, "topk_group": 1, **fields}
     check_divides(fields, "n_group", "n_routed_experts")
     groups, open_groups = size(fields, "n_group"), size(fields, "topk_group")

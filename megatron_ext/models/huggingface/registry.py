@@ -1,4 +1,4 @@
-"""The families that are supported: a file each, and a place in this list."""
+"""Registry of the supported families; each has its own file."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ FAMILIES = {
 
 
 def family_of(raw: Fields) -> Family:
-    """The family of a decoded `config.json`.
+    """Return the family of a decoded `config.json`.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The family is not supported.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

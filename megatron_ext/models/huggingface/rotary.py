@@ -1,4 +1,4 @@
-"""What a `config.json` says of rotary embeddings, in the fields of transformers 5 or of older files."""
+"""Rotary embedding fields of a `config.json`, in the format of transformers 5 or of older files."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from megatron_ext.models.huggingface.fields import (
 )
 from megatron_ext.models.huggingface.yarn import YARN, YARN_KEYS, yarn_fields
 
-# Either object may say everything; the base may stand outside of both.
+# Either object may have all parameters; the base may also be a top-level field.
 _OBJECTS = ("rope_parameters", "rope_scaling")
 ROPE_FIELDS = frozenset(("rope_theta", *_OBJECTS))
 _NAMES = {"type": "rope_type"}
 _FIXED: dict[str, tuple[object, ...]] = {"rope_type": ("default", "llama3", YARN)}
 SHARE = "partial_rotary_factor"
-# Of Llama 3.1 and later; megatron-core computes with these values whatever a configuration says.
+# Parameters of Llama 3.1 and later; megatron-core uses these values regardless of a configuration.
 _LLAMA_3: dict[str, tuple[object, ...]] = {
     "low_freq_factor": (1.0,),
     "high_freq_factor": (4.0,),
     "original_max_position_embeddings": (8192,),
 }
-DEFAULT_BASE = 10000  # transformers' where an older file leaves it out
+DEFAULT_BASE = 10000  # transformers' default in older files
 
 
 def rotary_fields(
     fields: Fields, *, default_share: float | None = None, default_base: int = DEFAULT_BASE
 ) -> dict[str, object]:
-    """The rotary fields of `ModelConfig`.
+    """Return the rotary fields of `ModelConfig`.
 
     Args:
         fields: A decoded `config.json`.
-        default_share: Of each head that is rotated if the file does not say; None if the family rotates whole heads.
-        default_base: If the file does not say.
+        default_share: Rotated share of each head if the file has none; None if the family rotates whole heads.
+        default_base: Base if the file has none.
 
     Raises:
-        ConfigError: A way of scaling that is not supported, a base that is no whole number (megatron-core takes no
-            other), or two that contradict each other.
+        ConfigError: An unsupported kind of scaling, a base that is not a whole number (megatron-core takes no other),
+            or two contradictory values.
     """
     said = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
     for name in _OBJECTS:
@@ -53,7 +53,7 @@ def rotary_fields(
 
 
 def _scaling(said: Fields, fields: Fields) -> dict[str, object]:
-    """How wavelengths are stretched; both objects say the same if both say it."""
+    """Return the scaling of wavelengths; if both objects have one, they must be equal."""
     kinds = {name: said.get(f"{name}.rope_type", "default") for name in _OBJECTS}
     told: list[dict[str, object]] = []
     for name, kind in kinds.items():
@@ -67,7 +67,7 @@ def _scaling(said: Fields, fields: Fields) -> dict[str, object]:
 
 
 def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
-    """The object called `name`, its keys with that name in front, each known and supported."""
+    """Return the object called `name` with prefixed keys, each known and supported."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -89,7 +89,7 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object
 
 
 def _numbers(said: Fields, key: str) -> dict[str, float]:
-    """What is called `key`, wherever it stands, unless it is null."""
+    """Return all non-null values of `key`, by their prefixed name."""
     return {
         name: positive_number(said, name)
         for name, value in said.items()

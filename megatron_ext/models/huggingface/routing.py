@@ -1,7 +1,7 @@
-"""Mixtures of experts whose routers go by a softmax, in a decoded `config.json`, and which layers have them.
+"""Softmax routing in a decoded `config.json`: experts, their weights, and the layers that have them.
 
-A router's weights are a softmax over all experts. Those of the chosen experts may be divided by their sum, which is
-what a softmax over the chosen ones alone gives: megatron-core's way, unless it is told `moe_router_pre_softmax`.
+A router's weights are a softmax over all experts. Those of the chosen experts may be divided by their sum, which equals
+a softmax over the chosen ones alone: megatron-core's default, unless `moe_router_pre_softmax` is set.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names, require_field, size_or
 from megatron_ext.models.huggingface.moe import routed_experts
 
-# What `sparse_letters` reads, beside `num_experts`.
+# Fields that `sparse_letters` reads, in addition to `num_experts`.
 SPARSE_FIELDS = names("mlp_only_layers decoder_sparse_step")
 
 
 def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -> dict[str, object]:
-    """How many experts a layer has, in the field of that name, how many a token gets, and by which weights.
+    """Return the number of experts of a layer, the experts per token, and the kind of their weights.
 
     Args:
         fields: A decoded `config.json`.
-        experts_name: Of the field that says how many there are.
+        experts_name: Name of the field with the number of experts.
         is_normalized: Whether the weights of the chosen experts sum to one.
 
     Raises:
-        ConfigError: More than there are, or one whose weight would be one whatever the router says.
+        ConfigError: A token would get more experts than there are, or a single one, whose normalized weight is always
+            one.
     """
     told = routed_experts(fields, experts_name)
     experts, chosen = told["num_experts"], told["moe_router_topk"]
@@ -36,10 +37,10 @@ def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -
 
 
 def sparse_letters(fields: Fields) -> str:
-    """E or - for each layer: experts in every `decoder_sparse_step`-th one but those in `mlp_only_layers`.
+    """Return E or - for each layer: experts in every `decoder_sparse_step`-th one but those in `mlp_only_layers`.
 
     Raises:
-        ConfigError: A field is missing, or is no list of layers.
+        ConfigError: A field is missing, or is not a list of layers.
     """
     count, step = layer_count(fields), size_or(fields, "decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []

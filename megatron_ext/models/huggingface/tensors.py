@@ -1,9 +1,9 @@
-"""Which of their tensors make up which of ours, as tables.
+"""Tensor tables: the mapping from their tensors to ours.
 
-A tensor of ours comes from one of theirs, or from several:
+A tensor of ours is made from one of theirs, or from several:
 
-- as a rule they stand one below the other: gate and up projection of a gated MLP, the gate first;
-- where they do not, a `Conversion` says how their rows are put together.
+- by default they are concatenated by rows: gate and up projection of a gated MLP, the gate first;
+- otherwise a `Conversion` defines the order of their rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ EXPERT = "{expert}"  # in names: each expert's number in turn
 
 @dataclass(frozen=True)
 class Conversion:
-    """How tensors of theirs make up one of ours where they do not simply stand one below the other.
+    """Conversion of tensors of theirs to one of ours, if it is not a concatenation by rows.
 
     Attributes:
-        rows: Rows of each of theirs; their further dimensions are those of ours.
+        rows: Returns the rows of each of theirs; their further dimensions are those of ours.
         convert: Theirs, in the order of the table, to ours; any floating point type.
-        revert: Ours to theirs, in the same order; None: there is no way back, and no export.
+        revert: Ours to theirs, in the same order; None disables the export.
     """
 
     rows: Callable[[ModelConfig], Sequence[int]]
@@ -40,11 +40,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Source:
-    """What a tensor of ours comes from.
+    """Source of a tensor of ours.
 
     Attributes:
-        names: Of theirs.
-        conversion: None if they stand one below the other, in equal parts.
+        names: Names of their tensors.
+        conversion: None if they are concatenated by rows, in equal parts.
         needs: Field or property of `ModelConfig` without which (None, False) neither side has the tensor; None if both
             always have it.
     """
@@ -54,17 +54,17 @@ class Source:
     needs: str | None = None
 
 
-LayerTable = Mapping[str, Source]  # ours to theirs, both below the names of their layers
+LayerTable = Mapping[str, Source]  # ours -> theirs, both without the prefix of the layer
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor that files may have in parts, one below the other and cut anywhere.
+    """Tensor that files may store in parts, split by rows at any position.
 
     Attributes:
         expression: Regular expression of the whole names of parts, with prefix.
-        whole: Name of the tensor, as `re.Match.expand` takes it.
-        parts: Names of all parts, in order, likewise.
+        whole: Name of the tensor, as a template of `re.Match.expand`.
+        parts: Names of all parts, in order, as such templates.
     """
 
     expression: str
@@ -74,19 +74,19 @@ class Joined:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Where the tensors of a family's checkpoints go. Names of theirs are without prefix.
+    """Tensor table of a family's checkpoints. Their names are without prefix.
 
     Attributes:
-        layers: For each letter of a pattern ours below `decoder.layers.N.` to theirs below `layers.M.`.
-        letters_per_layer: Letters that a layer of theirs is: M is N divided by it.
+        layers: For each letter of a pattern: ours below `decoder.layers.N.` -> theirs below `layers.M.`.
+        letters_per_layer: Letters per layer of theirs: M is N divided by this number.
         embedding: Name of the embedding.
         final_norm: Name of the norm after the last layer.
-        prefixes: Beginnings of names that may be there or not.
-        ignored: Regular expression of whole names that are passed over.
+        prefixes: Optional prefixes of names.
+        ignored: Regular expression of whole names that are skipped.
         split: Regular expressions of whole names, with prefix, of tensors that are shown as slices along their first
-            dimension, to the names of those (as `re.Match.expand` takes them), with `{index}` for the slice's number.
-        joined: Tensors that files may have in parts.
-        other_names: Regular expressions of whole names, to the names in this table (as `re.Match.expand` takes them).
+            dimension -> names of the slices (templates of `re.Match.expand`), with `{index}` for the slice's number.
+        joined: Tensors that files may store in parts.
+        other_names: Regular expressions of whole names -> names in this table (templates of `re.Match.expand`).
     """
 
     layers: Mapping[str, LayerTable]
@@ -100,14 +100,14 @@ class TensorTable:
     other_names: Mapping[str, str] = field(default_factory=dict)
 
     def known_name(self, name: str) -> str:
-        """A name of theirs as it is here, without prefix."""
+        """Return the name in this table of a tensor of theirs, without prefix."""
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
         bare = name.removeprefix(prefix)
         matches = ((re.fullmatch(expression, bare), known) for expression, known in self.other_names.items())
         return next((match.expand(known) for match, known in matches if match is not None), bare)
 
     def joined_names(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The tensors that are there in parts, to the parts' names; some of those may be missing."""
+        """Return the tensors that are stored in parts, each with its parts' names; some parts may be missing."""
         found: dict[str, list[str]] = {}
         for one in self.joined:
             expression = re.compile(one.expression)
@@ -116,7 +116,7 @@ class TensorTable:
         return found
 
     def sources(self, config: ModelConfig) -> dict[str, Source]:
-        """What each tensor of a model comes from."""
+        """Return the source of each tensor of a model."""
         sources = {EMBEDDING: Source((self.embedding,))}
         for index, letter in enumerate(config.hybrid_override_pattern):
             ours, theirs = f"decoder.layers.{index}", f"layers.{index // self.letters_per_layer}"
@@ -129,7 +129,7 @@ class TensorTable:
 
 
 def _of_layer(table: LayerTable, config: ModelConfig) -> Iterator[tuple[str, Source]]:
-    """The tensors that a layer of this model has, those of each expert by its number."""
+    """Yield the tensors of a layer of this model, with one entry for each expert."""
     for name, source in table.items():
         if source.needs is not None and getattr(config, source.needs) in (None, False):
             continue

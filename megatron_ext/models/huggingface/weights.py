@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face checkpoint into a model, one tensor of the model at a time."""
+"""Loader of Hugging Face weights into a model, one tensor of the model at a time."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from megatron_ext.models.weight_files import WeightFiles, require_same_names, re
 
 _ROWS_AT_A_TIME = 4096
 
-Names = dict[str, str]  # without prefix, to those that are stored
+Names = dict[str, str]  # name without prefix -> stored name
 
 
 def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table: TensorTable) -> None:
-    """Fill every tensor of this rank's `model`, built from `config`, in the types the parameters have.
+    """Fill every tensor of this rank's `model`, built from `config`, in the types of its parameters.
 
-    Every rank calls this. It reads its part of each tensor only, but for those that are put together from theirs in
-    another way than one below the other: of these it has a whole one at a time.
+    Every rank calls this. It reads only its part of each tensor, except for tensors with a conversion other than
+    concatenation by rows: of these it holds one whole tensor at a time.
 
     Args:
         model: Its tensors are written.
-        config: What it was built from.
-        directory: Where the files are.
-        table: The family's.
+        config: Configuration that the model was built from.
+        directory: Directory of the files.
+        table: Tensor table of the family.
 
     Raises:
-        CheckpointError: A tensor is missing, is not known, or has another shape; the message names it. Tied embeddings
-            that are stored twice and differ.
+        CheckpointError: A tensor is missing, unknown, or has another shape; the message names it. Or tied embeddings
+            are stored twice and differ.
     """
     files, shards, sources = WeightFiles(directory), model_shards(model), table.sources(config)
     stored = _stored_names(files, table)
@@ -58,7 +58,7 @@ def _part_name(match: re.Match[str], template: str, index: int) -> str:
 
 
 def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
-    """The tensors that are to be loaded, those cut up or joined that the table wants so.
+    """Return the tensors to load, split or joined as the table requires.
 
     Raises:
         CheckpointError: A tensor under two names.
@@ -79,12 +79,12 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
 
 
 def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:
-    """From a slice's number to its name."""
+    """Return a function from a slice's number to its name."""
     return lambda index: match.expand(part_name.replace("{index}", str(index)))
 
 
 def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Source], *, is_tied: bool) -> None:
-    """Everything that is needed is there and nothing else; with tied embeddings the output may be, if it is equal."""
+    """Require exactly the needed tensors; with tied embeddings the output may exist too, if it is equal."""
     found = set(stored)
     if is_tied and LM_HEAD in found:
         _require_tied(files, stored, sources[EMBEDDING].names[0])
@@ -102,7 +102,7 @@ def _require_tied(files: WeightFiles, stored: Names, embedding: str) -> None:
 
 
 def _equal(files: WeightFiles, one: str, other: str) -> bool:
-    """Whether two tensors are equal; some rows of each are read at a time."""
+    """Return whether two tensors are equal; some rows of each are read at a time."""
     shape = files.shape(one)
     if shape != files.shape(other):
         return False
@@ -130,8 +130,8 @@ def _fill(
 def _boxes(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], whole: Box, local: Box
 ) -> Iterator[tuple[str, Box, Box]]:
-    """A box of the tensor that theirs make up, one below the other, as boxes of theirs, each with its place in ours."""
-    if not whole:  # a tensor without dimensions is nobody's part
+    """Yield the boxes of their tensors that make up a box of the concatenation, each with its place in ours."""
+    if not whole:  # a tensor without dimensions cannot be divided
         yield names[0], whole, local
         return
     first = 0
@@ -144,7 +144,7 @@ def _boxes(
 
 
 def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
-    """Shapes of theirs that make up one of `shape`, which may have no dimension."""
+    """Return the shapes of their tensors that make up one of `shape`, which may have no dimension."""
     if source.conversion is None and len(source.names) == 1:
         return [shape]
     count = len(source.names)

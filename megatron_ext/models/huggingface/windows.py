@@ -1,6 +1,6 @@
-"""Sliding windows of attention in a decoded `config.json`: which layers have one, as letters, and how long it is.
+"""Sliding windows of attention in a decoded `config.json`: the layers that have one, and its length.
 
-A query sees so many tokens, its own the last of them.
+A query attends to as many tokens as the window is long, its own token the last of them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ SWITCHED_FIELDS = frozenset((WINDOW, _SWITCH))
 LISTED_FIELDS = SWITCHED_FIELDS | names("layer_types max_window_layers")
 
 _LETTERS = {"full_attention": "*", "sliding_attention": "W"}
-_DEFAULT_FIRST = 28  # transformers'
+_DEFAULT_FIRST = 28  # default of transformers
 
 
 def window_of(fields: Fields, letters: str) -> dict[str, object]:
-    """`attention_window` of a model whose attention layers have these letters."""
+    """Return `attention_window` of a model whose attention layers have these letters."""
     return {"attention_window": size(fields, WINDOW)} if "W" in letters else {}
 
 
 def mixers_alike(fields: Fields) -> str:
-    """W in all layers if there is a `sliding_window`, * in all if it is null."""
+    """Return W for all layers if there is a `sliding_window`, * for all if it is null."""
     return ("*" if fields.get(WINDOW) is None else "W") * layer_count(fields)
 
 
 def mixers_if_switched(fields: Fields) -> str:
-    """The same where `use_sliding_window` says whether they have it."""
+    """Return the letters as `mixers_alike`, but * for all unless `use_sliding_window` is true."""
     return mixers_alike(fields) if flag(fields, _SWITCH, default=False) else "*" * layer_count(fields)
 
 
 def mixers_listed(fields: Fields) -> str:
-    """The same where `layer_types` says which layers have it, or else those from `max_window_layers` on.
+    """Return W for the layers that `layer_types` lists as sliding, or for those from `max_window_layers` on.
 
     Raises:
-        ConfigError: Other kinds of layers, another number of them, or a window that some have and that is not said.
+        ConfigError: Unknown layer kinds, a wrong number of them, or sliding layers without a window length.
     """
     is_on, count, first = flag(fields, _SWITCH, default=False), layer_count(fields), fields.get(_FIRST, _DEFAULT_FIRST)
     if type(first) is not int or first < 0:

@@ -1,4 +1,4 @@
-"""YaRN in a decoded `config.json`: an object of rotary parameters in the fields of `ModelConfig`."""
+"""YaRN in a decoded `config.json`: rotary parameters translated to the fields of `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ YARN_KEYS = names(
     factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate
     """
 )
-# transformers' values of what is null, zero or not there; they are ours, too.
+# transformers' defaults of null, zero or absent values; also ours.
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def yarn_fields(parameters: Fields, name: str, fields: Fields) -> dict[str, object]:
-    """The fields of `ModelConfig` that begin with `yarn_`.
+    """Return the fields of `ModelConfig` that begin with `yarn_`.
 
     Args:
-        parameters: Of the object, each key with its name in front: `rope_scaling.factor`.
-        name: Of the object.
-        fields: The whole file; its longest sequence is the original one where the object does not say.
+        parameters: Rotary parameters, each key with the object's name as prefix: `rope_scaling.factor`.
+        name: Name of the object.
+        fields: The whole file; its maximum length is the default of the original one.
 
     Raises:
-        ConfigError: A value is no number of its kind.
+        ConfigError: A value has the wrong type or range.
     """
     key = f"{name}.original_max_position_embeddings"
     factor = positive_number(parameters, f"{name}.factor")
@@ -46,7 +46,7 @@ def _number_or(parameters: Fields, key: str, default: float) -> float:
 
 
 def _scales(parameters: Fields, name: str, factor: float) -> dict[str, object]:
-    """Two scales whose magnitude is the one that is asked for, see `PositionFields.rotary_magnitude`."""
+    """Return two scales that yield the requested magnitude, see `PositionFields.rotary_magnitude`."""
     magnitude, both = f"{name}.attention_factor", (f"{name}.mscale", f"{name}.mscale_all_dim")
     if parameters.get(magnitude) is not None:
         asked = positive_number(parameters, magnitude)

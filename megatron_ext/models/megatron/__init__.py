@@ -1,1 +1,1 @@
-"""Distributed checkpoints of Megatron: ours, and what Megatron-LM trained."""
+"""Distributed checkpoints of Megatron: ours, and those that Megatron-LM trained."""

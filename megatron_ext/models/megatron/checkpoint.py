@@ -1,10 +1,10 @@
-"""Checkpoints in the form of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
+"""Checkpoints in the format of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
 
-Ours is a directory as native/directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
+Ours is a directory as native/directory.py describes, with megatron's files in it: `metadata.json`, `common.pt`,
 `.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files, whose common state holds the run's
-arguments, beside `latest_checkpointed_iteration.txt`. Either is read whatever the number of ranks that wrote it.
+arguments, beside `latest_checkpointed_iteration.txt`. Either can be read on any number of ranks.
 
-Every tensor of the model must be there, in its shape, and nothing else may be, but for what stored_keys.py ignores:
+Every tensor of the model must exist in its shape, and no other tensor may, except those that stored_keys.py ignores:
 state of the optimizer, random generators, and Transformer Engine's `_extra_state`.
 """
 
@@ -63,14 +63,14 @@ logger = logging.getLogger(__name__)
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _LONGEST_TRACKER = 100  # bytes
-_REASON_LENGTH = 200  # characters of somebody else's message
+_REASON_LENGTH = 200  # characters of another library's message
 
 
 def resolve_iteration(directory: Path) -> Path:
-    """The directory that holds a checkpoint's files: this one, or the iteration that Megatron-LM finished last.
+    """Return the directory of a checkpoint's files: this one, or the iteration that Megatron-LM finished last.
 
     Raises:
-        CheckpointError: The latest iteration is not there, or not to be known.
+        CheckpointError: The latest iteration is missing, or cannot be determined.
     """
     if any((directory / name).exists() for name in (CONFIG_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE)):
         return directory
@@ -90,10 +90,10 @@ def resolve_iteration(directory: Path) -> Path:
 
 
 def is_dist_checkpoint(directory: Path) -> bool:
-    """Whether the directory has megatron's files.
+    """Return whether the directory has megatron's files.
 
     Raises:
-        CheckpointError: It has those of another of Megatron-LM's formats.
+        CheckpointError: It has files of another of Megatron-LM's formats.
     """
     if os.path.lexists(directory / BACKEND_FILE):
         return True
@@ -114,27 +114,27 @@ def save_dist_checkpoint(
     tokenizer_source: TokenizerSource | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a checkpoint; the directory is there whole or not at all.
+    """Write a checkpoint; the directory appears complete or not at all.
 
-    Every rank calls this and writes its part beside the directory; when all have done so, the first rank puts the
-    parts in its place.
+    Every rank calls this and writes its part beside the directory; after all have finished, the first rank moves the
+    parts into place.
 
     Args:
         directory: Created, or replaced if it holds a checkpoint of ours and nothing else. All ranks share it.
-        model: This rank's part of what `config` says; not changed.
-        config: Saved with it.
+        model: This rank's part of the model of `config`; not changed.
+        config: Saved with the weights.
         tokenizer_source: A directory with tokenizer files, a `tokenizer.json`, or a tokenizer of Megatron's kinds; None
             saves no tokenizer.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
-            On every rank, whichever it happened to.
+            Raised on every rank if it occurs on any.
     """
-    with contextlib.ExitStack() as stack:  # what the first rank enters is left, undone, if anything fails
+    with contextlib.ExitStack() as stack:  # the first rank's context is exited and undone if anything fails
         new = new_checkpoint(directory, config, tokenizer_source, dtype)
         staging = decided_by_first(lambda: stack.enter_context(new))
-        done_by_all(lambda: _require_seen(staging, directory))  # whoever writes waits for all others
+        done_by_all(lambda: _require_seen(staging, directory))  # a rank that writes waits for all others
         done_by_all(lambda: _write_part(directory, staging, model, dtype))
         decided_by_first(stack.close)
 
@@ -162,11 +162,12 @@ def load_dist_checkpoint(
     device: torch.device | None = None,
     vocab_size: int | None = None,
 ) -> tuple[HybridModel, ModelConfig]:
-    """The model of a checkpoint, in eval mode, and its configuration.
+    """Return the model of a checkpoint, in eval mode, and its configuration.
 
     Args:
-        directory: Ours, an iteration of Megatron-LM's, or the directory above, whose latest iteration is taken.
-        dtype: Of the parameters, whatever was stored.
+        directory: A checkpoint of ours, an iteration of Megatron-LM's, or the directory above, whose latest iteration
+            is taken.
+        dtype: Dtype of the parameters, regardless of the stored one.
         device: Default: the current CUDA device, else the CPU.
         vocab_size: See `read_dist_config`.
 
@@ -181,15 +182,15 @@ def load_dist_checkpoint(
 
 
 def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
-    """The configuration of a checkpoint: our `config.json`, or Megatron-LM's arguments.
+    """Return the configuration of a checkpoint: from our `config.json`, or from Megatron-LM's arguments.
 
     Args:
         directory: The one with megatron's files.
-        vocab_size: Of a vocabulary that Megatron-LM padded, the ids to keep; None keeps the padding.
+        vocab_size: Ids to keep of a vocabulary that Megatron-LM padded; None keeps the padding.
         spec_is_given: See `read_header`.
 
     Raises:
-        CheckpointError: There is none, or it is not supported; the message names the field or the argument.
+        CheckpointError: The configuration is missing or not supported; the message names the field or the argument.
     """
     if has_header(directory):
         return read_header(directory, spec_is_given=spec_is_given).model
@@ -199,7 +200,7 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
 
 
 def training_facts_of(directory: Path) -> TrainingFacts | None:
-    """What a checkpoint of Megatron-LM says beside the model's configuration; None for ours."""
+    """Return the facts of a Megatron-LM checkpoint outside the model's configuration; None for ours."""
     if has_header(directory) or not is_dist_checkpoint(directory):
         return None
     args = _arguments(directory, read_common(directory))
@@ -208,16 +209,16 @@ def training_facts_of(directory: Path) -> TrainingFacts | None:
 
 
 def load_dist_weights(model: HybridModel, directory: Path) -> None:
-    """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
+    """Fill every parameter of this rank's model from a checkpoint, in the types of the parameters.
 
-    Every rank calls this, and reads those parts of a tensor that it needs, one at a time, as they were stored.
+    Every rank calls this, and reads the parts of a tensor that it needs, one at a time, as they were stored.
 
     Args:
         model: Built from `read_dist_config`.
         directory: The one with megatron's files.
 
     Raises:
-        CheckpointError: A tensor is missing, unknown, of the wrong shape or of a type that is no weight's.
+        CheckpointError: A tensor is missing, unknown, of the wrong shape or of a non-floating type.
     """
     stored, common = _read_stored(directory), read_common(directory)
     if any(map(is_prediction, stored.tensors)) and is_first_rank():
@@ -250,13 +251,13 @@ def _read_stored(directory: Path) -> StoredState:
 
 
 def _useful_names(stored: StoredState) -> set[str]:
-    """Everything that inference has a use for; of an object the name without its rank's place."""
+    """Return the keys that inference uses; an object's key is without its rank's suffix."""
     keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
     return {key for key in keys if not is_ignored(key)}
 
 
 def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sharded]:
-    """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
+    """Return the model's requested state, in the layout of the checkpoint's writer; without `_extra_state` objects."""
     how = common.get("content_metadata")
     alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
     state = requested_state(model, singleton_local_shards=alone)
@@ -274,9 +275,9 @@ def _arguments(directory: Path, common: Mapping[str, object]) -> object:
 
 
 def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, rows: int) -> None:
-    """A stored tensor has the wanted shape, those of the vocabulary that many rows, and is of a type of weights."""
+    """Require the wanted shape, with `rows` rows if the tensor is of the vocabulary, and a floating type."""
     expected = wanted.global_shape
-    if wanted.allow_shape_mismatch:  # padded there, here, or both
+    if wanted.allow_shape_mismatch:  # padded in the file, in the model, or in both
         expected = (rows, *expected[1:])
     require_shape(directory, wanted.key, stored.shape, expected)
     if stored.dtype not in FLOATING_TYPES:
@@ -295,12 +296,12 @@ def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -
 
 
 def _is_padding(sharded: Sharded | ShardedObject, entries: int) -> bool:
-    """Whether all rows of this rank are behind the vocabulary."""
+    """Return whether all rows of this rank are after the vocabulary."""
     return isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries
 
 
 def _without_padding(sharded: Sharded | ShardedObject, entries: int) -> Sharded | ShardedObject:
-    """A description without the rows behind the vocabulary, which other numbers of ranks do not have."""
+    """Return a description without the padding rows after the vocabulary, which depend on the number of ranks."""
     if not (isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch) or sharded.global_shape[0] <= entries:
         return sharded
     assert sharded.data is not None, sharded
@@ -310,12 +311,12 @@ def _without_padding(sharded: Sharded | ShardedObject, entries: int) -> Sharded 
         data=data,
         local_shape=tuple(data.shape),
         global_shape=(entries, *sharded.global_shape[1:]),
-        axis_fragmentations=None,  # parts of the ranks differ
+        axis_fragmentations=None,  # the parts of the ranks differ
     )
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, on the first rank where something did."""
+    """Return the first line of an error, of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""What a checkpoint of Megatron-LM says beside the model's configuration."""
+"""Training facts: settings in a checkpoint of Megatron-LM outside the model's configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_ext.config.tokenizer import TOKENIZER_TYPES
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Of a model that Megatron-LM trained.
+    """Facts of a model that Megatron-LM trained.
 
     Attributes:
         is_gpt: Whether the stored weights are a GPT's: each layer an attention and an MLP.
         vocabulary_rows: Rows of the embedding, padding included.
-        tokenizer_type: As the run was told; None if it was told none that is known here.
-        tokenizer_model: Of the run, wherever it was.
-        vocab_file: Likewise.
-        merge_file: Likewise.
-        tiktoken_pattern: Likewise.
-        tiktoken_num_special_tokens: Likewise.
+        tokenizer_type: Tokenizer type of the run; None if absent or unknown here.
+        tokenizer_model: Tokenizer file of the run, on any machine.
+        vocab_file: Vocabulary file of the run.
+        merge_file: Merges file of the run.
+        tiktoken_pattern: Pattern of the run's tiktoken tokenizer.
+        tiktoken_num_special_tokens: Special tokens of the run's tiktoken tokenizer.
     """
 
     is_gpt: bool
@@ -34,7 +34,7 @@ class TrainingFacts:
 
 
 def training_facts(args: object, *, is_gpt: bool, vocabulary_rows: int) -> TrainingFacts:
-    """Take what is of use from the arguments that a checkpoint holds; what is not of the right type is not."""
+    """Extract the facts from the arguments in a checkpoint; values of a wrong type are ignored."""
 
     def text(name: str) -> str | None:
         value = getattr(args, name, None)

@@ -1,15 +1,15 @@
-"""Where a distributed checkpoint keeps what a model asks for.
+"""Stored keys: the mapping from a model's keys to those of a distributed checkpoint.
 
-A model of ours asks with the keys of Megatron's hybrid models made from Transformer Engine specs. Other checkpoints
-keep the same tensors elsewhere:
+A model of ours requests the keys of Megatron's hybrid models made from Transformer Engine specs. Other checkpoints
+store the same tensors under other keys:
 
-- Local specs: a norm is a module of its own, `decoder.layers.3.norm.weight` for
-  `decoder.layers.3.mixer.in_proj.layer_norm_weight`. A model built from such a spec asks the other way round.
+- Local specs: a norm is a separate module, `decoder.layers.3.norm.weight` instead of
+  `decoder.layers.3.mixer.in_proj.layer_norm_weight`. A model built from such a spec needs the reverse mapping.
 - GPT: a layer is an attention and an MLP, so layer n is our layers 2n and 2n + 1. The final norm has another name.
-  Often all layers are in one tensor [layers, ...], whose key has no number: `decoder.layers.mlp.linear_fc2.weight`.
-  A gated delta net in the place of attention is called attention, too.
+  Often all layers are in one tensor [layers, ...], whose key has no number: `decoder.layers.mlp.linear_fc2.weight`. A
+  gated delta net in the place of attention is called attention, too.
 
-Only the description of what is read where changes; no tensor is copied.
+Only the description of the request changes; no tensor is copied.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# A norm of its own, and the same norm fused into the linear layer after it.
+# Prefixes of a separate norm, and of the same norm fused into the linear layer after it.
 _NORMS = (
     ("norm.", "mixer.in_proj.layer_norm_"),
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-# A recurrent layer's parts, and the same in a layer of GPT.
+# Prefixes of a recurrent layer's parts, and of the same parts in a layer of GPT.
 _GPT_NAMES = (("mixer.", "self_attention."), ("norm.", "input_layernorm."))
 _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_layernorm."
-# What training leaves beside the model: the optimizer's tensors, and objects whose names these are.
+# Training state in a checkpoint: the optimizer's tensors, and objects of these names.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state"))
-_PREDICTION = "mtp."  # layers of multi-token prediction, behind the model's
-_EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; of a norm behind its key's prefix
+_PREDICTION = "mtp."  # layers of multi-token prediction, after the model's
+_EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; a norm's follow its key's prefix
 
 
 def is_gpt(stored: Iterable[str]) -> bool:
-    """Whether keys are a GPT model's."""
+    """Return whether keys are a GPT model's."""
     return any(key.startswith(_GPT_FINAL_NORM) for key in stored)
 
 
 def is_ignored(key: str) -> bool:
-    """Whether inference has no use for a stored tensor or object: of training, scales, drafts."""
+    """Return whether inference ignores a stored tensor or object: training state, scales, drafting layers."""
     name = key.split("/shard_")[0]
     if is_prediction(name):
         return True
@@ -56,32 +56,32 @@ def is_ignored(key: str) -> bool:
 
 
 def is_prediction(key: str) -> bool:
-    """Whether it belongs to multi-token prediction, which drafts tokens for speculative decoding."""
+    """Return whether a key belongs to multi-token prediction, which drafts tokens for speculative decoding."""
     return key.startswith(_PREDICTION)
 
 
 def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:
-    """The same state, asked for under the keys that a checkpoint has.
+    """Return the state, requested under the keys that a checkpoint has.
 
     Args:
-        state: Parameter name to what the model asks for.
+        state: Parameter name -> requested tensor.
         stored: Keys of the checkpoint's tensors.
         gpt_layers: Layers of a GPT checkpoint; None for a hybrid one.
 
     Returns:
-        What is nowhere keeps the first key that it could have.
+        The state; a tensor that is not stored keeps the first possible key.
     """
     return {name: _as_stored(sharded, stored, gpt_layers) for name, sharded in state.items()}
 
 
 def shards(sharded: Sharded) -> list[ShardedTensor]:
-    """The global tensors that one parameter is read from."""
+    """Return the global tensors that one parameter is read from."""
     return [sharded] if isinstance(sharded, ShardedTensor) else list(nested_values({"": sharded.build()}))
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A key, and the row of a stack of layers, if the key is a stack's."""
+    """Key, and the row in a stack of layers if the key is a stack's."""
 
     key: str
     row: int | None = None
@@ -94,11 +94,11 @@ def _as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None)
 
 
 def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
-    """Where a parameter of ours may be, the likeliest place first.
+    """Yield the possible locations of a parameter of ours, the likeliest first.
 
     Args:
-        key: What a model of ours calls it.
-        in_gpt: Whether it is looked for in a GPT model.
+        key: Key in a model of ours.
+        in_gpt: Whether the checkpoint is a GPT model's.
     """
     for name in (key, _other_norm(key)):
         if name is not None:
@@ -106,7 +106,7 @@ def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
 
 
 def _other_norm(key: str) -> str | None:
-    """The key of a norm in models that fuse it, or in models that do not; None for what is no norm of a layer."""
+    """Return a norm's key in models that fuse it, or in those that do not; None if the key is not a layer norm's."""
     layer = _LAYER.fullmatch(key)
     if layer is None:
         return None
@@ -132,7 +132,7 @@ def _gpt_places(key: str) -> Iterator[RankInfo]:
 
 
 def _at(sharded: Sharded, place: RankInfo, layers: int | None) -> Sharded:
-    """The same parameter, asked for at another place."""
+    """Return the parameter, requested at another location."""
 
     def moved(shard: ShardedTensor) -> ShardedTensor:
         if place.row is None:
@@ -150,7 +150,7 @@ def _mapped(build: Callable[..., Any], change: Callable[[ShardedTensor], Sharded
 
 
 def _row_of_stack(shard: ShardedTensor, row: int, rows: int) -> ShardedTensor:
-    """One layer's tensor as a row of all layers' tensor, of which it is one fragment."""
+    """Return one layer's tensor as a row of all layers' tensor, of which it is one fragment."""
     assert shard.prepend_axis_num == 0, shard
     return dataclasses.replace(
         shard,

@@ -1,8 +1,8 @@
-"""From the arguments that Megatron-LM saves with a checkpoint to our configuration.
+"""Translation of the arguments that Megatron-LM saves with a checkpoint to our configuration.
 
-Megatron saves every argument of the run. Those that change what the model computes are taken over, or must have a
-value that we compute with; the others (training, data, logging, parallelism) are passed over. An argument that an older
-Megatron does not have yet has the value that it had before it was one: off.
+Megatron saves every argument of the run. Those that change the model's computation are translated, or must have a
+supported value; the others (training, data, logging, parallelism) are ignored. An argument that is absent because
+Megatron was older has its former implicit value: off.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _MUST_BE_OFF = (
     "use_legacy_models",
     "window_size",
 )
-# Megatron's hybrid models pass over the first, and its hybrid patterns say what the others say of GPT.
+# Megatron's hybrid models ignore the first; their patterns replace the others, which are for GPT.
 _MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "experimental_attention_variant", "linear_attention_freq")
 _MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax")
 _DELTA_NET = "gated_delta_net"
@@ -83,20 +83,20 @@ _ALLOWED = {
     "softmax_type": ("vanilla",),
 }
 _LARGEST = 2**53  # the whole numbers that are exact as floats
-_MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, whatever the arguments say
+_MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, regardless of the arguments
 
 
 def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int | None = None) -> ModelConfig:
-    """The configuration of a model that Megatron-LM trained.
+    """Return the configuration of a model that Megatron-LM trained.
 
     Args:
         args: The namespace that Megatron saved.
-        where: What holds it, for messages.
+        where: Source of the arguments, for messages.
         is_gpt: Whether the stored weights are a GPT model's: then each layer becomes an attention and an MLP.
         vocab_size: Ids to keep of the padded vocabulary; None keeps the padding, as Megatron itself does.
 
     Raises:
-        CheckpointError: It names the argument that is missing, or that has a value we do not compute with.
+        CheckpointError: An argument is missing or has an unsupported value; the message names it.
     """
     known = _Arguments(args, where)
     _require_supported(known, is_gpt)
@@ -128,12 +128,12 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
 
 
 def padded_vocabulary(args: object, where: str) -> int:
-    """Rows of the embedding as stored: the tokenizer's ids, rounded up for the ranks that trained it."""
+    """Return the rows of the embedding as stored: the tokenizer's ids, rounded up for the training ranks."""
     return _Arguments(args, where).integer("padded_vocab_size")
 
 
 class _Arguments:
-    """What Megatron saved, by name. An argument that is None counts as not given."""
+    """Arguments that Megatron saved, by name. An argument that is None counts as absent."""
 
     def __init__(self, args: object, where: str) -> None:
         self.where = where
@@ -155,21 +155,21 @@ class _Arguments:
         return self._values[name]
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number, which Megatron may keep as 500000.0; required if there is no default."""
+        """Return a whole number, which Megatron may store as 500000.0; required if there is no default."""
         value = self.required(name) if default is None else self.get(name, default)
         if type(value) not in (int, float) or not abs(value) <= _LARGEST or value != int(value):
             self.refuse(name, f"a whole number, of at most {_LARGEST}")
         return int(value)
 
     def layers(self) -> int:
-        """`num_layers`, of which there are not more than a model may have."""
+        """Return `num_layers`, at most the maximum of a model."""
         count = self.integer("num_layers")
         if not 0 < count <= MAX_LAYERS:
             self.refuse("num_layers", f"1 to {MAX_LAYERS}")
         return count
 
     def share(self, name: str) -> float:
-        """A number from 0 to 1; 0 if it is not given."""
+        """Return a number from 0 to 1; 0 if it is absent."""
         value = self.get(name, 0.0)
         if type(value) not in (int, float) or not 0 <= value <= 1:
             self.refuse(name, "0 to 1")
@@ -212,7 +212,7 @@ def _require_supported_experts(known: _Arguments) -> None:
 
 
 def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
-    """One letter a layer, and the kind of recurrent ones if the pattern says it."""
+    """Return one letter a layer, and the kind of recurrent layers if the pattern determines it."""
     if is_gpt:
         return "".join(f"{letter}-" for letter in _gpt_mixers(known)), None
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
@@ -231,11 +231,11 @@ def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
 
 
 def _gpt_mixers(known: _Arguments) -> str:
-    """M for each layer with a gated delta net, * for each with attention."""
+    """Return M for each layer with a gated delta net, * for each with attention."""
     count, every = known.layers(), known.get("linear_attention_freq")
     if known.get("experimental_attention_variant") is None:
         return "*" * count
-    if type(every) is int and every > 0:  # one attention after so many less one
+    if type(every) is int and every > 0:  # every `every`-th layer is attention
         return "".join("M" if (index + 1) % every else "*" for index in range(count))
     if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
         known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
@@ -260,7 +260,7 @@ def _has_biases(known: _Arguments) -> bool:
 
 
 def _vocabulary(known: _Arguments, asked: int | None) -> int:
-    """Ids of the model: all rows that are stored, or those that are asked for if the others can be padding."""
+    """Return the ids of the model: all stored rows, or the requested ids if the other rows can be padding."""
     padded = known.integer("padded_vocab_size")
     if asked is None:
         return padded

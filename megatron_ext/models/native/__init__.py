@@ -1,1 +1,1 @@
-"""Our own directory: a header, safetensors, the tokenizer."""
+"""Our own checkpoint directory: a header, safetensors, the tokenizer."""

@@ -1,6 +1,6 @@
-"""The simple form of our own checkpoints: all weights in one `model.safetensors`, under the model's own names.
+"""Simple form of our own checkpoints: all weights in one `model.safetensors`, under the model's own names.
 
-The embedded model has this form. What else is in the directory: directory.py.
+The embedded model has this form. directory.py describes the other files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def save_checkpoint(
     tokenizer_source: TokenizerSource | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a checkpoint; the directory is there whole or not at all.
+    """Write a checkpoint; the directory appears complete or not at all.
 
     Args:
         directory: Created, or replaced if it holds a checkpoint of ours and nothing else.
         model: Built from `config`; not changed.
-        config: Saved with it.
+        config: Saved with the weights.
         tokenizer_source: A directory with tokenizer files, a `tokenizer.json`, or a tokenizer of Megatron's kinds; None
             saves no tokenizer.
         dtype: Type of the stored weights; decay parameters stay in fp32.
@@ -50,13 +50,13 @@ def save_checkpoint(
         tensors = {name: stored_tensor(name, tensor, dtype) for name, tensor in model_tensors(model).items()}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
+        (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file private
 
 
 def load_checkpoint(
     directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> tuple[HybridModel, ModelConfig]:
-    """The model of a checkpoint, in eval mode, and its configuration.
+    """Return the model of a checkpoint, in eval mode, and its configuration.
 
     Raises:
         CheckpointError: A part is missing, unknown, or of the wrong shape; the message names it.
@@ -68,9 +68,9 @@ def load_checkpoint(
 
 
 def load_weights(model: HybridModel, directory: str | Path) -> None:
-    """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
+    """Fill every parameter of this rank's model from a checkpoint, in the types of the parameters.
 
-    Every rank calls this, and reads its part of each tensor only.
+    Every rank calls this, and reads only its part of each tensor.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, or of the wrong shape; the message names it.

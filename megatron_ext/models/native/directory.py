@@ -1,10 +1,10 @@
-"""What every checkpoint of ours has, whatever form its weights are in: one directory, there whole or not at all.
+"""Directory of our checkpoints, for weights in any form; it appears complete or not at all.
 
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bfloat16", "eos_token_id",
-  "bos_token_id", "model": {`ModelConfig.to_dict()`}}; the type in torch's words, since transformers reads them, too
-- `tokenizer.json` and its like: the tokenizer's files as they were, if there are any, and a `tokenizer_config.json` if
-  there is none, so that `AutoTokenizer` knows its special tokens; those of Megatron's kinds are under names of ours,
-  with `megatron_tokenizer.json` beside them (kept_tokenizers.py)
+  "bos_token_id", "model": {`ModelConfig.to_dict()`}}; the dtype has torch's name, since transformers reads it, too
+- `tokenizer.json` and the like: the tokenizer's unchanged files, if there are any, and a `tokenizer_config.json` if
+  they have none, so that `AutoTokenizer` finds the special tokens; those of Megatron's kinds have names of ours, with
+  `megatron_tokenizer.json` beside them (kept_tokenizers.py)
 - the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
 """
 
@@ -40,28 +40,28 @@ from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_fi
 FORMAT = "megatron_ext"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
-BACKEND_FILE = "metadata.json"  # which backend wrote a distributed checkpoint; written last
+BACKEND_FILE = "metadata.json"  # backend of a distributed checkpoint; written last
 SHARD_SUFFIX = ".distcp"
-_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # earlier, the short ones were written
+_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # earlier versions wrote the short names
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OWN_FILES = frozenset(
     (CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, *TOKENIZER_FILES, *KEPT_FILES)
 )
-# A tokenizer's directory, a `tokenizer.json`, or one that has other files.
+# Directory of a tokenizer, a `tokenizer.json`, or a tokenizer with other files.
 TokenizerSource = str | Path | LibraryTokenizer
 _HEADER_FIELDS = frozenset(
     ("format", "format_version", "package_version", "dtype", "eos_token_id", "bos_token_id", "model")
 )
-# Decays are exponentials of these: 16 bits of them would be visible after a few hundred tokens; the router's bias moves
-# by less than 16 bits can tell. They are tiny.
+# Decays are exponentials of these: rounding to 16 bits would be visible after a few hundred tokens; the router's bias
+# moves by less than 16 bits resolve. They are tiny.
 _ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias")
 
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """What `config.json` says: the architecture, and the type that the weights were saved in.
+    """Contents of `config.json`: the architecture, and the dtype of the saved weights.
 
-    The architecture has no `spec`, unless it names one of ours: what a checkpoint names is never imported.
+    The architecture has no `spec`, unless it names one of ours: a name in a checkpoint is never imported.
     """
 
     model: ModelConfig
@@ -72,9 +72,9 @@ class CheckpointHeader:
 def new_checkpoint(
     directory: str | Path, config: ModelConfig, tokenizer_source: TokenizerSource | None, dtype: torch.dtype
 ) -> Iterator[Path]:
-    """An empty place to write weights to; gone if the block fails, or if a signal ends the program meanwhile.
+    """Yield an empty directory for weights; it is removed if the block fails, or if a signal ends the program.
 
-    When the block ends, configuration and tokenizer are added, and it takes the place of `directory`.
+    When the block ends, configuration and tokenizer are added, and the directory replaces `directory`.
 
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
@@ -96,28 +96,27 @@ def new_checkpoint(
 
 
 def stored_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A host copy of a parameter in the type that it is stored in: `dtype`, or fp32 where 16 bits would show."""
+    """Return a host copy of a parameter in its stored dtype: `dtype`, or fp32 if 16 bits are too imprecise."""
     kept = name.rsplit(".", 1)[-1] in _ALWAYS_FP32
     return tensor.detach().to("cpu", torch.float32 if kept else dtype)
 
 
 def has_header(directory: str | Path) -> bool:
-    """Whether the directory is a checkpoint of ours, of whatever form."""
+    """Return whether the directory is a checkpoint of ours, in any form."""
     path = Path(directory) / CONFIG_FILE
     return path.is_file() and read_json(path).get("format") == FORMAT
 
 
 def read_header(directory: str | Path, *, spec_is_given: bool = False) -> CheckpointHeader:
-    """The configuration of a checkpoint, every field checked.
+    """Return the configuration of a checkpoint, every field checked.
 
     Args:
-        directory: Where it is.
-        spec_is_given: Whether the user names the stack of layers, so that it does not matter which one the checkpoint
-            was saved with.
+        directory: Directory of the checkpoint.
+        spec_is_given: Whether the user names the stack of layers, so that the checkpoint's own does not matter.
 
     Raises:
-        CheckpointError: Not a checkpoint of ours, of a later version, with fields we do not know, or saved with a spec
-            that is neither ours nor Megatron's own.
+        CheckpointError: Not a checkpoint of ours, of a later version, with unknown fields, or saved with a spec that is
+            neither ours nor Megatron's own.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
@@ -149,14 +148,14 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
 
 
 def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
-    """A configuration that a checkpoint holds.
+    """Return a configuration from the fields in a checkpoint.
 
     Args:
-        fields: Of `ModelConfig`.
-        where: What holds them, for the message.
+        fields: Fields of `ModelConfig`.
+        where: Source of the fields, for the message.
 
     Raises:
-        CheckpointError: A field that is unknown or of the wrong type, or a value that cannot work.
+        CheckpointError: A field is unknown, of the wrong type, or has an invalid value.
     """
     checked = checked_fields(fields, where, CheckpointError)
     try:
@@ -166,7 +165,7 @@ def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
 
 
 def require_replaceable(directory: str | Path) -> None:
-    """A place to save to: nothing there yet, an empty directory, or a checkpoint of ours and nothing else.
+    """Require a place to save to: nothing, an empty directory, or a checkpoint of ours and nothing else.
 
     Raises:
         ConfigError: Anything else.
@@ -183,7 +182,7 @@ def require_replaceable(directory: str | Path) -> None:
 
 
 def _require_writable(target: Path) -> None:
-    """See that something can be written beside the target, by doing so."""
+    """Check that the parent of the target is writable, by writing there."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"--save {target} is a file; give a directory")
     if target.is_symlink() and not target.exists():
@@ -220,7 +219,7 @@ def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: Tokenizer
 
 
 def _replace(target: Path, staging: Path, aside: Path) -> None:
-    """Put `staging` in the place of `target`, which goes `aside` and comes back if that fails."""
+    """Replace `target` by `staging`; `target` moves to `aside` first, and back if that fails."""
     if not target.exists():
         staging.rename(target)
         return

@@ -1,7 +1,7 @@
-"""Tokenizers of Megatron's kinds beside a checkpoint: their files under names of ours, and what those do not say.
+"""Tokenizers of Megatron's kinds in a checkpoint: their files under names of ours, and additional settings.
 
 `megatron_tokenizer.json` holds one object, `{"tokenizer_type": "TikTokenizer", ...}`, with the settings of that kind.
-The files have names that no tokenizer of Hugging Face has, so that none is taken for another.
+No Hugging Face tokenizer uses the names of these files, so that the kinds cannot be confused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _FILES = {
 }
 KEPT_FILES = (KEPT_FILE, *(name for names in _FILES.values() for name in names))
 _PATTERN, _SPECIAL, _SIZE = "tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size"
-_LARGEST = 2**24  # of a number
+_LARGEST = 2**24  # maximum of a number
 
 
 def has_kept_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint has one."""
+    """Return whether a checkpoint has such a tokenizer."""
     return (directory / KEPT_FILE).is_file()
 
 
 def keep_tokenizer(tokenizer: LibraryTokenizer, directory: Path) -> None:
-    """Write what `read_kept_tokenizer` needs; an `OSError` if a file is not there any more, or cannot be written."""
+    """Write the files for `read_kept_tokenizer`; raise `OSError` if a file is missing or cannot be written."""
     kind, settings = _described(tokenizer)
     for name, file in zip(_FILES[kind], tokenizer.files, strict=True):
         shutil.copyfile(file, directory / name)
@@ -51,10 +51,10 @@ def keep_tokenizer(tokenizer: LibraryTokenizer, directory: Path) -> None:
 
 
 def read_kept_tokenizer(directory: Path) -> LibraryTokenizer:
-    """The tokenizer that a checkpoint has.
+    """Return the tokenizer of a checkpoint.
 
     Raises:
-        ConfigError: A file is missing, damaged, or says what none of ours says; the package that reads it is missing.
+        ConfigError: A file is missing, damaged, or has invalid settings; the package that reads it is missing.
     """
     raw = read_json(directory / KEPT_FILE)
     kind = raw.get(_KIND)
@@ -89,7 +89,7 @@ def _is_count(value: object) -> bool:
 
 
 def _described(tokenizer: LibraryTokenizer) -> tuple[str, dict[str, object]]:
-    """Its kind, and what its files do not say."""
+    """Return the tokenizer's kind, and the settings that its files do not contain."""
     if isinstance(tokenizer, Gpt2Tokenizer):
         return GPT2_TOKENIZER, {}
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -1,4 +1,4 @@
-"""A directory to write something large in, which is gone when the block ends, however it ends."""
+"""Scratch directory for large writes, removed when the block ends for any reason."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from megatron_ext.signals import Interruption
 
 _MESSAGE = "nothing is saved"
-_NAME = 100  # characters that a name takes over from another, of 255 at most
+_NAME = 100  # characters taken over from the target's name, of 255 at most
 
 
 class Scratch:
-    """A directory of one's own, and the signals that may end the work in it."""
+    """Private directory, and the signals that may end the work in it."""
 
     def __init__(self, path: Path, interruption: Interruption) -> None:
         self.path = path
         self._interruption = interruption
 
     def hold_signals(self) -> None:
-        """From now on to the end of the block signals wait: for what must happen whole.
+        """Hold signals until the end of the block, for work that must not be interrupted.
 
         Raises:
-            Interrupted: One has come before, and what ran in the block went on nevertheless.
+            Interrupted: A signal arrived before, and the code in the block continued nevertheless.
         """
         self._interruption.hold()
 
 
 @contextlib.contextmanager
 def scratch_directory(target: Path) -> Iterator[Scratch]:
-    """A directory beside `target`, to be renamed from.
+    """Yield a directory beside `target`, to be renamed from.
 
-    SIGINT and SIGTERM end the block at once, as an exception, and go to whoever had them before when the directory is
-    gone: to the default handler, which ends the program, too.
+    SIGINT and SIGTERM end the block at once, as an exception. After the directory is removed they are passed to the
+    previous handler, such as the default one, which ends the program, too.
 
     Args:
-        target: Directories above it that do not exist are made, and are gone too if nothing takes its place in them.
+        target: Missing parent directories are made, and removed again if nothing is renamed into them.
 
     Raises:
         OSError: A directory cannot be made.
@@ -54,7 +54,7 @@ def scratch_directory(target: Path) -> Iterator[Scratch]:
                 interruption.release(_MESSAGE)
                 yield Scratch(path, interruption)
             finally:
-                interruption.keep_quiet()  # a signal that comes before this takes effect raises, and none after it
+                interruption.keep_quiet()  # a signal before this takes effect raises, a later one does not
         finally:
             if path is not None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -69,7 +69,7 @@ def _remove_empty(places: list[Path]) -> None:
 
 
 def require_place_for_scratch(target: Path) -> None:
-    """See that a directory can be made beside `target`, or where the first directory above it is to be made.
+    """Check that a directory can be made beside `target`, or below its first existing ancestor.
 
     Raises:
         OSError: It cannot.

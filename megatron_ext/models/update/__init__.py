@@ -1,1 +1,1 @@
-"""New weights for a model that is there: by the names of the format that it was loaded from, all or nothing."""
+"""Weight updates of a loaded model: under the names of the format it was loaded from, all or nothing."""

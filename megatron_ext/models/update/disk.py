@@ -1,8 +1,8 @@
-"""New weights for a model from a checkpoint on disk, all or nothing, with the care that loading one takes.
+"""Weight update from a checkpoint on disk, all or nothing, with the same checks as loading.
 
-A second model is built beside the one that serves, and filled by what fills any model: the same formats, the same
-checks of names, shapes, sizes and files. So a checkpoint that does not fit, or turns out to be damaged in the middle,
-has changed nothing. It takes the memory of a second copy for as long.
+A second model is built beside the serving one, and filled by the ordinary loader: the same formats, the same checks of
+names, shapes, sizes and files. So a checkpoint that does not fit, or is damaged in the middle, changes nothing.
+Meanwhile this takes the memory of a second copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
 from megatron_ext.models.native.directory import has_header
 
-_MAX_FILES = 100_000  # of a checkpoint; a directory with more is none
+_MAX_FILES = 100_000  # maximum files of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class WeightsRoot:
         return cls(path)
 
     def resolve(self, asked: str) -> Path:
-        """The directory of a checkpoint, without links; what lies elsewhere is not even looked at.
+        """Return the directory of a checkpoint, with links resolved; paths outside the root are not accessed.
 
         Args:
-            asked: Its path; one that does not begin at the root of the file system begins here.
+            asked: Path of the checkpoint; a relative one starts at the root.
 
         Raises:
-            ConfigError: It is elsewhere, or no directory; something in it leads elsewhere.
+            ConfigError: The path is outside the root, or not a directory; or a link in it leads outside.
         """
         if not asked or "\0" in asked or not asked.isprintable():
             raise ConfigError(f"{asked!r} is no path that this server takes; it must be printable")
@@ -104,20 +104,20 @@ class NewWeights:
     pairs: tuple[tuple[Tensor, Tensor], ...]
 
     def write(self) -> None:
-        """Put them into the model, between two of its steps; this cannot fail. The cache is another's to empty."""
+        """Copy the weights into the model, between two of its steps; this cannot fail. The caller empties the cache."""
         with torch.no_grad():
             for target, new in self.pairs:
                 target.copy_(new)
 
 
 def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: FieldValues, directory: Path) -> NewWeights:
-    """Read a checkpoint for a model that is there; the model is not touched.
+    """Read a checkpoint for a loaded model; the model is not touched.
 
     Args:
         loaded: The model.
-        source: It was loaded with.
-        overrides: The same.
-        directory: Of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.
+        source: Source that the model was loaded with.
+        overrides: Overrides that the model was loaded with.
+        directory: Directory of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.
 
     Raises:
         ConfigError: There are several ranks; the checkpoint is of another model, does not fit or cannot be read
@@ -143,7 +143,7 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
 
 
 def _require_same(config: ModelConfig, new: ModelConfig, directory: Path) -> None:
-    """Weights of equal shapes may be of another model: of other heads, another norm, another base of positions."""
+    """Require equal configurations: weights of equal shapes may have other heads, norms, or rotary bases."""
     for field in dataclasses.fields(config):
         here, there = getattr(config, field.name), getattr(new, field.name)
         if here != there:

@@ -1,4 +1,4 @@
-"""Tensors by name as a caller hands them over, checked one by one before anything is done with them."""
+"""Named tensors from a caller, checked one by one before any is used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def read_named_tensors(given: NamedTensors) -> dict[str, object]:
-    """What was given, by name; the tensors themselves are not looked at.
+    """Return the given tensors by name; the tensors themselves are not checked.
 
     Raises:
-        ConfigError: Neither a mapping nor pairs, a name twice, or nothing at all.
+        ConfigError: Neither a mapping nor pairs, a name twice, or no tensors.
     """
     named: dict[str, object] = {}
     for pair in given.items() if isinstance(given, Mapping) else _pairs(given):
@@ -43,7 +43,7 @@ def _pairs(given: object) -> Iterable[tuple[object, object]]:
 
 
 def require_weight(name: str, tensor: object) -> Tensor:
-    """A dense tensor of floating point numbers that are there, without its history.
+    """Return the tensor, detached, if it is a dense floating point tensor with data.
 
     Raises:
         ConfigError: Anything else.

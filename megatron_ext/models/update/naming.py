@@ -1,4 +1,4 @@
-"""What each format calls the tensors that make up one of the model's."""
+"""Tensor names of each checkpoint format, and the recipes of the model's tensors."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ class Recipe:
 
 
 class Naming(Protocol):
-    """A format's names."""
+    """Names of a checkpoint format."""
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """What is to be written, under the names that `recipes` has.
+        """Return the tensors to write, under the names of `recipes`.
 
         Raises:
-            ConfigError: Something that is no weight, or contradicts the model.
+            ConfigError: A value is not a weight, or contradicts the model.
         """
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """What each of the model's tensors is made of.
+        """Return the recipe of each of the model's tensors.
 
         Args:
-            shapes: Of the model's tensors, by name.
-            given: Where a tensor has several names: which are used.
+            shapes: Shapes of the model's tensors, by name.
+            given: Given names, which decide if a tensor has several possible names.
         """
 
 
 def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
-    """The names of the format that a model was loaded from; our own where it was loaded from nowhere."""
+    """Return the naming of the format that a model was loaded from; our own if it was not loaded."""
     if source.load_hf is not None:
         raw = read_json(Path(source.load_hf) / CONFIG_FILE)
         return HuggingFaceNames(family_of(raw).tensors, config)
@@ -72,23 +72,23 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
 
 
 class OwnNames:
-    """The model's own names, as `model.safetensors` of a checkpoint of ours has them."""
+    """The model's own names, as in `model.safetensors` of our checkpoints."""
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """See `Naming`."""
+        """Return the given weights; see `Naming`."""
         return {name: require_weight(name, tensor) for name, tensor in given.items()}
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """See `Naming`."""
+        """Return one-part recipes; see `Naming`."""
         return {name: Recipe({name: shape}, _only) for name, shape in shapes.items()}
 
 
 class HuggingFaceNames:
-    """Those of a family's checkpoints, with the prefix that they have or without.
+    """Names of a family's checkpoints, with or without their prefix.
 
     Args:
-        table: The family's.
-        config: Of the model.
+        table: Tensor table of the family.
+        config: Configuration of the model.
     """
 
     def __init__(self, table: TensorTable, config: ModelConfig) -> None:
@@ -96,7 +96,7 @@ class HuggingFaceNames:
         self._config = config
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """See `Naming`; without the prefix, each expert by itself, without a tied output."""
+        """Return the weights without prefix, with separate experts, without a tied output; see `Naming`."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
@@ -110,7 +110,7 @@ class HuggingFaceNames:
         return tensors
 
     def _joined(self, given: Mapping[str, object]) -> dict[str, object]:
-        """What is given in parts, as wholes, and everything else."""
+        """Return all tensors, with those given in parts joined."""
         joined = dict(given)
         for whole, parts in self._table.joined_names(given).items():
             missing = [part for part in parts if part not in given]
@@ -123,7 +123,7 @@ class HuggingFaceNames:
         return joined
 
     def _split(self, name: str, tensor: object) -> list[tuple[str, object]]:
-        """A tensor of several experts as theirs."""
+        """Split a tensor of several experts into one tensor each."""
         for expression, part_name in self._table.split.items():
             match = re.fullmatch(expression, name)
             if match is not None:
@@ -143,7 +143,7 @@ class HuggingFaceNames:
             )
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """See `Naming`."""
+        """Return the recipes of the family's table; see `Naming`."""
         found = {}
         for name, source in self._table.sources(self._config).items():
             parts = dict(zip(source.names, part_shapes(source, shapes[name], self._config), strict=True))
@@ -155,10 +155,10 @@ class HuggingFaceNames:
 
 
 class MegatronNames:
-    """Those of the parameters of Megatron-LM's own model: hybrid or GPT, with norms of their own or fused.
+    """Parameter names of Megatron-LM's own model: hybrid or GPT, with separate or fused norms.
 
     Args:
-        in_gpt: Whether it is a GPT model, whose layers are two of ours each.
+        in_gpt: Whether the model is a GPT, each of whose layers is two of ours.
         vocabulary: Rows of its embedding, padding included, and those that the model keeps.
     """
 
@@ -168,13 +168,13 @@ class MegatronNames:
 
     @classmethod
     def of_checkpoint(cls, directory: Path, config: ModelConfig) -> MegatronNames:
-        """Those of the model that was saved there."""
+        """Return the naming of the model in a checkpoint."""
         stored = read_metadata(directory).tensors
         assert config.vocab_size is not None, "a model has been built of it"
         return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size))
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
-        """See `Naming`; without what inference has no use for, and without the vocabulary's padding."""
+        """Return the weights that inference uses, without the vocabulary's padding; see `Naming`."""
         tensors = {name: require_weight(name, value) for name, value in given.items() if not is_ignored(name)}
         for name in (EMBEDDING, OUTPUT):
             if name in tensors and tensors[name].dim() and len(tensors[name]) == self._padded:
@@ -182,7 +182,7 @@ class MegatronNames:
         return tensors
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
-        """See `Naming`."""
+        """Return one-part recipes under the given one of the possible names; see `Naming`."""
         return {name: self._recipe(name, shape, given) for name, shape in shapes.items()}
 
     def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:

@@ -1,4 +1,4 @@
-"""Writes new weights into a model, in place: nothing is written before everything has been checked and made ready."""
+"""In-place weight update of a model: every tensor is checked and prepared before any is written."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _NAMES_SHOWN = 4
 
 
 def weight_shapes(model: nn.Module, naming: Naming) -> dict[str, Shape]:
-    """The tensors that `update_weights` takes, by name, with their shapes."""
+    """Return the names and shapes of the tensors that `update_weights` takes."""
     recipes = naming.recipes({name: tuple(one.shape) for name, one in model_tensors(model).items()}, ())
     return {name: shape for recipe in recipes.values() for name, shape in recipe.parts.items()}
 
 
 def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, partial: bool = False) -> None:
-    """Write weights into a model, in the types that its parameters have.
+    """Write weights into a model, in the types of its parameters.
 
-    What has to be converted or moved is made ready first, which takes memory: up to that of the tensors given. The
-    copies into the model cannot fail then.
+    Tensors are converted and moved first, which takes up to the memory of the given tensors. The copies into the model
+    cannot fail after that.
 
     Args:
         model: Its tensors are written.
-        naming: Of the format that it was loaded from.
-        given: By name.
-        partial: Tensors may be missing; those that make up one tensor of the model come together.
+        naming: Naming of the format that the model was loaded from.
+        given: Tensors by name.
+        partial: Allow missing tensors; the parts of one tensor of the model must come together.
 
     Raises:
-        ConfigError: A name that is not known or missing, another shape or type. Nothing has been written.
+        ConfigError: A name is unknown or missing, or a shape or type is wrong. Nothing has been written.
     """
     targets = model_tensors(model)
     with torch.no_grad():
