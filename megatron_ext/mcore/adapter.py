@@ -173,7 +173,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Return the cached prefixes that most requests resumed from, hottest first."""
         return self.core.hottest(count)
 
-    # Requests come and go
+    # Request lifecycle
 
     def add_request(
         self,
@@ -254,7 +254,7 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:
             raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
-        if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume
+        if self.is_suspended:  # suspended by another task meanwhile; upstream's run loop waits for the resume
             return None, EngineStep(), 0.0, self.step_count
         step = self.core.compute()
         return step.parts[0].result, step, step.seconds, self.step_count
@@ -312,7 +312,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Stop the other ranks, if there are any; no step may follow."""
         self.core.close()
 
-    # The prefix cache
+    # Prefix cache
 
     def reset_prefix_cache(self) -> None:
         """Empty the cache: later requests match nothing cached before, and requests in flight publish nothing."""
@@ -326,7 +326,7 @@ class InferenceEngine(DynamicInferenceEngine):
     def _model(self) -> nn.Module:
         return self.controller.inference_wrapped_model.model
 
-    # The pools come and go
+    # Pool lifecycle
 
     def suspend(self) -> None:
         """Free the pools' memory. Living requests keep their tokens and wait; no step runs until `resume`."""

@@ -282,7 +282,7 @@ class InferenceContext(DynamicInferenceContext):
         assert self.snapshots is not None, "a recurrent layer has states"
         return self.snapshots.layer(self._layer_places.states[layer_number - 1])
 
-    # Upstream's questions, answered from the host
+    # Upstream's queries, answered from the host
 
     def is_decode_only(self) -> bool:
         """Return whether the staged step only decodes."""

@@ -100,7 +100,7 @@ class CudaGraphRunner:
                     self._program(bucket)
         except ConfigError:
             self.forget()
-            self._pools = None  # so that the next call tries again
+            self._pools = None  # the next call tries again
             raise
 
     def forget(self) -> None:

@@ -62,7 +62,7 @@ def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, dr
     """
     engine.reset()
     drafting.probe(drafts)
-    steps = _STEPS + requests + 3  # at most so many begin one after the other
+    steps = _STEPS + requests + 3  # upper bound if requests start one after another
     count = min(steps * (drafts + 1), engine.context.max_sequence_length - _PROMPT)
     params = RequestParams(num_tokens_to_generate=count, ignore_eos=True, enable_prefix_caching=False)
     ids = engine.controller.vocabulary.ids

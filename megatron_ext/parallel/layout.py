@@ -21,13 +21,13 @@ _MAX_SHOWN = 6
 
 @dataclass(frozen=True)
 class Layout:
-    """How a world is divided.
+    """Division of a world.
 
     Attributes:
-        world: Ranks.
+        world: Number of ranks.
         tensor: Ranks that share each layer.
         pipeline: Stages.
-        replicas: Copies of the model, each with requests of its own.
+        replicas: Copies of the model, each with its own requests.
         expert: Ranks that have different experts.
         expert_tensor: Ranks that share each expert.
     """

@@ -17,7 +17,7 @@ Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str], d
 
 
 class Results:
-    """Results of one replica's steps. All ranks derive the sizes of the messages from the step, so none are sent.
+    """Results of one replica's steps. All ranks know from the step's message what follows, so it is not announced.
 
     m tokens are 8 m bytes; scores are pickled, and sent only if a request asked for them.
 

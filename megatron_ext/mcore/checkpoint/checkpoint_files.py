@@ -44,8 +44,8 @@ from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_t
 
 BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"
-_LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM's are some kilobytes
-_MAX_VALUES = 1_000_000  # of the arguments of a run
+_LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM writes a few kilobytes
+_MAX_VALUES = 1_000_000  # in the arguments of a run
 _ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part in addition to its tensor's; about a thousand for torch
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 # Classes that common.pt may name; except for namespaces, their contents stay unread.

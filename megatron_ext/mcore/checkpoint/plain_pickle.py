@@ -20,8 +20,8 @@ from typing import Any
 
 EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
 STORED_APART = "stored apart"  # name given to a value stored outside the pickle (a persistent id)
-_MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second in protocol 2
-_WHOLE_NUMBER_BYTES = 9  # of 64 bits, with or without a sign
+_MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second name is written in protocol 2
+_WHOLE_NUMBER_BYTES = 9  # 64 bits, with or without a sign
 _KEY_TYPES = (str, int, bool, float, type(None))
 
 
@@ -202,7 +202,7 @@ class _Machine:
             raise PlainPickleError(f"it has a key without a value, {self.place}")
         keys = items[::2]
         for key in keys:
-            if type(key) is not Made and type(key) not in _KEY_TYPES:  # to hash a tuple can take for ever
+            if type(key) is not Made and type(key) not in _KEY_TYPES:  # hashing a tuple can take forever
                 raise PlainPickleError(f"it has a key of type {type(key).__name__}, {self.place}")
         self.below(dict).update(zip(keys, items[1::2], strict=True))
 
@@ -339,7 +339,7 @@ _KNOWN: dict[bytes, Step] = {
     b"c": _global,
     b"\x93": _stack_global,
     b"R": _Machine.call,
-    b"\x81": _Machine.make,  # of a class, without its constructor: the same here
+    b"\x81": _Machine.make,  # class without its constructor: handled the same here
     b"b": _Machine.build,
     b"Q": _Machine.persistent,
 }

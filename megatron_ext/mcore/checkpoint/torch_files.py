@@ -29,7 +29,7 @@ _TYPED_STORAGES = {
     "torch.DoubleStorage": torch.float64,
 }
 _TENSOR = frozenset((_REBUILD, "collections.OrderedDict", *_TYPED_STORAGES))
-_LOCAL_MAGIC, _LOCAL_HEADER = b"PK\x03\x04", 30  # of a record; the last four bytes are lengths of what follows
+_LOCAL_MAGIC, _LOCAL_HEADER = b"PK\x03\x04", 30  # of a record; its last four bytes are the name and extra lengths
 _CHUNK = 16 * 1024**2  # bytes that are read at a time
 _MAX_RECORDS = 100_000  # per archive: two for each tensor, and a few more
 
@@ -96,7 +96,7 @@ class Archive:
         records = self._zip.infolist()
         if len(records) > _MAX_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise PlainPickleError("it is no archive of torch's: it has compressed or far too many records")
-        # torch puts everything into one folder, whatever its name.
+        # torch puts everything into one folder of any name.
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
     def pickle(self, allowed: Container[str], enumerations: Members | None = None) -> object:

@@ -58,7 +58,7 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         self.tp_size, self.tp_rank, self.tp_ep_group = 1, 0, self.ep_group
         numbers = torch.arange(
             self.num_experts, device=self.permute_idx_device
-        )  # of chunks: from a rank, for an expert
+        )  # chunk numbers: one per sending rank and expert
         self.sort_input_by_local_experts = numbers.view(-1, num_local_experts).T.ravel()
         self.restore_output_by_local_experts = numbers.view(num_local_experts, -1).T.ravel()
 
@@ -84,7 +84,7 @@ class SharedTokensDispatcher(MoEAlltoAllTokenDispatcher):
         return cast("Tensor", counts)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
-        """Copy counts to the host, as lists: collectives accept no tensors as splits, which upstream leaves."""
+        """Copy counts to the host as lists: upstream leaves tensors, which no collective accepts as splits."""
         counts = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)

@@ -20,7 +20,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_norm.weight"
 OUTPUT = "output_layer.weight"
 LM_HEAD = "lm_head.weight"
-EXPERT = "{expert}"  # in names: each expert's number in turn
+EXPERT = "{expert}"  # placeholder in names for each expert's number
 
 
 @dataclass(frozen=True)

@@ -30,20 +30,20 @@ _MAX_FILES = 100_000  # maximum files of a checkpoint
 
 @dataclass(frozen=True)
 class WeightsRoot:
-    """The directory below which new weights are read.
+    """Directory below which new weights are read.
 
     Attributes:
-        path: Without links.
+        path: Path with links resolved.
     """
 
     path: Path
 
     @classmethod
     def of(cls, given: str) -> WeightsRoot:
-        """As `--weights-root` names it.
+        """Return the root for a value of `--weights-root`.
 
         Raises:
-            ConfigError: It is no directory.
+            ConfigError: The value is not a directory.
         """
         path = Path(os.path.realpath(given))
         if not path.is_dir():
@@ -95,10 +95,10 @@ def _entries(directory: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """Weights that have been read and fit, and are not in the model yet.
+    """Weights that have been read and checked, but not yet written to the model.
 
     Attributes:
-        pairs: Each tensor of the model, and what it is to be.
+        pairs: (tensor of the model, new value) pairs.
     """
 
     pairs: tuple[tuple[Tensor, Tensor], ...]

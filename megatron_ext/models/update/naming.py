@@ -29,11 +29,11 @@ Shapes: TypeAlias = Mapping[str, Shape]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes up one tensor of the model.
+    """Recipe of one tensor of the model.
 
     Attributes:
-        parts: Theirs by name, in order, each with its shape.
-        make: From those to ours, on the device that they are on.
+        parts: Names and shapes of their tensors, in order.
+        make: Makes our tensor from those, on their device.
     """
 
     parts: Shapes

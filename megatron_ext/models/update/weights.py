@@ -1,4 +1,4 @@
-"""In-place weight update of a model: every tensor is checked and prepared before any is written."""
+"""Weight update of a model in place: every tensor is checked and prepared before any is written."""
 
 from __future__ import annotations
 
