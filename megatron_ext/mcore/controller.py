@@ -55,7 +55,7 @@ class InferenceController(TextGenerationController):
     """`TextGenerationController` that samples every request with a generator of its own.
 
     Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
-    penalties and the like (`mcore.logits_options`).
+    penalties and the like (`runner.logits_processing`).
 
     Args:
         wrapper: Inference wrapper of the model.
@@ -65,7 +65,7 @@ class InferenceController(TextGenerationController):
     Attributes:
         vocabulary_size: V, the width of the logits.
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
-        operators: Backend name of the operators, or None; see `ops.choice`.
+        operators: Backend name of the operators, or None; see `ops.backend_selection`.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
@@ -132,7 +132,7 @@ class InferenceController(TextGenerationController):
         return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
 
     def chosen_operators(self) -> dict[str, tuple[str, ...]]:
-        """Return the chosen operators of each backend; see `ops.choice.chosen`."""
+        """Return the chosen operators of each backend; see `ops.backend_selection.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())
         return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach())
 

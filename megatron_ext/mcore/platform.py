@@ -188,7 +188,7 @@ def _start_distributed(backend: str, timeout: timedelta) -> None:
 
 
 def _backend(asked: str | None) -> str:
-    """Return the requested backend; always gloo without CUDA, as `console.machine` reports."""
+    """Return the requested backend; always gloo without CUDA, as `console.start` reports."""
     if not torch.cuda.is_available():
         return "gloo"
     return asked or "nccl"

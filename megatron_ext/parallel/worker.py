@@ -109,7 +109,7 @@ class Worker:
         self._memory.allocate()
 
     def step(self) -> None:
-        """Plan, execute and commit one step, as `Engine.compute` does; a step that raises is not retried."""
+        """Plan, execute and commit one step, as `EngineCore.compute` does; a step that raises is not retried."""
         plan = self.scheduler.schedule()
         for request, _ in plan.failures:
             del self._requests[request.request_id]
