@@ -49,7 +49,7 @@ class BucketGraphs:
 
 
 class CudaGraphRunner:
-    """Runs the steps that fit a bucket by captured graphs.
+    """Runner of the steps that fit a bucket, by captured graphs.
 
     Args:
         context: Context whose pools have spare slots.

@@ -14,7 +14,7 @@ from megatron_ext.scheduling.step import ScheduledStep
 
 
 class StepExecutor:
-    """Computes steps, one at a time, from their messages alone.
+    """Executor of steps, one at a time, from their messages alone.
 
     Args:
         context: Pools and the staged step.

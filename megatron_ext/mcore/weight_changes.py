@@ -23,7 +23,7 @@ def mark_weights_changed(model: nn.Module) -> None:
 
 
 class WeightsWatch:
-    """Detects changes of one model's parameters and persistent buffers; nothing is read back from the device.
+    """Detector of changes of one model's parameters and persistent buffers; nothing is read back from the device.
 
     Detected are calls of `mark_weights_changed`, `load_state_dict` of the model (by a hook), and whatever raises the
     version counter of a tensor: in-place operations, under `torch.no_grad` and `inference_mode` too, and loading into a

@@ -16,7 +16,7 @@ from megatron_ext.text.tokenizer import NullTokenizer, Tokenizer
 def load_draft_model(
     speculation: SpeculationConfig, source: SourceConfig, parallel: ParallelConfig, loaded: LoadedModel
 ) -> DraftParts | None:
-    """Load the draft model on rank 0; None if there is none.
+    """Load the draft model on rank 0; None if the settings have no draft model.
 
     Args:
         speculation: Settings with the draft model's location.

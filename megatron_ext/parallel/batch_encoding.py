@@ -54,7 +54,7 @@ def _pack_small(replica: int, command: Command) -> bytes | None:
 
 
 def body_length(head: bytes) -> int:
-    """Return the bytes of the body that follows this head; 0 if there is none."""
+    """Return the bytes of the body that follows this head; 0 if there is no body."""
     return int(_HEAD.unpack_from(head)[2])
 
 

@@ -20,7 +20,7 @@ class Part(Protocol):
 
 
 class SharedExecutor:
-    """Computes this rank's part of a step, and returns the whole replica's result.
+    """Executor that computes this rank's part of a step, and returns the whole replica's result.
 
     Args:
         part: This rank's part of the model.
@@ -41,7 +41,7 @@ class SharedExecutor:
 
 
 class RemoteExecutor:
-    """Computes nothing: on rank 0, receives the results that another replica has computed.
+    """Executor that computes nothing: on rank 0, it receives the results of another replica.
 
     Args:
         results: Results of that replica.

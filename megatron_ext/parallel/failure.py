@@ -63,7 +63,7 @@ class RankRegistry:
         return FailureReport(**json.loads(self._store.compare_set("last words", "", mine)))
 
     def claimed(self) -> FailureReport | None:
-        """Return the stored report; None if there is none."""
+        """Return the stored report; None if no rank has stored one."""
         if not self._store.check(["last words"]):
             return None
         return FailureReport(**json.loads(self._store.get("last words")))

@@ -45,7 +45,7 @@ class RankInfo:
 
 
 class ParallelContext:
-    """All ranks, seen from one of them. All ranks construct it together, since they create process groups.
+    """Parallel context of one rank. All ranks construct it together, since it creates process groups.
 
     Args:
         here: Rank info of this rank.

@@ -92,7 +92,7 @@ def fields(value: object, name: str = "the step") -> Iterator[tuple[str, str]]:
 
 
 def first_difference(one: list[tuple[str, str]], other: list[tuple[str, str]]) -> tuple[str, str, str] | None:
-    """Return the first name whose values differ, and both values; None if there is none."""
+    """Return the first name whose values differ, and both values; None if all are equal."""
     missing = "missing"
     left, right = dict(one), dict(other)
     for name in [*left, *(name for name in right if name not in left)]:

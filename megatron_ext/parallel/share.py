@@ -25,7 +25,7 @@ class Share:
 
     @property
     def stage(self) -> Stage:
-        """This stage's layers."""
+        """Layers of this stage."""
         return self.stages[self.index]
 
     @property

@@ -25,7 +25,7 @@ class ColumnLinear(ColumnParallelLinear):
         """Compute [..., inputs] -> [..., outputs of this rank, or of all if gathered], and the bias if it is not added.
 
         Args:
-            input_: The same on every rank.
+            input_: Input, equal on every rank.
             weight: Replaces the layer's own weight.
             runtime_gather_output: Replaces the constructor's setting.
         """

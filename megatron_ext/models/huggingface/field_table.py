@@ -58,7 +58,7 @@ class FieldTable:
 
     @property
     def known(self) -> frozenset[str]:
-        """Every field that a file may have."""
+        """Names of all fields that a file may have."""
         told = frozenset((*self.sizes, *self.numbers, *self.fixed, *_FIXED))
         return told | self.read | _READ | self.without_effect | WITHOUT_EFFECT
 

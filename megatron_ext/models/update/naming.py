@@ -72,7 +72,7 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
 
 
 class OwnNames:
-    """The model's own names, as in `model.safetensors` of our checkpoints."""
+    """Names of the model itself, as in `model.safetensors` of our checkpoints."""
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the given weights; see `Naming`."""
