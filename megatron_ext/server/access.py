@@ -1,4 +1,4 @@
-"""A log line for each request when it is over: counts and times, never texts."""
+"""Access log: one line for each request when it ends, with counts and times, never texts."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from megatron_ext.server.openai.responses import ResponseBuilder
 
 logger = logging.getLogger(__name__)
 
-# Asked again and again by machines: their successes are worth a line only to who looks for it.
+# Polled by machines: their successes are logged at debug level only.
 QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replica", "/replicas"))
 LONGEST_PATH = 200  # characters
-CLIENT_GONE = 499  # nginx's number for it
+CLIENT_GONE = 499  # nginx's status code for a closed connection
 UNKNOWN = "-"
 _KEY = "access_log_answer"
 
 
 def note_answer(state: State, builder: ResponseBuilder, group: RequestGroup) -> None:
-    """Tell the line of this request what belongs to it.
+    """Store the response builder and handles for the log line of a request.
 
     Args:
-        state: The request's own (`Request.state`).
-        reply: With the answer's id, and choices a prompt.
-        exchange: With the handles, prompt by prompt.
+        state: State of the request (`Request.state`).
+        builder: Response builder, with the response id and the number of choices of a prompt.
+        group: Request group with the handles, prompt by prompt.
     """
     setattr(state, _KEY, (builder, group))
 
 
 class AccessLog:
-    """Logs what comes through.
+    """Middleware that logs each HTTP request.
 
     Args:
-        app: What answers.
+        app: Next ASGI application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and log it when it is over, however it ends."""
+        """Pass the request on, and log it when it ends, normally or not."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -59,7 +59,7 @@ class AccessLog:
 
 
 class _Line:
-    """What is known of a request."""
+    """Log line of one request."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -69,7 +69,7 @@ class _Line:
         self._is_complete = False
 
     async def send(self, message: Message) -> None:
-        """Look at a message of the answer, and pass it on."""
+        """Note status and end of the response in a message, and pass the message on."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
         else:
@@ -77,7 +77,7 @@ class _Line:
         await self._send(message)
 
     def log(self) -> None:
-        """The request is over."""
+        """Log the request, which has ended."""
         status = self._status if self._is_complete else CLIENT_GONE
         is_quiet = status == 200 and self._scope["path"] in QUIET_PATHS
         level = logging.DEBUG if is_quiet else logging.INFO
@@ -92,7 +92,7 @@ class _Line:
 
 
 def _answered(answer: tuple[ResponseBuilder, RequestGroup] | None) -> tuple[str, str]:
-    """The id of the answer, and its counts as text; a prompt of several choices counts once."""
+    """Return the response id, and its counts as text; a prompt with several choices counts once."""
     if answer is None:
         return UNKNOWN, ""
     builder, group = answer

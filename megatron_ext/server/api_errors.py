@@ -1,4 +1,4 @@
-"""Everything that can go wrong for a client, as OpenAI's error object with the right status."""
+"""Errors that a client can get, as OpenAI's error object with the matching status."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """Error response.
 
     Args:
-        status: Of HTTP.
+        status: HTTP status.
         message: One line for the client.
         kind: OpenAI's `type`.
-        param: The field that it is about.
-        code: For programs.
-        headers: To send with it.
+        param: Field that the error is about.
+        code: Machine-readable code.
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """The words beside the status."""
+        """Reason phrase of the status."""
         return HTTPStatus(self.status).phrase
 
     def to_dict(self) -> dict[str, object]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def to_response(self) -> Response:
-        """The whole answer. ASCII, because messages quote clients, who can say what UTF-8 cannot."""
+        """Return the response. ASCII, because messages quote clients, whose text may not be valid UTF-8."""
         return Response(json.dumps(self.to_dict()), self.status, headers=self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, so nobody reads an answer."""
+    """Raised when the client has closed its connection, so that no response can be sent."""
 
 
 def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
@@ -88,7 +88,7 @@ def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
 
 
 def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
-    """400: what one HTTP request asks for never fits."""
+    """400: the number of prompts and choices in one HTTP request never fits."""
     if prompts == 1:
         what = f"{choices} choices (n) of a prompt"
     elif choices == 1:
@@ -99,12 +99,12 @@ def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """503: nothing new is taken, and what takes too long is cancelled."""
+    """503: no new request is accepted, and slow ones are cancelled."""
     return ApiError(503, "the server is shutting down", kind=FAULT)
 
 
 def asleep() -> ApiError:
-    """503: an administrator has taken the pools' memory back for a while."""
+    """503: an administrator has freed the pools' memory for a while."""
     return ApiError(
         503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="server_asleep"
     )
@@ -116,13 +116,13 @@ def aborted() -> ApiError:
 
 
 def no_such_answer(shown: str) -> ApiError:
-    """404: no answer in flight has this id."""
+    """404: no request in flight has this id."""
     message = f"no request in flight has the id {shown!r}"
     return ApiError(404, message, param="request_id", code="request_not_found")
 
 
 def no_memory(what: str) -> ApiError:
-    """503: there is none now."""
+    """503: not enough memory for now."""
     return ApiError(503, f"the server has no memory for {what}", kind=FAULT)
 
 
@@ -132,12 +132,12 @@ def engine_fault(error: BaseException) -> ApiError:
 
 
 def body_too_large(limit: int) -> ApiError:
-    """413: more than this server reads."""
+    """413: the body exceeds the limit."""
     return ApiError(413, f"the body is longer than the {limit} bytes that this server takes; see --max-body-mb")
 
 
 def request_timeout(seconds: float) -> ApiError:
-    """408: the client has begun a request and does not end it."""
+    """408: the client has started a request and not completed it."""
     return ApiError(408, f"the request was not complete after {seconds:g} s")
 
 
@@ -148,7 +148,7 @@ def connections_full(most: int) -> ApiError:
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """404: the client asks for a model that is not here."""
+    """404: the client asks for a model that is not served."""
     if not name:
         message = "the path ends where a model's name belongs; GET /v1/models lists this server's"
         return ApiError(404, message, param="model", code="model_not_found")
@@ -157,13 +157,13 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def not_explained(why: str) -> ApiError:
-    """400: the client asks why its prompt skipped no more, and this server does not say."""
+    """400: the client asks for an explanation of its cached prefix, which this server does not give."""
     message = f"explain_prefix_cache: {why}; leave it out"
     return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
 
 
 def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
-    """400: prompt and answer are longer than the model's context."""
+    """400: prompt and output exceed the model's context."""
     return ApiError(
         400,
         f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}; "
@@ -174,30 +174,30 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
 
 
 def generates_nothing() -> ApiError:
-    """400: an answer without tokens, and without the prompt."""
+    """400: no token is to be generated, and no prompt to be echoed."""
     message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which gives the prompt's own scores"
     return ApiError(400, message, param="max_tokens")
 
 
 def response_format_too_long(kind: str, size: int, most: int) -> ApiError:
-    """400: a schema or expression that is longer than this server compiles."""
+    """400: a schema or expression exceeds the size that this server compiles."""
     message = f"the {kind} has {size} bytes; this server takes at most {most} (--max-schema-kb)"
     return ApiError(400, message, param="response_format", code="schema_too_long")
 
 
 def response_format_too_slow(kind: str, seconds: float) -> ApiError:
-    """400: one that takes longer."""
+    """400: a response format takes too long to compile."""
     message = f"the {kind} was not compiled within {seconds:g} s (--grammar-timeout); send a simpler one"
     return ApiError(400, message, param="response_format", code="schema_too_slow")
 
 
 def response_format_refused(reason: str) -> ApiError:
-    """400: one that has what cannot be followed."""
+    """400: a response format has unsupported features."""
     return ApiError(400, reason, param="response_format", code="schema_not_supported")
 
 
 def text_too_long(characters: int, most: int, limit: int) -> ApiError:
-    """400: a text that no tokenizer can make short enough for the model's context."""
+    """400: a text is too long for the model's context under any tokenization."""
     return ApiError(
         400,
         f"a prompt of {characters} characters; this server's longest sequence of {limit} tokens has at most {most}",
@@ -207,7 +207,7 @@ def text_too_long(characters: int, most: int, limit: int) -> ApiError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Let every exception of a route end as an error object."""
+    """Install exception handlers that turn every exception of a route into an error object."""
     handlers: dict[type[Exception], Callable[..., Awaitable[Response]]] = {
         ApiError: _api_error,
         ConfigError: _refused,
@@ -231,7 +231,7 @@ async def _refused(_: Request, error: ConfigError) -> Response:
 
 
 async def _nobody(*_: object) -> Response:
-    return Response(status_code=499)  # nginx's number for it; it is sent nowhere
+    return Response(status_code=499)  # nginx's status code for it; it is never sent
 
 
 async def _bad_fields(_: Request, error: RequestValidationError) -> Response:
@@ -253,15 +253,15 @@ async def _no_memory(request: Request, _: MemoryError) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    # Starlette raises it again, and uvicorn logs the traceback.
+    # Starlette raises the error again, and uvicorn logs the traceback.
     logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
     return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
 
 
 def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
-    """What pydantic found first, in words, and the field it is about.
+    """Return pydantic's first error in words, and the field that it is about.
 
-    A field of several possible types has an error for each; these make one sentence.
+    A field of several possible types has one error for each type; these become one sentence.
     """
     first = errors[0]
     place = _place(first)
@@ -270,7 +270,7 @@ def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
     if first["type"] == "extra_forbidden":
         return f"{_dotted(place)} is no field that this server knows", _dotted(place)
     field = place[0]
-    if first["type"] == "value_error":  # one of ours, which knows the place exactly
+    if first["type"] == "value_error":  # raised by a validator of this package, with the exact place
         return f"{_dotted(place)}: {_sentence(first)}", str(field)
     of_field = [error for error in errors if _place(error)[:1] == (field,)]
     sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
@@ -278,7 +278,7 @@ def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
 
 
 def _place(error: Mapping[str, object]) -> tuple[object, ...]:
-    """Names and indices, behind "body"."""
+    """Return the names and indices of an error after "body"."""
     place = error["loc"]
     assert isinstance(place, tuple), place
     return place[1:]
@@ -290,6 +290,6 @@ def _sentence(error: Mapping[str, object]) -> str:
 
 
 def _dotted(place: Sequence[object]) -> str:
-    """A place as in "messages.0.content", without the types of unions that pydantic puts between."""
+    """Return a place as in "messages.0.content", without the types of unions that pydantic inserts."""
     names = [str(part)[:LONGEST_NAME] for part in place]
     return ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or names[0]

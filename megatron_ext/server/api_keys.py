@@ -1,7 +1,7 @@
-"""The keys of a server: where they come from, and what each of them opens.
+"""API keys of a server: their sources, and the routes that each of them opens.
 
-Every API key is a tenant. Its requests have a cache of their own, because their salts are bound to the key: neither
-`cached_tokens` nor the time to the first token tells anything about another key's prompts.
+Every API key is a tenant. Its requests have a separate cache, because their salts are bound to the key: neither
+`cached_tokens` nor the time to the first token reveals anything about another key's prompts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TENANT_BYTES = 16
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sends a request.
+    """Authenticated caller of a request.
 
     Attributes:
-        tenant: Stands for the key in the salts of its requests: the same in every process, so that replicas agree,
-            and not the key. "" where there are no keys.
+        tenant: Identifier of the key in the salts of its requests: equal in every process, so that replicas agree, and
+            different from the key. "" on a server without keys.
         can_generate: Whether the routes of `/v1` are open.
-        can_administrate: Whether those are that concern everybody's cache.
+        can_administrate: Whether the routes that affect all tenants' caches are open.
     """
 
     tenant: str = ""
@@ -41,13 +41,13 @@ class Caller:
     can_administrate: bool = True
 
     def bind(self, salt: str | None) -> str | None:
-        """The salt that the engine sees. Two callers never have the same, whatever their clients choose."""
+        """Return the salt that the engine sees. Two callers never share one, whatever salts their clients choose."""
         if not self.tenant:
             return salt
         return self.tenant if salt is None else f"{self.tenant}:{salt}"
 
     def own(self, specs: Iterable[RequestSpec]) -> list[RequestSpec]:
-        """The jobs with salts of this caller's."""
+        """Return the requests with salts bound to this caller."""
         return [
             replace(spec, params=replace(spec.params, cache_salt=self.bind(spec.params.cache_salt)))
             if self.tenant
@@ -57,15 +57,15 @@ class Caller:
 
 
 class Keys:
-    """Every key that a server knows.
+    """All keys of a server.
 
     Args:
-        api_keys: Of the tenants; none lets everybody in.
-        admin_key: The only one that opens the routes of administrators; None where there is none.
-        is_admins_apart: Whether without an admin key these routes stay closed, also to who shares the one API key.
+        api_keys: Keys of the tenants; if empty, no key is needed.
+        admin_key: The only key that opens the routes of administrators; None if there is no such key.
+        is_admins_apart: Whether these routes stay closed without an admin key, even to the holder of a single API key.
 
     Raises:
-        ConfigError: One key twice.
+        ConfigError: A key occurs twice.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Keys:
         self._secret = secrets.token_bytes(32)
         self.are_needed = bool(api_keys)
         self.has_admin_key = admin_key is not None
-        is_shared = admin_key is None and not is_admins_apart  # by who has the only key, or by everybody
+        is_shared = admin_key is None and not is_admins_apart  # with the only API key, or with every request if there are no keys
         self._callers = {
             self._mark(key): Caller(_tenant(key), True, is_shared and len(api_keys) == 1) for key in api_keys
         }
@@ -85,7 +85,7 @@ class Keys:
             self._callers[self._mark(admin_key)] = Caller(can_generate=False)
 
     def caller(self, key: bytes) -> Caller | None:
-        """Who has this key; None if nobody has. It takes as long whichever key it is like."""
+        """Return the caller with this key; None if the key is unknown. Takes the same time for every key."""
         given, found = self._mark(key), None
         for mark, caller in self._callers.items():
             if hmac.compare_digest(mark, given):
@@ -94,16 +94,16 @@ class Keys:
 
     @property
     def has_administrator(self) -> bool:
-        """Whether some key opens the routes of administrators."""
+        """Return whether some key opens the routes of administrators."""
         return any(caller.can_administrate for caller in self._callers.values())
 
     def _mark(self, key: str | bytes) -> bytes:
-        """What is compared: marks are of one length, and no use to anybody without the secret."""
+        """Return the mark of a key for comparison: of fixed length, and useless without the secret."""
         return blake2b(key.encode() if isinstance(key, str) else key, key=self._secret).digest()
 
 
 def caller_of(key: str) -> Caller:
-    """Who has this key, on a server of which nothing is known but that it has keys."""
+    """Return the caller with this key, on a server known only to have keys."""
     return Caller(_tenant(key))
 
 
@@ -112,15 +112,14 @@ def _tenant(key: str) -> str:
 
 
 def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = None) -> Keys:
-    """The keys that the settings and the environment name.
+    """Return the keys that the settings and the environment name.
 
     Args:
-        settings: Their files are read now, once.
-        environment: By default that of the process.
+        settings: Key settings; their files are read once, now.
+        environment: Environment variables; by default those of the process.
 
     Raises:
-        ConfigError: Two sources of API keys, a file that cannot be read or holds something else than keys, routes for
-            administrators and no key of theirs.
+        ConfigError: API keys come from two sources, a key file is unreadable or malformed, or admin routes have no key.
     """
     environment = os.environ if environment is None else environment
     from_variable = environment.get(API_KEY_VARIABLE)
@@ -154,10 +153,10 @@ def _only_key(file: str) -> str:
 
 
 def read_keys(file: str, flag: str) -> list[str]:
-    """The keys of a file, one a line. Empty lines are left out; no message quotes a line.
+    """Return the keys of a file, one per line. Empty lines are skipped; no message quotes a line.
 
     Raises:
-        ConfigError: No regular file, too large, no text, no key, a line that is no key, a key twice.
+        ConfigError: The file is not regular, too large, not text, without keys, or has an invalid or repeated key.
     """
     where = f"{flag} {file}"
     keys: list[str] = []
@@ -176,7 +175,7 @@ def read_keys(file: str, flag: str) -> list[str]:
 
 
 def _read_text(path: Path, where: str) -> str:
-    """The text of a regular file of bounded size; a pipe would make the start wait for whoever writes to it."""
+    """Return the text of a regular file of bounded size; reading a pipe could block the start forever."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):

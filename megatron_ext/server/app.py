@@ -1,4 +1,4 @@
-"""The application: routes behind gates, and a lifespan."""
+"""ASGI application: routes, middleware, and a lifespan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application. Its lifespan starts and stops the engine's loop."""
+    """Return the application. Its lifespan starts and stops the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Log lines: with their time, short, and of printable characters only; what repeats itself is left out and counted."""
+"""Log lines: timestamped, short, printable characters only; repeated lines are suppressed and counted."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from types import TracebackType
 LONGEST_MESSAGE = 2000  # characters
 LONGEST_TRACEBACK = 8000
 TRACEBACK_FRAMES = 20  # the innermost; a RecursionError has thousands
-REPEATS = 5  # lines of one place in the code ...
-WINDOW = 60.0  # ... in so many seconds
+REPEATS = 5  # records of one place in the code ...
+WINDOW = 60.0  # ... in this many seconds
 
-# What uvicorn and asyncio log for each bad request or connection: their rate is for clients to choose.
+# Loggers of uvicorn and asyncio that log each bad request or connection: clients control their rate.
 NOISY_LOGGERS = ("asyncio", "uvicorn.error")
 
 
 def printable(text: str, most: int) -> str:
-    """A text that a terminal shows as it is: no control characters, no turns of direction, at most `most` characters.
+    """Return a text that a terminal shows literally: no control or bidirectional characters, at most `most` characters.
 
     Args:
-        text: From anywhere.
-        most: Characters of `text` that are kept; the number of the others is told.
+        text: Untrusted text.
+        most: Characters of `text` that are kept; the number of dropped ones is appended.
     """
     kept = text[:most]
     if not kept.isprintable():
@@ -32,12 +32,12 @@ def printable(text: str, most: int) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """A line for each record; a traceback follows in indented lines, so that no text can pretend to be a record."""
+    """Formatter with one line for each record; tracebacks are indented, so that no text can imitate a record."""
 
     default_msec_format = "%s.%03d"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger and message."""
+        """Return time, level, logger and message."""
         message = printable(record.getMessage().rstrip("\n"), LONGEST_MESSAGE)
         line = f"{self.formatTime(record)} {record.levelname} {record.name}: {message}"
         return line + self.formatException(record.exc_info) if record.exc_info else line
@@ -45,7 +45,7 @@ class LineFormatter(logging.Formatter):
     def formatException(  # noqa: N802 - logging's name
         self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
     ) -> str:
-        """The innermost frames."""
+        """Return the innermost frames of a traceback."""
         text = "".join(traceback.format_exception(*ei, limit=-TRACEBACK_FRAMES))
         left_out = len(text) - LONGEST_TRACEBACK
         lines = [f"... ({left_out} more characters)"] if left_out > 0 else []
@@ -54,14 +54,14 @@ class LineFormatter(logging.Formatter):
 
 
 class BoundedRate(logging.Filter):
-    """Lets the first few records of each place in the code through, and so on in each window of time.
+    """Filter that passes the first few records of each place in the code, in each window of time.
 
-    The next one that passes says how many were left out.
+    The next record that passes says how many were suppressed.
 
     Args:
         most: Records of one place in a window.
-        seconds: Of a window.
-        clock: Seconds that never go back.
+        seconds: Length of a window.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BoundedRate(logging.Filter):
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # place -> start of its window, records in it
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record passes."""
+        """Return whether the record passes."""
         now, place = self._clock(), (record.pathname, record.lineno)
         start, count = self._windows.get(place, (now, 0))
         left_out = 0
@@ -90,7 +90,7 @@ def set_up_logging(level: str) -> None:
     """Log to standard error.
 
     Args:
-        level: The least important level of our own lines; of other packages, warnings and errors are shown.
+        level: Minimum level of this package's records; other packages log from warnings on.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())

@@ -1,7 +1,7 @@
-"""HTTP requests beside the engine: admission, delivery to the event loop, health, and sleep.
+"""Request manager: admission, delivery to the event loop, health, and sleep.
 
-The `EngineClient` steps the engine in a thread of its own. What the event loop sees of a request are values that the
-engine's thread made for it.
+The `EngineClient` steps the engine in a thread of its own. The event loop only sees values that the engine's thread
+made for it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from megatron_ext.server.openai.engine_requests import RequestSpec
 
 Result = TypeVar("Result")
 
-LATENCIES = 32  # of the last requests; they say how long a new one will take, roughly
+LATENCIES = 32  # of the last requests; they estimate the duration of a new one
 LONGEST_RETRY = 60  # seconds
-LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may have ended
+LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
 
 
 class RequestManager:
-    """Hands the requests of HTTP clients to the engine, and what the engine makes of them to the event loop.
+    """Bridge between HTTP handlers and the engine: submits requests, and delivers their output to the event loop.
 
-    Made in the event loop's thread; all methods are called by it. An error in the delivery to one request ends that
+    Created in the event loop's thread, which calls all methods. An error in the delivery to one request ends that
     request only.
 
     Args:
         core: The engine, without requests. No other thread may call it from now on.
         metrics: Updated with every step and request.
-        capacity: Requests that may be here at once.
+        capacity: Maximum number of requests at once.
 
     Attributes:
         recent: Requests that have ended, for traces.
-        is_healthy: False from a failed step until one has computed something.
+        is_healthy: False from a failed step until a later step has computed something.
         on_lost_ranks: Called when other ranks are lost.
     """
 
@@ -65,24 +65,24 @@ class RequestManager:
         self._falling_asleep = asyncio.Lock()  # and waking up
         self._error_isolation = ErrorIsolation(
             "the server"
-        )  # the event loop's own; those of the engine's thread are the engine's
+        )  # faults of the event loop; the engine isolates those of its thread
         self._client: EngineClient | None = None
 
     def start(self) -> None:
-        """Begin to step; called in the running event loop."""
+        """Start to step; called in the running event loop."""
         self._metrics.state = self._core.statistics()
         listener = _Listener(self._core, self._metrics, self, asyncio.get_running_loop())
         self._client = EngineClient(self._core, listener)
 
     async def stop(self) -> None:
-        """Give up what is left, and wait for the step in flight."""
+        """End the remaining requests, and wait for the step in flight."""
         self.give_up(shutting_down())
         self._is_closed = True
         await asyncio.to_thread(self.client.close)
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client; there is one from `start` on."""
+        """The engine's client; exists after `start`."""
         assert self._client is not None, "the server has not started"
         return self._client
 
@@ -97,11 +97,11 @@ class RequestManager:
         return len(self._handles)
 
     async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool) -> RequestGroup:
-        """Hand requests to the engine, all or none.
+        """Submit requests to the engine, all or none.
 
         Raises:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).
-            ConfigError: A prompt or setting that makes no sense.
+            ConfigError: A prompt or setting is invalid.
         """
         self._check_capacity(len(specs))
         handles = [
@@ -134,7 +134,7 @@ class RequestManager:
             raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
 
     def abort(self, handles: Iterable[RequestHandle]) -> None:
-        """Free whatever these requests own when the step in flight has ended; return at once."""
+        """Free the resources of these requests after the step in flight; return at once."""
         if not self._is_closed:
             self.client.abort([handle.request for handle in handles], at_once=True)
 
@@ -143,7 +143,7 @@ class RequestManager:
         self._end(list(self._handles.values()), error)
 
     def end(self, group: RequestGroup, error: ApiError) -> int:
-        """End the requests of an exchange that have not ended, with an error; return their number."""
+        """End the unfinished requests of a group with an error; return their number."""
         ended = [(handle, group) for handle in group.handles if handle.request in self._handles]
         self._end(ended, error)
         return len(ended)
@@ -162,12 +162,12 @@ class RequestManager:
         return await asyncio.wrap_future(self.client.call(function, *arguments))
 
     async def reset_prefix_cache(self) -> dict[str, int] | None:
-        """Empty the cache; return what it holds then."""
+        """Empty the cache; return its contents afterwards."""
         await self.call(self._core.reset_prefix_cache)
         return (await self.call(self._core.statistics)).prefix_cache()
 
     async def sleep(self) -> None:
-        """Free the pools when the step in flight has ended. Requests in flight wait; new ones are refused."""
+        """Free the pools after the step in flight. Requests in flight wait; new ones are refused."""
         async with self._falling_asleep:
             before, self.is_asleep = self.is_asleep, True
             try:
@@ -177,13 +177,13 @@ class RequestManager:
                 raise
 
     async def wake_up(self) -> None:
-        """Allocate the pools again, and go on. If that fails the server stays asleep."""
+        """Allocate the pools again, and continue. If that fails the server stays asleep."""
         async with self._falling_asleep:
             await self.call(self._core.resume)
             self.is_asleep = False
 
     def raise_lost_ranks(self) -> None:
-        """Raise what ended the server, if it was no signal.
+        """Raise the error that ended the server, unless a signal did.
 
         Raises:
             RankError: Other ranks are lost.
@@ -191,10 +191,10 @@ class RequestManager:
         if self._lost_ranks is not None:
             raise self._lost_ranks
 
-    # Called in the event loop after the engine's thread has said so
+    # Called in the event loop on behalf of the engine's thread
 
     def note_step(self, *, has_computed: bool, records: Sequence[RequestRecord]) -> None:
-        """Take note of a step that has been made."""
+        """Record a step that has ended."""
         self.is_healthy = self.is_healthy or has_computed
         for record in records:
             with self._error_isolation.guard("the metrics of a request"):
@@ -202,13 +202,13 @@ class RequestManager:
                 self._latencies.append(record.latency)
 
     def note_failed_step(self) -> None:
-        """Take note of a step that has failed."""
+        """Record a step that has failed."""
         self.is_healthy = False
         with self._error_isolation.guard("the count of failed steps"):
             self._metrics.step_failures.inc()
 
     def note_lost_ranks(self, error: RankError) -> None:
-        """End everything: nothing can be computed any more."""
+        """End all requests: nothing can be computed any more."""
         if self._lost_ranks is None:
             self._lost_ranks = error
             self.is_healthy = False
@@ -216,7 +216,7 @@ class RequestManager:
             self.on_lost_ranks()
 
     def deliver(self, requests: Sequence[EngineRequest]) -> None:
-        """Let the handles of these requests have what is new."""
+        """Update the handles of these requests."""
         try:
             self._deliver(requests)
         except Exception as error:
@@ -251,7 +251,7 @@ class RequestManager:
         self._forget([handle])
 
     def _fail(self, request: EngineRequest, error: Exception) -> None:
-        """End a request whose delivery has failed, in the engine too."""
+        """End a request whose delivery has failed, in the engine as well."""
         if request in self._handles:
             self._error_isolation.note("a delivery", error)
             self._end([self._handles[request]], engine_fault(error))
@@ -262,12 +262,12 @@ class RequestManager:
 
 
 class _Listener(ClientListener):
-    """Passes what happens in the engine's thread on to the event loop.
+    """Engine listener that passes events of the engine's thread on to the event loop.
 
     Args:
         core: The engine.
         metrics: Receives the engine's numbers after every call.
-        manager: Takes the rest, in its event loop.
+        manager: Receives the other events, in its event loop.
         loop: The manager's event loop.
     """
 
@@ -281,7 +281,7 @@ class _Listener(ClientListener):
         self._clock = TokenClock()
 
     def on_step(self, output: StepOutput) -> None:
-        """Observe the gaps between tokens, and have the event loop take note."""
+        """Observe the gaps between tokens, and record the step in the event loop."""
         has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
         self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
         with self._core.error_isolation.guard("the metrics of a step"):
@@ -296,7 +296,7 @@ class _Listener(ClientListener):
             self._clock.forget(record.request_id)
 
     def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
-        """Have the event loop deliver, and wait for it: a slow event loop slows steps down, and nothing piles up."""
+        """Deliver in the event loop, and wait: a slow event loop slows steps down instead of growing a queue."""
         delivered = threading.Event()
 
         def deliver() -> None:
@@ -309,16 +309,16 @@ class _Listener(ClientListener):
         delivered.wait(LONGEST_DELIVERY)
 
     def on_call(self) -> None:
-        """Leave the engine's numbers for readers of metrics."""
+        """Publish the engine's numbers for readers of metrics."""
         with self._core.error_isolation.guard("the metrics of the engine"):
             self._metrics.state = self._core.statistics()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Have the event loop take note."""
+        """Record the failed step in the event loop."""
         self._post(self._manager.note_failed_step)
 
     def on_lost_ranks(self, error: RankError) -> None:
-        """Have the event loop end everything."""
+        """End all requests in the event loop."""
         self._post(lambda: self._manager.note_lost_ranks(error))
 
     def _post(self, function: Callable[[], None]) -> None:

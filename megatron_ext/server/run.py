@@ -1,4 +1,4 @@
-"""From a command line to a server that listens. The work of `tools/run_server.py`."""
+"""Server start-up: load the model, build the engine, and listen. Implements `tools/run_server.py`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 def run_server(settings: ServerSettings) -> None:
-    """Load, listen, and serve until a signal says to stop; of several ranks the first one listens.
+    """Load, listen, and serve until a signal arrives; with several ranks only the first one listens.
 
     Raises:
-        ConfigError: For a mistake of the user's; nothing was served then.
-        RankError: Of several ranks one has failed.
-        Interrupted: A signal came to another rank than the first while it loaded.
+        ConfigError: The user made a mistake; no request was served.
+        RankError: One of several ranks has failed.
+        Interrupted: A signal reached a rank other than the first during loading.
     """
     say_start(settings.start)
     check_machine(settings.parallel)
@@ -82,7 +82,7 @@ def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContex
 
 
 def _follow(settings: ServerSettings, parallel_context: ParallelContext) -> None:
-    """The whole life of a rank other than the first."""
+    """Run a rank other than the first, from start to end."""
     with Interruption(ignored=(signal.SIGINT,)) as interruption:
         follow(settings, parallel_context, interruption.keep_quiet)
 
@@ -93,12 +93,12 @@ def build_serving(
     """Load the model and build the engine around it.
 
     Args:
-        settings: Of the whole server.
-        keys: By default those that the settings name.
+        settings: Settings of the whole server.
+        keys: API keys; by default those that the settings name.
         parallel_context: All ranks, of which this is the first; None for a world of one.
 
     Raises:
-        ConfigError: They cannot be had as the settings say.
+        ConfigError: The settings cannot be satisfied.
     """
     root = weights_root(settings.server, parallel_context)
     defaults = generation_defaults(settings.source)
@@ -119,10 +119,10 @@ def build_serving(
 
 
 def weights_root(server: ServerConfig, parallel_context: ParallelContext | None) -> WeightsRoot | None:
-    """Where new weights may be read; None for nowhere.
+    """Return the directory that new weights may be read from; None if updates are off.
 
     Raises:
-        ConfigError: It is no directory, or there are several ranks.
+        ConfigError: The path is not a directory, or there are several ranks.
     """
     if server.weights_root is None:
         return None
@@ -132,13 +132,13 @@ def weights_root(server: ServerConfig, parallel_context: ParallelContext | None)
 
 
 def readable_root(loaded: LoadedModel) -> str:
-    """A directory with the model's tokenizer, where there is one: what clients on this machine load it from."""
+    """Return a directory with the model's tokenizer for clients on this machine, or the model's name."""
     tokenizer = loaded.tokenizer
     return str(tokenizer.path) if isinstance(tokenizer, TextTokenizer) else loaded.name
 
 
 def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
-    """The name to serve a model under: as told, else the checkpoint's, without the path to it."""
+    """Return the name to serve a model under: the given one, or the last part of the checkpoint's path."""
     if server.served_model_name is not None:
         return server.served_model_name
     directory = source.load or source.load_hf
@@ -146,7 +146,7 @@ def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
 
 
 class _Server(AnnouncedServer):
-    """Gives running requests their time when it is told to stop."""
+    """Server that gives running requests a grace period at shutdown."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
         super().__init__(config, on_ready)
@@ -154,7 +154,7 @@ class _Server(AnnouncedServer):
         self._cancelled = 0  # requests
 
     async def main_loop(self) -> None:
-        """Until a signal comes, or other ranks are lost: then there is nothing to wait for."""
+        """Run until a signal arrives or other ranks are lost; in the latter case no request can complete."""
         self._serving.requests.on_lost_ranks = self._end_soon
         await super().main_loop()
 
@@ -171,7 +171,7 @@ class _Server(AnnouncedServer):
         cancelling = asyncio.create_task(self._cancel_requests())
         await super().shutdown(sockets)
         cancelling.cancel()
-        cancelled = self._cancelled + requests.living  # a second signal does not wait for those
+        cancelled = self._cancelled + requests.living  # a second signal does not wait for them
         seconds = time.monotonic() - started
         logger.info(
             "shutdown ends: %d requests finished, %d cancelled, %.1f s", max(0, living - cancelled), cancelled, seconds
@@ -184,7 +184,7 @@ class _Server(AnnouncedServer):
 
 
 def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
-    """The server, which calls `on_ready` with its URL when it listens."""
+    """Return the server, which calls `on_ready` with its URL when it listens."""
     settings = serving.settings
     return _Server(guarded(create_app(serving), settings.limits, settings.shutdown_timeout), serving, on_ready)
 
@@ -193,7 +193,7 @@ def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], N
     """Serve until SIGINT or SIGTERM; a second one does not wait for running requests.
 
     Raises:
-        RankError: Other ranks are lost; every request has been told.
+        RankError: Other ranks are lost; every request has got an error.
     """
     run_until_signal(build_server(serving, on_ready), listener)
     serving.requests.raise_lost_ranks()

@@ -1,4 +1,4 @@
-"""What routes need of a server that has been loaded."""
+"""State of a loaded server that its routes share."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from megatron_ext.text.tokenizer import Tokenizer
 
 @dataclass(eq=False)
 class Serving:
-    """What the routes need.
+    """Shared state of the routes.
 
     Args:
-        engine: Nobody else may touch it from now on, except for its tokenizer.
-        model: The name it is served under.
-        settings: Limits, and who is let in.
-        keys: By default those that the settings name.
-        root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
-        updater: Reads new weights; None where it was not asked for.
-        defaults: Fields of `RequestParams` that the model has for what a body does not say.
-        kv_events: Where the caches publish their events: `endpoint`, `replay` and `topic` of each.
+        engine: Engine; only its tokenizer may be used elsewhere from now on.
+        model: Name that the model is served under.
+        settings: Limits and access settings.
+        keys: API keys; by default those that the settings name.
+        root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
+        updater: Reader of new weights; None if not enabled.
+        defaults: The model's values of `RequestParams` fields that a body leaves out.
+        kv_events: Addresses of the caches' events: `endpoint`, `replay` and `topic` of each.
     """
 
     engine: InferenceEngine
@@ -59,7 +59,7 @@ class Serving:
     defaults: FieldValues = field(default_factory=dict)
     kv_events: Sequence[Mapping[str, str | None]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
-    instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process, for who asks it twice
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart
 
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
@@ -79,7 +79,7 @@ class Serving:
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
-        """Ids of a conversation, and what its template is told beside it.
+        """Return the ids of a conversation rendered with its template options.
 
         Raises:
             ApiError: See `TextEncoder.encode`.
@@ -89,14 +89,14 @@ class Serving:
         return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
 
     def decoder(self, params: RequestParams) -> Callable[..., str]:
-        """What makes a request's tokens its text."""
+        """Return the decoder of a request's tokens."""
         return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
 
     def explains_to(self, caller: Caller) -> Explains:
-        """What a caller may know of why a prompt skipped no more.
+        """Return the detail of prefix cache explanations that a caller may see.
 
         Raises:
-            ApiError: Nothing, or explanations are off.
+            ApiError: The caller may see none, or explanations are off.
         """
         if self.settings.hide_cache_counts:
             raise not_explained("--hide-cache-counts hides what it would say")
@@ -106,28 +106,28 @@ class Serving:
         return Explains.ALL if may_know and caller.can_administrate else Explains.OWN
 
     def check_model(self, body: GenerationRequest) -> None:
-        """See that the request means this model.
+        """Check that the request means this model.
 
         Raises:
-            ApiError: It means another one.
+            ApiError: The request means another model.
         """
         self.check_name(body.model)
 
     def check_name(self, name: str | None) -> None:
-        """See that a name, if there is one, is this model's.
+        """Check that a name, if there is one, is this model's.
 
         Raises:
-            ApiError: It is another one's.
+            ApiError: The name is another model's.
         """
         if name is not None and name != self.model:
             raise unknown_model(name, self.model)
 
     def describe_server(self) -> dict[str, str]:
-        """What the status page writes above everything."""
+        """Return the heading of the status page: model and version."""
         return {"model": self.model, "version": megatron_ext.__version__}
 
     def describe(self) -> dict[str, object]:
-        """OpenAI's model object."""
+        """Return OpenAI's model object."""
         return {
             "id": self.model,
             "object": "model",

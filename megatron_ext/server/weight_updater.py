@@ -1,4 +1,4 @@
-"""New weights while the server runs: read beside the steps, written between two of them."""
+"""Weight updates of a running server: read while the engine steps, written between two steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LONGEST_PATH = 500  # characters of a path in a log line
 
 @dataclass(eq=False)
 class WeightsUpdater:
-    """Reads checkpoints below a directory into the model, one at a time.
+    """Reader of checkpoints below a directory into the model, one at a time.
 
     Args:
-        root: Nothing else is read.
+        root: Directory of the checkpoints; nothing outside is read.
         loaded: The model.
-        source: It was loaded with.
-        overrides: The same.
+        source: Source that the model was loaded from.
+        overrides: Overrides that the model was loaded with.
     """
 
     root: WeightsRoot
@@ -40,12 +40,12 @@ class WeightsUpdater:
         """Read a checkpoint, and write it if it fits.
 
         Args:
-            path: Of its directory, below the root.
-            engine: Around the model.
-            between_steps: Calls a function with the thread that steps.
+            path: Path of the checkpoint's directory, below the root.
+            engine: Engine of the model.
+            between_steps: Calls a function in the engine's thread.
 
         Returns:
-            Tensors written.
+            Number of tensors written.
 
         Raises:
             ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
@@ -61,6 +61,6 @@ class WeightsUpdater:
 
 
 def _write(new: NewWeights, engine: InferenceEngine) -> None:
-    """Requests in flight go on with the new weights on what the old ones computed; nothing of theirs is cached."""
+    """Write the weights. Requests in flight continue on their old KV and states, which are no longer cached."""
     new.write()
     engine.weights_changed()

@@ -1,1 +1,1 @@
-"""Requests of the server in the engine: the thread that steps, and the handles of what it computes."""
+"""Engine requests of the server: handles, and groups of one HTTP request."""

@@ -1,4 +1,4 @@
-"""One HTTP request to the engine: what it waits for, and how it leaves."""
+"""Engine requests of one HTTP request: waiting for their output, and aborting them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_ext.server.client.request_handle import RequestHandle
 
 @dataclass(eq=False)
 class RequestGroup:
-    """The handles of one HTTP request."""
+    """Handles of one HTTP request."""
 
     handles: list[RequestHandle]
     on_abort: Callable[[list[RequestHandle]], None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def started(self) -> None:
-        """Wait until some handle has progress, or has ended."""
+        """Wait until a handle has progress or has ended."""
         while not any(handle.progress or handle.record or handle.error for handle in self.handles):
             await self.next_update()
 
@@ -28,10 +28,10 @@ class RequestGroup:
             await self.next_update()
 
     async def next_update(self) -> None:
-        """Wait until something has happened to some handle since the last call."""
+        """Wait until a handle has changed since the last call."""
         await self.changed.wait()
         self.changed.clear()
 
     def abort(self) -> None:
-        """Free whatever the handles that have not ended own; returns at once."""
+        """Abort the handles that have not ended; return at once."""
         self.on_abort([handle for handle in self.handles if not (handle.record or handle.error)])

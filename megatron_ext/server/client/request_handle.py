@@ -1,4 +1,4 @@
-"""A living request as the event loop sees it, and the times of its tokens."""
+"""Request handle of the event loop, and the clock of its tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_ext.server.openai.engine_requests import RequestSpec
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request in the engine, as the event loop sees it.
+    """Request in the engine, as the event loop sees it.
 
     Attributes:
         request: The engine client's request.
-        job: Prompt and parameters.
+        spec: Prompt and parameters.
         progress: Output so far, of a streamed request.
         record: Whole output, once the request has ended.
-        error: Why there is no record, once the request was given up.
+        error: Reason for a missing record, once the request was given up.
     """
 
     request: EngineRequest
@@ -38,15 +38,15 @@ class RequestHandle:
 
 
 class TokenClock:
-    """When each request got its last token."""
+    """Time of the last token of each request."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, float]] = {}  # request id -> tokens then, and seconds
 
     def gaps(self, counts: dict[int, int]) -> list[float]:
-        """Seconds since the token before, of each token that is not its request's first.
+        """Return the seconds since the previous token, for each token that is not its request's first.
 
-        Of several that came together each took its share of the time.
+        Tokens that arrive together share the time equally.
         """
         now = time.monotonic()
         found = []
@@ -59,5 +59,5 @@ class TokenClock:
         return found
 
     def forget(self, request_id: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._last.pop(request_id, None)

@@ -1,1 +1,1 @@
-"""HTTP: connections, bodies, keys, origins, and pages."""
+"""HTTP layer: connections, bodies, keys, origins, and pages."""

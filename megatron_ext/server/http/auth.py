@@ -1,4 +1,4 @@
-"""Which key opens which path."""
+"""API key authentication: which key opens which path."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
 
-CALLER = "megatron_ext.caller"  # where routes find it in the scope
+CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
 
-# How the server is and what it can do, and counts of everybody: for load balancers, Prometheus and people. Neither
-# texts nor digests.
+# Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
+# texts nor hashes.
 OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/replica"))
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
-# What concerns everybody.
+# Paths that affect all tenants.
 ADMIN_PATHS = frozenset(
     (
         *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
@@ -23,18 +23,18 @@ ADMIN_PATHS = frozenset(
 
 
 def open_paths(*, hides_counts: bool) -> frozenset[str]:
-    """What needs no key."""
+    """Return the paths that need no key."""
     return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
 
 
 class KeyAuth:
-    """Lets in who has the key, before anything of the request is read, and notes who it is.
+    """Middleware that admits requests with a valid key, before reading anything else of them, and notes the caller.
 
     Args:
-        app: What is behind the gate.
-        keys: All of them.
-        hides_counts: Whether counts are for administrators.
-        admin_paths: What concerns everybody.
+        app: Next ASGI application.
+        keys: All keys of the server.
+        hides_counts: Whether counts are for administrators only.
+        admin_paths: Paths that affect all tenants.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KeyAuth:
         self._admin = admin_paths | _COUNTS if hides_counts else admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 (no key, or none of ours) or 403 (a key for something else)."""
+        """Pass the request on, or answer 401 (no key, or an unknown one) or 403 (a key without this permission)."""
         app: ASGIApp = self._app
         if scope["type"] == "http" and scope["path"] not in self._open:
             try:

@@ -1,4 +1,4 @@
-"""Bodies of requests as JSON, within limits that are checked before anything is built of them."""
+"""JSON request bodies, within limits that are checked before objects are built."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.responses import Response
 
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
 
-MAX_CONTAINERS = 100_000  # lists and objects; parsing them takes most of the time, and all of the event loop's
-MAX_LEVELS = 64  # of them in each other
+MAX_CONTAINERS = 100_000  # lists and objects; they dominate the time of parsing, which blocks the event loop
+MAX_LEVELS = 64  # of nesting
 _STRING = re.compile(rb'"[^"]*"?')
 _CONTAINERS = frozenset((list, dict))
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, where it has one, is JSON; it is read and parsed here, before FastAPI looks at it."""
+    """Route with a JSON body, read and parsed here, before FastAPI looks at it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """What answers a request."""
+        """Return the handler of a request, which parses the body if the route has one."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -40,7 +40,7 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request whose body has been read and parsed.
+    """Request whose body has been read and parsed.
 
     Raises:
         ApiError: See `parse_json`.
@@ -52,16 +52,16 @@ class _Parsed(Request):
         self._content = None if may_be_empty and not body else parse_json(body)
 
     async def body(self) -> bytes:
-        """As it was sent."""
+        """Return the raw body."""
         return self._bytes
 
     async def json(self) -> object:
-        """What it says."""
+        """Return the parsed body."""
         return self._content
 
 
 def check_content_type(value: str | None) -> None:
-    """See that a body is said to be JSON: a page of another site can send anything else without being asked.
+    """Check that a body is declared as JSON: a page of another site can send other types without a CORS preflight.
 
     Raises:
         ApiError: 415.
@@ -74,15 +74,15 @@ def check_content_type(value: str | None) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """All of a body.
+    """Read a whole body.
 
     Args:
-        request: Whose body nobody has read.
-        limit: Bytes. Of a longer body no more is kept; what its headers promise is believed.
+        request: Request whose body is still unread.
+        limit: Maximum size in bytes. A longer body is dropped at the limit, or at once if Content-Length exceeds it.
 
     Raises:
-        ApiError: It is longer.
-        ClientGone: The client left before its end.
+        ApiError: The body is longer.
+        ClientGone: The client left before the end.
     """
     promised = request.headers.get("content-length", "")
     if promised.isdecimal() and int(promised) > limit:  # h11 lets at most 20 digits pass
@@ -100,10 +100,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(body: bytes) -> object:
-    """What a body says.
+    """Parse a body as JSON.
 
     Raises:
-        ApiError: It is no JSON, has too many parts, or is nested too deeply for what comes after.
+        ApiError: The body is not JSON, has too many lists and objects, or is nested too deeply for later stages.
     """
     if not body:
         raise ApiError(400, "the body is empty; send a JSON object")
@@ -112,7 +112,7 @@ def parse_json(body: bytes) -> object:
         raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are taken")
     try:
         content = json.loads(body)
-    except ValueError as error:  # no JSON, no UTF-8, a number of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise ApiError(400, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
@@ -121,7 +121,7 @@ def parse_json(body: bytes) -> object:
 
 
 def count_containers(body: bytes) -> int:
-    """How many lists and objects a body has; the brackets in its strings count only where there are few."""
+    """Count the lists and objects of a body; brackets in strings are excluded only if the limit is exceeded."""
     count = body.count(b"[") + body.count(b"{")
     if count > MAX_CONTAINERS:
         without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -131,10 +131,10 @@ def count_containers(body: bytes) -> int:
 
 
 def check_depth(content: object) -> None:
-    """See that lists and objects are nested within `MAX_LEVELS`. Only containers are looked at one by one.
+    """Check that lists and objects are nested within `MAX_LEVELS`. Only containers are visited one by one.
 
     Raises:
-        ApiError: They are not.
+        ApiError: They are nested more deeply.
     """
     level: list[Any] = [content] if type(content) in _CONTAINERS else []
     for _ in range(MAX_LEVELS):

@@ -1,8 +1,8 @@
-"""Connections that cost little: time-outs while it is the client's turn, and a cap that does not lock anybody out.
+"""Connection limits: time-outs while the client has to send, and a cap that cannot be exhausted by silent sockets.
 
-It is the client's turn until a whole request is there, and between two requests. Where the cap is reached, whichever
-connection has waited longest for its client makes room for a new one, so that silent sockets keep nobody away. Those
-that are being answered stay; if all are, the new one gets a 503.
+A client has to send until a whole request has arrived, and between two requests. At the cap, the connection that has
+waited longest for its client is closed for a new one, so silent sockets block no other client. Connections that are
+being answered stay; if all are, the new one gets a 503.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron_ext.server.log import BoundedRate
 logger = logging.getLogger(__name__)
 logger.addFilter(BoundedRate())
 
-# asyncio accepts that many at once before it lets any of them be closed again ...
+# asyncio accepts this many at once before any of them can be closed ...
 ACCEPT_BATCH = 16
-# ... and a connection's file is closed two rounds later; the rest is for whatever else opens files.
+# ... and a connection's file is closed two rounds later; the rest is for other open files.
 SPARE_FILES = 64
-LISTEN_BACKLOG = 2048  # connections that the kernel keeps for us
+LISTEN_BACKLOG = 2048  # connections queued by the kernel
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def effective_max_connections(limits: ServerLimits) -> int:
-    """`--max-connections`, or what `ulimit -n` leaves of it beside the files that are open.
+    """Return `--max-connections`, or what `ulimit -n` allows after files that are already open.
 
     Raises:
-        ConfigError: It leaves nothing.
+        ConfigError: `ulimit -n` allows no connection.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -56,22 +56,22 @@ class Connections:
     """All open connections of a server.
 
     Args:
-        most: How many there may be.
+        most: Maximum number of connections.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._waiting: dict[GuardedProtocol, None] = {}  # for their clients; the longest first
+        self._waiting: dict[GuardedProtocol, None] = {}  # for their clients; longest wait first
         self._busy: set[GuardedProtocol] = set()
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._busy)
 
     def admit(self, newcomer: GuardedProtocol) -> bool:
-        """Take a connection in; if there are too many, instead of the one that has waited longest.
+        """Admit a connection; at the cap, close the connection that has waited longest for its client.
 
         Returns:
-            False if all others are being answered: then it is not in.
+            False if all others are being answered: then the newcomer is not admitted.
         """
         if len(self) >= self.most:
             oldest = next(iter(self._waiting), None)
@@ -85,9 +85,9 @@ class Connections:
         return True
 
     def move(self, connection: GuardedProtocol, *, is_busy: bool) -> None:
-        """A connection is being answered from now on, or waits for its client again."""
+        """Mark a connection as being answered, or as waiting for its client again."""
         if connection not in self._waiting and connection not in self._busy:
-            return  # was closed to make room
+            return  # already closed to make room
         self.forget(connection)
         if is_busy:
             self._busy.add(connection)
@@ -95,32 +95,32 @@ class Connections:
             self._waiting[connection] = None
 
     def forget(self, connection: GuardedProtocol) -> None:
-        """A connection is closed."""
+        """Remove a connection that is closed."""
         self._waiting.pop(connection, None)
         self._busy.discard(connection)
 
 
 class Phase(enum.Enum):
-    """What a connection waits for."""
+    """Phase of a connection: the event that it waits for."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
     ANSWER = enum.auto()
     NEXT_REQUEST = enum.auto()  # uvicorn's own timer runs
-    END = enum.auto()  # closed by us, with bytes that the client has not read
+    END = enum.auto()  # closed by the server, with bytes that the client has not read
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with time-outs.
+    """uvicorn's HTTP protocol with time-outs.
 
     Args:
-        connections: Those of the server.
-        limits: Times.
-        keywords: uvicorn's.
+        connections: All connections of the server.
+        limits: Time-outs.
+        keywords: Keyword arguments of uvicorn's protocol.
     """
 
     def __init__(self, connections: Connections, limits: ServerLimits, **keywords: object) -> None:
-        super().__init__(**keywords)  # type: ignore[arg-type]  # uvicorn knows what it gives
+        super().__init__(**keywords)  # type: ignore[arg-type]  # uvicorn passes these arguments
         self._guard = connections
         self._phase: Phase | None = None
         self._seconds = {
@@ -133,14 +133,14 @@ class GuardedProtocol(H11Protocol):
         self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Admit the connection of a client, or refuse it."""
         super().connection_made(transport)
         if not self._guard.admit(self):
             self._refuse(connections_full(self._guard.most))
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Forget the connection, which is closed."""
         super().connection_lost(exc)
         self._guard.forget(self)
         for timer in (self._timer, self._stall):
@@ -148,33 +148,33 @@ class GuardedProtocol(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request."""
+        """Take bytes of a request, and update the timer."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """A request has been answered."""
+        """Update the timer after a response."""
         super().on_response_complete()
         self._watch()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No next request has come."""
+        """Close the idle connection, and update the timer."""
         super().timeout_keep_alive_handler()
         self._watch()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Start the stall timer: the client reads more slowly than the response is written."""
         super().pause_writing()
         self._stall = self.loop.call_later(self._stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Cancel the stall timer: the client reads again."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
 
     def _watch(self) -> None:
-        """Start the timer of the phase that has just begun, if one has."""
+        """Start the timer of the phase that has just begun, if it has one."""
         phase = self._current_phase()
         if phase is self._phase:
             return
@@ -195,7 +195,7 @@ class GuardedProtocol(H11Protocol):
         return Phase.HEAD if self.timeout_keep_alive_task is None else Phase.NEXT_REQUEST
 
     def _expire(self) -> None:
-        """The phase has lasted too long."""
+        """End a phase that has lasted too long."""
         if self._phase is Phase.END:
             self.transport.abort()
             return
@@ -208,7 +208,7 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def _refuse(self, error: ApiError) -> None:
-        """Say why, in bytes of our own because uvicorn's state may not allow for an answer, and close."""
+        """Send the error and close; writes raw bytes, since uvicorn's state may not allow a response."""
         body = json.dumps(error.to_dict()).encode()
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
         lines = [f"HTTP/1.1 {error.status} {error.reason}", *(f"{name}: {value}" for name, value in fields.items())]
@@ -218,7 +218,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Of the event loop: asyncio reports each of the many connections that it cannot accept with a traceback."""
+    """Handle errors of the event loop: log a connection that cannot be accepted in one line, without a traceback."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:
         logger.error("a connection cannot be accepted: %s; `ulimit -n` may be too low", error.strerror)

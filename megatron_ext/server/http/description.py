@@ -1,6 +1,6 @@
-"""The server's description of itself: what FastAPI says of routes and bodies, with what gates and limits answer.
+"""OpenAPI description of the server: FastAPI's routes and bodies, with the errors of middleware and limits.
 
-FastAPI knows neither: it would announce its own answer to a bad body, which this server never gives.
+FastAPI knows neither of these: it would document its own validation error, which this server never sends.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _WITH_BODY = {
 _NAMES = {"404": "There is no such model"}
 _ADMIN = {"404": "No request in flight has that id"}
 _GENERATES = {"429": "The queue is full; see Retry-After"}
-_FOREIGN = ("HTTPValidationError", "ValidationError")  # FastAPI's, of answers that are not given here
+_FOREIGN = ("HTTPValidationError", "ValidationError")  # FastAPI's schemas of errors that are never sent here
 
 
 def install_description(app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
-    """Let the application describe itself.
+    """Replace the OpenAPI description of an application.
 
     Args:
-        app: With all its routes.
-        open_paths: For which no key is asked.
-        has_keys: Whether one is asked for the others.
+        app: Application with all its routes.
+        open_paths: Paths that need no key.
+        has_keys: Whether the other paths need one.
     """
 
     def describe() -> Schema:
@@ -86,7 +86,7 @@ def _described(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> S
 
 
 def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool) -> None:
-    """Add the answers that are errors, and the form of those that are streams."""
+    """Add the error responses, and the media type of streamed ones."""
     responses = operation["responses"]
     responses.pop("422", None)
     fields = _fields_of(operation, schemas)
@@ -105,7 +105,7 @@ def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool)
 
 
 def _fields_of(operation: Schema, schemas: Schema) -> Schema:
-    """The fields of the body, by name."""
+    """Return the fields of the body, by name."""
     content = operation.get("requestBody", {}).get("content", {})
     reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
     found: Schema = schemas.get(reference.rpartition("/")[2], {})

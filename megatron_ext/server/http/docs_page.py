@@ -1,4 +1,4 @@
-"""The description of the server as a page without a script: nothing is loaded from anywhere."""
+"""OpenAPI description as an HTML page without scripts and without external resources."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ td:first-child { font-family: ui-monospace, monospace; white-space: nowrap }
 
 
 def docs_page(schema: Schema) -> str:
-    """A description as OpenAPI has it, as a page."""
+    """Render an OpenAPI description as a page."""
     title = escape(f"{schema['info']['title']} {schema['info']['version']}")
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
@@ -80,7 +80,7 @@ def _resolved(part: Schema, schema: Schema) -> Schema:
 
 
 def _kind(field: Schema, schema: Schema) -> str:
-    """What a field may be, in a few words."""
+    """Return the type of a field in a few words."""
     if "anyOf" in field:
         kinds = [_kind(one, schema) for one in field["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))

@@ -1,4 +1,4 @@
-"""What listens: a socket, connections within limits, and a word to whoever waits for the server to be ready."""
+"""Listening: a socket, guarded connections, and the announcement that the server is ready."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatron_ext.server.http.connections import (
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
+LAST_WORDS = 5  # seconds for cancelled requests to send their error
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, so that one that is taken is known before anything is loaded; nobody listens yet.
+    """Bind a socket, so that a taken address is reported before anything is loaded; the socket does not listen yet.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -50,16 +50,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def announce(url: str) -> None:
-    """Say that the server is ready: in words of ours, and in those that Megatron's scripts wait for."""
+    """Print that the server is ready: in the words of this package, and in those that Megatron's scripts wait for."""
     print(f"Running on {url}\nready: {url}", flush=True)
 
 
 def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvicorn.Config:
-    """How uvicorn serves an application within limits.
+    """Return uvicorn's configuration of an application with guarded connections.
 
     Args:
-        app: What answers.
-        limits: Of connections.
+        app: ASGI application.
+        limits: Limits of connections.
         shutdown_timeout: Seconds that running requests have after a signal.
     """
     connections = Connections(effective_max_connections(limits))
@@ -84,7 +84,7 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
 
 
 class AnnouncedServer(uvicorn.Server):
-    """Says when it listens.
+    """uvicorn server that announces when it listens.
 
     Args:
         config: See `guarded`.
@@ -96,11 +96,11 @@ class AnnouncedServer(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
         assert sockets, "this server is given what it listens to"
-        for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
+        for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once
             listener.listen(LISTEN_BACKLOG)
         host, port = sockets[0].getsockname()[:2]
         self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
@@ -108,7 +108,7 @@ class AnnouncedServer(uvicorn.Server):
 
 def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
-    # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
+    # uvicorn raises the signal again after it has stopped, for the previous handler: there is nothing left to do.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])

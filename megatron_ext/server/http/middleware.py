@@ -1,4 +1,4 @@
-"""What stands before the routes of a server, or of a coordinator: keys, hosts and origins, limits, the access log."""
+"""Middleware of a server or a coordinator: keys, hosts and origins, limits, the access log."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
 from megatron_ext.server.http.description import install_description
 from megatron_ext.server.http.origins import OriginCheck
 
-CORS_SECONDS = 600  # for which a browser remembers what it may ask
+CORS_SECONDS = 600  # for which a browser caches a preflight response
 
 
 def install_middleware(
     app: FastAPI, settings: AccessConfig, keys: Keys, *, access_log: bool, admin_paths: frozenset[str] = ADMIN_PATHS
 ) -> None:
-    """Put everything before an application that has all its routes.
+    """Install all middleware on an application that has all its routes.
 
     Args:
-        app: With its routes.
-        settings: Who may ask.
-        keys: Of those.
-        access_log: Whether each request has a line.
-        admin_paths: What is for administrators.
+        app: Application with its routes.
+        settings: Access settings: hosts, origins, limits.
+        keys: Keys of the tenants and the administrator.
+        access_log: Whether each request is logged.
+        admin_paths: Paths for administrators only.
     """
     install_error_handlers(app)
     unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
@@ -38,7 +38,7 @@ def install_middleware(
         allowed_origins=settings.cors_allowed_origins,
         has_keys=keys.are_needed,
     )
-    if settings.cors_allowed_origins:  # before the gates: a browser asks without a key whether it may ask with one
+    if settings.cors_allowed_origins:  # before authentication: a preflight has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_allowed_origins,

@@ -1,9 +1,9 @@
-"""Web pages of others stay outside.
+"""Host and Origin checks against foreign web pages.
 
 A page can make its visitor's browser send requests to addresses that only the visitor reaches, such as this machine's
-own. Two things give it away. A name of the page's that was made to point here (DNS rebinding) stands in the `Host`
-header: what is not in the list is refused. Without that trick the page can send but not read, and what it sends has its
-`Origin`: a request that may change something must come from this server's own page, or from no page at all.
+own. Two headers reveal this. With DNS rebinding, the page's own name, resolved to this address, is in the `Host`
+header: hosts that are not in the list are refused. Without rebinding the page can send but not read, and its requests
+have its `Origin`: a request that may change something must come from this server's own page, or from no page at all.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from megatron_ext.config.hosts import ANY_HOST, LOOPBACK_HOSTS, HostName, parse_
 from megatron_ext.server.api_errors import ApiError
 
 HARMLESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-_MAPPED = "::ffff:"  # IPv4 through a socket of IPv6
+_MAPPED = "::ffff:"  # IPv4 address on an IPv6 socket
 
 
 class OriginCheck:
-    """Refuses requests for other hosts, and those that pages of other origins send.
+    """Middleware that refuses requests for other hosts, and requests from pages of other origins.
 
     Args:
-        app: What is behind the gate.
-        allowed_hosts: As `--allowed-hosts`; without any the default.
-        allowed_origins: As `--cors-allowed-origins`: pages of these may send requests.
-        has_keys: Whether clients need a key, which no page has: then any host will do, unless hosts are named.
+        app: Next ASGI application.
+        allowed_hosts: Value of `--allowed-hosts`; empty for the default.
+        allowed_origins: Value of `--cors-allowed-origins`: pages of these origins may send requests.
+        has_keys: Whether clients need a key, which no page has: then any host is accepted, unless hosts are named.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OriginCheck:
         return None
 
     def _is_allowed(self, host: HostName | None, scope: Scope) -> bool:
-        """In the list; by default also the address itself that was connected to, which no page can have as its name."""
+        """Return whether a host is listed or, by default, is the address connected to, which no page has as name."""
         if host is None:
             return False
         if self._has_defaults and scope.get("server") and host.name == scope["server"][0].removeprefix(_MAPPED):
@@ -71,7 +71,7 @@ class OriginCheck:
         return host in self._hosts or HostName(host.name) in self._hosts
 
     def _is_own(self, origin: str, host: HostName | None) -> bool:
-        """The page came from the host that it asks, from one in the list of hosts, ports included, or is let in."""
+        """Return whether a page's origin is the requested host, a listed host with its port, or allowed."""
         if self._takes_any_page:
             return True
         page = parse_origin(origin)

@@ -10,7 +10,7 @@ from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
 
 
 def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
-    """A dependency of a route: refuses query parameters of other names, which might have meant something."""
+    """Return a route dependency that refuses query parameters of other names, instead of ignoring them."""
 
     async def check(request: Request) -> None:
         for name in request.query_params:

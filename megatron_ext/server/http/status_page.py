@@ -1,4 +1,4 @@
-"""The status page: one file, and headers that keep it what it is."""
+"""Status page: one file, and the headers that restrict it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _script_digest(page: str) -> str:
 
 
 def page_headers(page: str) -> dict[str, str]:
-    """What a page is sent with.
+    """Return the security headers of a page.
 
-    Only its own script runs, whatever is written into the page; it asks nobody but this server, and stands in no frame,
-    in which a page around it could have its visitor click on what he does not see.
+    Only the page's own script runs, whatever is injected into the page. The page connects to this server only, and
+    cannot be framed, since a surrounding page could make its visitor click on hidden controls.
     """
     rules = (
         "default-src 'none'",

@@ -1,1 +1,1 @@
-"""Metrics, history, traces of requests, and what the cache holds."""
+"""Metrics, their history, request traces, and the view of the prefix cache."""

@@ -1,4 +1,4 @@
-"""KV events of a server: a publisher for each of its replicas, attached to that one's cache on rank 0."""
+"""KV events of a server: one publisher for each replica, attached to that replica's cache on rank 0."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class CacheEvents:
-    """Nothing, unless there is an endpoint. Addresses are taken at once; a context manager that gives them back.
+    """KV event publishers; empty without an endpoint. Binds addresses at once; a context manager that releases them.
 
     Args:
-        config: Where to publish.
-        replicas: Of the world.
+        config: Publisher settings, among them the endpoint.
+        replicas: Number of data-parallel replicas.
 
     Raises:
-        ConfigError: An address cannot be had.
+        ConfigError: An address cannot be bound.
     """
 
     def __init__(self, config: KvEventsConfig, replicas: int = 1) -> None:
@@ -48,7 +48,7 @@ class CacheEvents:
         self.close()
 
     def attach(self, core: EngineCore) -> None:
-        """Publish what the replicas of an engine cache from now on; they have cached nothing yet."""
+        """Publish the blocks that an engine's replicas store from now on; their caches are still empty."""
         if not self.publishers:
             return
         for publisher, one in zip(self.publishers, core.replicas, strict=True):
@@ -60,9 +60,9 @@ class CacheEvents:
             )
 
     def addresses(self) -> list[dict[str, str | None]]:
-        """Where to subscribe (`endpoint`), to ask again (`replay`) and for what (`topic`), by data-parallel rank.
+        """Return the addresses to subscribe to (`endpoint`), the replay address and the topic, by data-parallel rank.
 
-        Empty where the publishers connect to a subscriber: that one knows.
+        Empty if the publishers connect to a subscriber, which knows its own address.
         """
         if self._config.endpoint is None or not self._config.endpoint.is_bound:
             return []
@@ -70,13 +70,13 @@ class CacheEvents:
         return [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": topic} for one in self.publishers]
 
     def close(self) -> None:
-        """End all."""
+        """Close all publishers."""
         for publisher in self.publishers:
             publisher.close()
 
 
 def _warn(endpoint: Endpoint | None) -> None:
-    """Say which other users and machines can read an address."""
+    """Warn about the other users and machines that can read an address."""
     if endpoint is None:
         return
     address = endpoint.of_replica(0)

@@ -1,4 +1,4 @@
-"""What the prefix cache holds, for whoever asks while the engine steps."""
+"""Prefix cache contents, readable while the engine steps."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
 
 HOTTEST_PREFIXES = 20
-KEPT = 5.0  # seconds for which the hottest prefixes are told again while requests are in flight
+KEPT = 5.0  # seconds for which the hottest prefixes are reused while requests are in flight
 
 Prefixes = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
 class _Hottest:
-    """The hottest prefixes as they were once."""
+    """Hottest prefixes at one moment."""
 
     prefixes: Prefixes
-    taken: float  # seconds that never go back
+    taken: float  # by the monotonic clock
 
 
 class CacheView:
-    """Describes the cache without waiting for a step, where it was asked a moment ago.
+    """Description of the cache that does not wait for a step if one was made a moment ago.
 
-    Sizes and use are those after the last step, which the engine's thread leaves behind. The hottest prefixes have to
-    be looked for, by that thread: while requests are in flight, what it found for the one who asked before is told, and
-    it looks again for the next one. Who polls sees what was a poll ago.
+    Sizes and usage are those after the last step, published by the engine's thread. The hottest prefixes need a search
+    by that thread. While requests are in flight, a call returns the result of the previous search and starts the next
+    one: a client that polls sees the state of one poll ago.
 
     Args:
-        engine: Around the cache.
-        requests: Makes the calls of the engine.
-        metrics: Where its numbers are left.
+        engine: Engine that owns the cache.
+        requests: Manager that calls functions in the engine's thread.
+        metrics: Metrics with the engine's latest state.
     """
 
     def __init__(self, engine: InferenceEngine, requests: RequestManager, metrics: Metrics) -> None:
@@ -47,7 +47,7 @@ class CacheView:
         self._looking: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, object]:
-        """Geometry, occupancy, and the hottest prefixes as digests. Never text."""
+        """Return geometry, occupancy, and the hottest prefixes as public hashes, never as text."""
         if self._looking is None:
             self._looking = asyncio.ensure_future(self._look())
             self._looking.add_done_callback(self._looked)
@@ -65,7 +65,7 @@ class CacheView:
         }
 
     def _settings(self) -> dict[str, object]:
-        """What a simulation is compared with."""
+        """Return the cache settings that a simulation is compared with."""
         cache, limits = self._engine.scheduler.cache, self._engine.scheduler.limits
         policy = None if cache.policy_name is None else cache.policy_name.value
         return {
@@ -78,13 +78,13 @@ class CacheView:
         }
 
     async def reset(self) -> dict[str, object]:
-        """Empty the cache; what it holds then."""
+        """Empty the cache; return its occupancy afterwards."""
         occupancy = await self._requests.reset_prefix_cache()
         self._hottest = None
         return {"occupancy": occupancy}
 
     def _is_recent(self) -> bool:
-        """Whether what is known will do; where no step is waited for it will not."""
+        """Return whether the last search is recent enough; never while idle, since a search then waits for no step."""
         found = self._hottest
         return self._requests.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
 
@@ -94,10 +94,10 @@ class CacheView:
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._looking = None
         if not task.cancelled():
-            task.exception()  # whoever waited has it; nobody did where the prefixes were known
+            task.exception()  # callers that waited have it; the others used the previous result
 
     def _found(self) -> Prefixes:
-        """With the engine's thread."""
+        """Return the hottest prefixes; runs in the engine's thread."""
         block_size = self._engine.geometry.block_size_tokens
         return [
             {"digest": public_hash(prefix.block_hash), "tokens": prefix.blocks * block_size, "hits": prefix.hits}

@@ -1,4 +1,4 @@
-"""The last ten minutes of the metrics, for a status page that is opened late."""
+"""Metrics of the last ten minutes, for a status page that is opened late."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Sample = Mapping[str, float]  # a metric's name as in `/metrics`, without the pr
 
 
 class History:
-    """Samples of all metrics, and when they were taken.
+    """Samples of all metrics, and the times at which they were taken.
 
     Args:
-        metrics: What to sample.
+        metrics: Source of the samples.
         interval: Seconds between samples.
-        kept: The latest so many samples.
+        kept: Maximum number of samples; the oldest are dropped.
     """
 
     def __init__(self, metrics: Metrics, interval: float = INTERVAL, kept: int = KEPT) -> None:
@@ -36,18 +36,18 @@ class History:
             await asyncio.sleep(self._interval)
 
     def sample(self) -> None:
-        """Take one."""
+        """Take one sample."""
         self._samples.append((time.time(), self._metrics.values()))
 
     def since(self, moment: float) -> dict[str, object]:
-        """The samples after a moment, the oldest first, and last how it is now.
+        """Return the samples after a moment, the oldest first, followed by the current values.
 
         Args:
             moment: Seconds since 1970, by the server's clock.
 
         Returns:
-            interval: seconds between samples; kept: how many there are at most; times: of the samples; series: the
-            values of each metric at these times, null before it was there.
+            interval: seconds between samples; kept: maximum number of samples; times: of the samples; series: the
+                values of each metric at these times, null before the metric existed.
         """
         samples = [one for one in self._samples if one[0] > moment]
         samples.append((time.time(), self._metrics.values()))

@@ -1,4 +1,4 @@
-"""What Prometheus sees. The names are an interface; `docs/server.md` explains them."""
+"""Prometheus metrics. Their names are an interface; `docs/server.md` explains them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ _COUNTERS = (
 class Metrics(Collector):
     """All metrics of one server.
 
-    What belongs to requests is counted when they end; what belongs to the engine is read between two steps.
+    Request metrics are counted when a request ends; engine metrics are read between two steps.
 
     Args:
-        model: The name it is served under.
+        model: Name that the model is served under.
     """
 
     def __init__(self, model: str) -> None:
@@ -117,7 +117,7 @@ class Metrics(Collector):
         return Histogram(f"{PREFIX}_{name}", text, buckets=_SECONDS, registry=self._registry)
 
     def observe(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         completed = record.status is Status.COMPLETED
         self._requests.labels(record.finish_reason if completed else record.status.name.lower()).inc()
         self._skipped.inc(record.skipped_prefill_token_count)
@@ -137,7 +137,7 @@ class Metrics(Collector):
             self._near_misses.labels(said.reason, depth_of(said.depth)).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's numbers."""
+        """Yield the metrics of the engine's state."""
         state = self.state
         if state is None:
             return
@@ -151,9 +151,9 @@ class Metrics(Collector):
             yield _by_position("accepted_draft_tokens_by_position", "Drafts that came", use.accepted)
 
     def values(self) -> dict[str, float]:
-        """The samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
+        """Return the samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
 
-        Without what describes instead of counts, and without the sums and buckets that the status page does not draw.
+        Informational metrics are left out, and so are the sums and buckets that the status page does not draw.
         """
         return {
             _key(sample.name, sample.labels): sample.value
@@ -165,12 +165,12 @@ class Metrics(Collector):
         }
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
-    """A counter for each place behind the last known token, the first is 1."""
+    """Return a counter for each position after the last known token; the first position is 1."""
     family = CounterMetricFamily(f"{PREFIX}_{name}", f"{text}, by position", labels=["position"])
     for position, count in enumerate(counts, start=1):
         family.add_metric([str(position)], count)
@@ -178,7 +178,7 @@ def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFa
 
 
 def depth_of(tokens: int) -> str:
-    """So many tokens as a label: below which of a few depths they lie."""
+    """Return the label of a token count: the smallest of a few bounds above it."""
     bound = next((bound for bound in DEPTHS if tokens < bound), None)
     return f"{DEPTHS[-1]} or more" if bound is None else f"below {bound}"
 

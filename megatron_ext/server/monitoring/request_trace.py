@@ -1,4 +1,4 @@
-"""The requests of a server's recent past, as a trace without text (SI-4)."""
+"""Trace of a server's recent requests, without text (SI-4)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DOMAIN = b"mext.trace"
 
 @dataclass(frozen=True)
 class _Past:
-    """A request that has ended."""
+    """Request that has ended."""
 
     arrival: float  # seconds since the epoch
     salt: str | None
-    tokens: array[int]  # of its prompt, then of its answer
-    answer: int  # tokens
+    tokens: array[int]  # of the prompt, then of the output
+    answer: int  # output tokens
 
     def line(self, secret: bytes, began: float) -> dict[str, object]:
-        """In the simulator's format; hashes mean nothing without the secret."""
+        """Return the request in the simulator's format; its hashes are meaningless without the secret."""
         return {
             "time": round(max(0.0, self.arrival - began), 6),
             "block_hashes": list(self._hashes(secret)),
@@ -40,7 +40,7 @@ class _Past:
         }
 
     def _hashes(self, secret: bytes) -> Iterator[str]:
-        """Of each whole block, and all before it, with the salt."""
+        """Yield the chained hash of each whole block, salted like the request."""
         content = self.tokens.tobytes()
         size = TRACE_BLOCK * self.tokens.itemsize
         state = blake2b(repr(self.salt).encode(), digest_size=_HASH_BYTES, key=secret, person=_DOMAIN)
@@ -50,11 +50,11 @@ class _Past:
 
 
 class RequestTrace:
-    """Tokens of the last requests, as long as they fit; what leaves the process are keyed hashes of blocks.
+    """Tokens of the last requests, within limits; only keyed hashes of blocks leave the process.
 
     Args:
-        max_requests: To keep.
-        max_tokens: Of all of them; the oldest go first.
+        max_requests: Maximum number of requests kept.
+        max_tokens: Maximum number of tokens of all of them; the oldest requests are dropped first.
     """
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_tokens: int = MAX_TOKENS) -> None:
@@ -66,7 +66,7 @@ class RequestTrace:
         return len(self._past)
 
     def note(self, record: RequestRecord, salt: str | None) -> None:
-        """A request has ended that used the cache; one without an answer is left out, as nothing was decided for it."""
+        """Keep an ended request that used the cache; skip one without output, for which nothing was decided."""
         answer = len(record.generated_tokens)
         tokens = array("I", record.prompt_tokens)
         tokens.extend(record.generated_tokens)
@@ -78,11 +78,11 @@ class RequestTrace:
             self._tokens -= len(self._past.popleft().tokens)
 
     def snapshot(self) -> Sequence[_Past]:
-        """What there is, by arrival: for `lines`, which takes longer."""
+        """Return the requests kept so far, by arrival: input of `lines`, which takes longer."""
         return sorted(self._past, key=lambda one: one.arrival)
 
     @staticmethod
     def lines(past: Sequence[_Past]) -> bytes:
-        """JSON lines, with a secret that nobody keeps."""
+        """Return JSON lines whose hashes are keyed with a secret that is then discarded."""
         secret, began = secrets.token_bytes(32), past[0].arrival if past else 0.0
         return b"".join(json.dumps(one.line(secret, began)).encode() + b"\n" for one in past)

@@ -1,4 +1,4 @@
-"""The bodies of requests to `/v1/completions` and `/v1/chat/completions`; fields of both are in `request_fields.py`."""
+"""Bodies of requests to `/v1/completions` and `/v1/chat/completions`; `request_fields.py` has their common fields."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megatron_ext.server.openai.request_fields import (
 from megatron_ext.text.chat_template import ChatOptions
 
 MAX_TOOLS = 128
-MAX_CALLS = 1024  # of tools in an answer
+MAX_CALLS = 1024  # tool calls in an answer
 MAX_VARIABLES = 64  # of a chat template
 LONGEST_TOOL_NAME = 128  # characters
 
 
 class GatewayFields(Body):
-    """What SGLang's gateway adds to every body; taken as long as it asks for nothing."""
+    """Fields that SGLang's gateway adds to every body; only neutral values are accepted."""
 
     no_stop_trim: object = None
     return_hidden_states: object = None
 
 
 class CompletionRequest(GatewayFields, GenerationRequest):
-    """The body of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -49,7 +49,7 @@ class CompletionRequest(GatewayFields, GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """Return the prompts, one or several."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -57,14 +57,14 @@ class CompletionRequest(GatewayFields, GenerationRequest):
 
 
 class TextPart(Body):
-    """A part of a message's content; there is only text."""
+    """Part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: Text
 
 
 class Message(BaseModel):
-    """One message of a conversation. Fields that clients send back from an answer and that are unknown are ignored."""
+    """Message of a conversation. Unknown fields that clients copy from an answer are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -89,7 +89,7 @@ class Message(BaseModel):
         return None if value is None else [_with_object(call) for call in value]
 
     def to_dict(self) -> dict[str, object]:
-        """As chat templates take it: the content is one text, and arguments of calls are objects."""
+        """Return the message for chat templates: content is one text, and tool call arguments are objects."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -97,10 +97,10 @@ class Message(BaseModel):
 
 
 def _with_object(call: dict[str, object]) -> dict[str, object]:
-    """A call whose arguments, which OpenAI sends as JSON in a text, are what that says.
+    """Return a tool call with its arguments, JSON text in OpenAI's form, parsed.
 
     Raises:
-        ValueError: They are no JSON.
+        ValueError: The arguments are not JSON.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -113,7 +113,7 @@ def _with_object(call: dict[str, object]) -> dict[str, object]:
 
 
 class Function(Body):
-    """What a model may call."""
+    """Function that a model may call."""
 
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
     description: Text | None = None
@@ -129,7 +129,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """OpenAI's wrapping of a function."""
+    """Tool: OpenAI's wrapper of a function."""
 
     type: Literal["function"]
     function: Function
@@ -148,7 +148,7 @@ ToolChoice = Annotated[
 
 
 class TemplateFields(Body):
-    """What a chat template is told beside the messages."""
+    """Template options of a chat request, beside its messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
@@ -163,13 +163,13 @@ class TemplateFields(Body):
 
     @property
     def has_options(self) -> bool:
-        """Whether the template is told anything."""
+        """Return whether any template option is set."""
         given = (self.tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
         return any(one is not None for one in given)
 
     @property
     def chat_options(self) -> ChatOptions:
-        """The same for the template."""
+        """Return the template options as `ChatOptions`."""
         adds = self.add_generation_prompt is not False and not self.continue_final_message
         return ChatOptions(
             add_generation_prompt=adds,
@@ -180,7 +180,7 @@ class TemplateFields(Body):
 
 
 class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
-    """The body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -212,7 +212,8 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
 
     @property
     def max_calls(self) -> int:
-        """Calls of tools that are looked for in the answer; none unless there are tools, and the model may choose."""
+        """Return the maximum number of tool calls to parse in the answer; 0 without tools or with `tool_choice` "none".
+        """
         if not self.tools or self.tool_choice == "none":
             return 0
         return 1 if self.parallel_tool_calls is False else MAX_CALLS
