@@ -76,7 +76,7 @@ class Keys:
         self._secret = secrets.token_bytes(32)
         self.are_needed = bool(api_keys)
         self.has_admin_key = admin_key is not None
-        is_shared = admin_key is None and not is_admins_apart  # with the only API key, or with every request if there are no keys
+        is_shared = admin_key is None and not is_admins_apart  # with the only API key, or without keys
         self._callers = {
             self._mark(key): Caller(_tenant(key), True, is_shared and len(api_keys) == 1) for key in api_keys
         }

@@ -1,1 +1,1 @@
-"""OpenAI's requests and responses."""
+"""OpenAI requests and responses."""

@@ -1,4 +1,4 @@
-"""Conversations as prompts, and where an answer ends."""
+"""Chat format: conversations as prompts, and the tokens that end a turn."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
-_MAX_TURNS = 8  # whose ends are where others may go on: more would take the slots of other conversations
+_MAX_TURNS = 8  # whose ends get snapshots: more would evict those of other conversations
 _ANSWER = "0123456789"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
 
 class ChatFormat:
-    """What a tokenizer's chat template says.
+    """Chat template of a tokenizer, with the tokens that end an answer.
 
     Args:
-        tokenizer: With a chat template or without.
-        parse_control: Whether special tokens that messages spell are these tokens, or text.
+        tokenizer: Tokenizer with or without a chat template.
+        parse_control: Whether special tokens spelled in messages become these tokens; they stay text otherwise.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, parse_control: bool = False) -> None:
@@ -33,29 +33,29 @@ class ChatFormat:
             tokenizer.prepare_chat()
 
     def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
-        """The prompt that asks for the next answer, or for what `options` say.
+        """Return the prompt for the next answer, or as `options` say.
 
         Raises:
-            ConfigError: No template, or messages that it refuses.
+            ConfigError: There is no template, or it refuses the messages.
         """
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         dicts = [message.to_dict() for message in messages]
         rendered = self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
-        self.end_of_turn  # noqa: B018  # renders, too, and must not do so on the event loop, where it is read
+        self.end_of_turn  # noqa: B018  # rendered here, since the property is read on the event loop later
         return rendered
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The special token that the template puts behind an answer; None if it puts none.
+        """Special token that the template puts after an answer; None if there is no such token.
 
-        Not always the tokenizer's end of a document: a model of conversations goes on to the next turn.
+        It may differ from the tokenizer's end of document, after which a chat model would not continue with a turn.
         """
         tokenizer = self._tokenizer
         assert isinstance(tokenizer, TextTokenizer), "it has rendered a prompt"
         try:
             text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
-        except ConfigError:  # a template of its own mind; the end of a document it is
+        except ConfigError:  # the template refuses the probe: use the end of document
             return None
         _, answer, behind = text.rpartition(_ANSWER)
         tokens = [token for token in tokenizer.tokenize(behind) if token != tokenizer.bos] if answer else []
@@ -63,22 +63,22 @@ class ChatFormat:
         return tokens[0] if is_special else None
 
     def ends_of_turns(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens of a rendered conversation up to the end of each turn: the system prompt's first, then the latest few.
+        """Return the number of tokens up to the end of turns: the system prompt's first, then the latest few.
 
-        Others may go on from there. None of a template whose turns end without a special token; what a message spells
-        ends none.
+        Other conversations may continue from there. Empty if the template ends turns without a special token; tokens
+        spelled in a message end no turn.
         """
         if self.end_of_turn is None:
             return []
         ends: list[int] = []
-        with suppress(ValueError):  # there are no more
+        with suppress(ValueError):  # no further turn
             while True:
                 ends.append(prompt.index(self.end_of_turn, ends[-1] if ends else 0) + 1)
         return [*ends[:1], *reversed(ends[1:])][:_MAX_TURNS]
 
     @cached_property
     def calls_are_special(self) -> bool:
-        """Whether the marks around calls of tools are special tokens, which texts are without."""
+        """Return whether the tool call markers are special tokens, which decoded text leaves out."""
         tokenizer = self._tokenizer
         if not isinstance(tokenizer, TextTokenizer):
             return False
@@ -87,7 +87,7 @@ class ChatFormat:
 
     @cached_property
     def other_ends(self) -> tuple[int, ...]:
-        """What ends an answer beside `end_of_turn`."""
-        if self.end_of_turn is None:  # the ends of a document are what ends it
+        """Return the tokens other than `end_of_turn` that end an answer."""
+        if self.end_of_turn is None:  # end-of-document tokens end it
             return ()
         return tuple(token for token in ends_of(self._tokenizer) if token != self.end_of_turn)

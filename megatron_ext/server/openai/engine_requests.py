@@ -1,4 +1,4 @@
-"""OpenAI's fields as the engine's settings of a request."""
+"""Conversion of OpenAI fields into the engine's request parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING: FieldValues = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """One request to the engine: one choice of one prompt."""
+    """Engine request: one choice of one prompt."""
 
     tokens: tuple[int, ...]
     params: RequestParams
@@ -33,22 +33,22 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Tokens that a sequence can have: the engine's limit, and what the whole KV pool holds."""
+    """Maximum sequence lengths in tokens: the engine's limit, and the capacity of the KV pool."""
 
     sequence: int
     pool: int
 
 
 def check_count(prompts: int, choices: int, most: int) -> None:
-    """See that the server could ever take so many, before any text becomes tokens.
+    """Check that the server could ever accept this many requests, before any text is tokenized.
 
     Args:
-        prompts: Of one HTTP request.
-        choices: Of each.
-        most: Requests to the engine at once.
+        prompts: Prompts of one HTTP request.
+        choices: Choices of each prompt.
+        most: Maximum number of engine requests at once.
 
     Raises:
-        ApiError: It could not.
+        ApiError: There are more.
     """
     if prompts * choices > most:
         raise too_many_requests(prompts, choices, most)
@@ -57,11 +57,11 @@ def check_count(prompts: int, choices: int, most: int) -> None:
 def completion_specs(
     body: CompletionRequest, prompts: Sequence[Sequence[int]], limits: PromptLimits, defaults: FieldValues = NOTHING
 ) -> list[RequestSpec]:
-    """The choices of each prompt, prompt by prompt; `defaults` are for what the body does not say.
+    """Return the choices of each prompt, prompt by prompt; `defaults` replace fields that the body leaves out.
 
     Raises:
-        ApiError: Longer than the engine's sequences.
-        ConfigError: Values that cannot work together.
+        ApiError: A sequence exceeds the limits.
+        ConfigError: Values contradict each other.
     """
     echoes_scores = bool(body.echo) and body.logprobs is not None
     settings = _common(body, defaults) | _scores(body.logprobs, with_prompt=echoes_scores)
@@ -74,11 +74,11 @@ def completion_specs(
 def chat_specs(
     body: ChatRequest, prompt: Sequence[int], limits: PromptLimits, chat: ChatFormat, defaults: FieldValues = NOTHING
 ) -> list[RequestSpec]:
-    """The choices of a conversation; `defaults` are for what the body does not say.
+    """Return the choices of a conversation; `defaults` replace fields that the body leaves out.
 
     Raises:
-        ApiError: Longer than the engine's sequences.
-        ConfigError: Values that cannot work together.
+        ApiError: A sequence exceeds the limits.
+        ConfigError: Values contradict each other.
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
     settings["cache_checkpoint"] = (*settings["cache_checkpoint"], *chat.ends_of_turns(prompt))[:MAX_CHECKPOINTS]
@@ -99,13 +99,13 @@ def _specs(
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
     tokens = tuple(prompt)
     params = [RequestParams(num_tokens_to_generate=count, seed=seed, **settings) for seed in seeds]
-    # What the first choice says of the prompt the others need not compute again.
+    # Only the first choice returns the prompt's data; the others need not compute it again.
     others = [dataclasses.replace(one, skip_prompt_log_probs=one.return_log_probs) for one in params[1:]]
     return [RequestSpec(tokens, one) for one in (*params[:1], *others)]
 
 
 def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
-    """Fields of `RequestParams`."""
+    """Return the fields of `RequestParams` that both routes share."""
     return {
         **_choice(body, defaults),
         "presence_penalty": body.presence_penalty or 0.0,
@@ -126,7 +126,8 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
 
 
 def _choice(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
-    """Those that a model may have defaults for. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off."""
+    """Return the sampling fields with model defaults. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off.
+    """
 
     def said(name: str, otherwise: float) -> Any:
         value = getattr(body, name)
@@ -143,7 +144,7 @@ def _choice(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:
-    """Log-probs, with the `best` alternatives; None is no log-probs."""
+    """Return the log-prob fields, with `best` alternatives; None for no log-probs."""
     if best is None:
         return {}
     return {"return_log_probs": True, "skip_prompt_log_probs": not with_prompt, "top_n_logprobs": best}

@@ -212,8 +212,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
 
     @property
     def max_calls(self) -> int:
-        """Return the maximum number of tool calls to parse in the answer; 0 without tools or with `tool_choice` "none".
-        """
+        """Return the maximum number of tool calls to parse; 0 without tools or with `tool_choice` "none"."""
         if not self.tools or self.tool_choice == "none":
             return 0
         return 1 if self.parallel_tool_calls is False else MAX_CALLS

@@ -1,8 +1,8 @@
-"""The fields that bodies of both routes have: OpenAI's, and those that this engine adds; `protocol.py` has the bodies.
+"""Fields that the bodies of both routes share: OpenAI's, and extensions of this engine; `protocol.py` has the bodies.
 
-Types are strict ("5" is no number) and unknown fields are refused. Fields that ask for something that the engine does
-not do are taken as long as they ask for nothing, because clients send them with every request. Whatever a client can
-send many of is counted first: pydantic would make an error of each.
+Types are strict ("5" is not a number) and unknown fields are refused. Fields for unsupported features are accepted with
+neutral values, because clients send them with every request. Lists that a client can make long are counted first:
+pydantic would create an error for each item.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_ext.errors import ConfigError
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-MAX_FIELDS = 128  # of one object
+MAX_FIELDS = 128  # in one object
 MAX_MESSAGES = 10_000
-MAX_STOP_WORDS = 64  # each is looked for after every token, by the thread that steps the engine
+MAX_STOP_WORDS = 64  # each is searched after every token, in the engine's thread
 LONGEST_STOP_WORD = 1024  # characters
 MAX_BIASES = 1024
 
-# Values with which a field asks for what happens anyway; None is always one.
+# Neutral values of fields, which change nothing; None is always neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "early_stopping": (False,),
@@ -63,10 +63,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def whole_characters(text: str) -> str:
-    """The text, if it is one: JSON can say halves of characters, which no tokenizer can read.
+    """Return the text if it is valid: JSON can encode lone surrogates, which no tokenizer can read.
 
     Raises:
-        ConfigError: It has such a half.
+        ConfigError: The text has a lone surrogate.
     """
     try:
         text.encode()
@@ -76,10 +76,10 @@ def whole_characters(text: str) -> str:
 
 
 def checked_prompts(value: object) -> object:
-    """One prompt or several, looked at as a whole: millions of token ids pass, or fail, without a step for each.
+    """Return one prompt or several, checked as a whole, without a Python step for each of millions of ids.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is not a prompt or a list of prompts.
     """
     items: str | list[Any]
     kinds: set[type]
@@ -104,7 +104,7 @@ Text = Annotated[str, AfterValidator(whole_characters)]
 _Word = Annotated[str, Field(min_length=1)]
 _Row = Annotated[list[int], Field(min_length=1)]
 _Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated[list[_Row], Field(min_length=1)]
-# What the description of the routes says; the check is ours.
+# Schema for the OpenAPI description; `checked_prompts` checks the value.
 Prompts = Annotated[
     str | list[str] | list[int] | list[list[int]],
     PlainValidator(checked_prompts, json_schema_input_type=_Filled),
@@ -112,7 +112,7 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """JSON with strict types and known fields only."""
+    """Base of bodies: strict types and known fields only."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -125,10 +125,10 @@ class Body(BaseModel):
 
 
 def few_words(value: object) -> object:
-    """A text or a list of texts, within what is looked for after every token.
+    """Return a text or a list of texts, within the limits of stop words.
 
     Raises:
-        ValueError: There are more, or one is longer.
+        ValueError: There are too many, or one is too long.
     """
     words = value if isinstance(value, list) else [value]
     if len(words) > MAX_STOP_WORDS:
@@ -140,10 +140,10 @@ def few_words(value: object) -> object:
 
 
 def few_ids(value: object) -> object:
-    """A list of token ids, not too many.
+    """Return a list of token ids of limited length.
 
     Raises:
-        ValueError: It is none, or too long.
+        ValueError: The value is not a list of token ids, or too long.
     """
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("must be a list of token ids, which are whole numbers")
@@ -153,10 +153,10 @@ def few_ids(value: object) -> object:
 
 
 def biases(value: object) -> object:
-    """Token ids, as texts, with numbers.
+    """Return logit biases: numbers by token id, given as text.
 
     Raises:
-        ValueError: They are none, too many, or too large.
+        ValueError: The biases are malformed, too many, or too large.
     """
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"has {len(value)} tokens; at most {MAX_BIASES} are taken")
@@ -172,10 +172,10 @@ def biases(value: object) -> object:
 
 
 def response_format(value: object) -> object:
-    """A form, in OpenAI's words or the regex beside them.
+    """Return a response format, in OpenAI's form or with the `regex` extension.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not a response format.
     """
     try:
         return ResponseFormat.of(value)
@@ -192,15 +192,15 @@ Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
 
 
 class StreamOptions(Body):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # not supported
 
 
 class OpenAIFields(Body):
-    """OpenAI's fields of both routes that this engine heeds."""
+    """OpenAI's fields that both routes support."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -229,22 +229,22 @@ class OpenAIFields(Body):
 
     @property
     def stop_words(self) -> tuple[str, ...]:
-        """As a tuple, whatever it was."""
+        """Return the stop words as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continues_usage(self) -> bool:
-        """Whether each part of a stream has the usage so far."""
+        """Return whether each part of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class StructuredOutputs(Body):
-    """vLLM's words for a form; one of them."""
+    """Structured output in vLLM's form; exactly one field is set."""
 
     json_schema: dict[str, object] | None = Field(None, alias="json")
     regex: Annotated[Text, Field(min_length=1)] | None = None
@@ -258,14 +258,14 @@ class StructuredOutputs(Body):
 
     @property
     def form(self) -> ResponseFormat:
-        """The same in OpenAI's words."""
+        """Return the equivalent `ResponseFormat`."""
         if self.regex is not None:
             return ResponseFormat(REGEX, self.regex)
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
 
 
 class EngineFields(Body):
-    """What is not OpenAI's."""
+    """Extensions of this engine to OpenAI's fields."""
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
@@ -290,7 +290,7 @@ class EngineFields(Body):
 
 
 class ClientFields(Body):
-    """What clients say for their own books, without effect on the answer."""
+    """Client metadata, without effect on the output."""
 
     user: str | None = None
     metadata: dict[str, object] | None = None
@@ -301,7 +301,7 @@ class ClientFields(Body):
 
 
 class NeutralFields(Body):
-    """What is taken as long as it asks for nothing; see `_NEUTRAL`, whose fields of either route are checked here."""
+    """Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes."""
 
     add_special_tokens: object = None
     early_stopping: object = None
@@ -329,9 +329,9 @@ def _refusal(neutral: tuple[Any, ...]) -> str:
     return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
 
 
-# pydantic takes the fields of the last base first, and the first error in this order is the one that a client is told.
+# pydantic takes the fields of the last base first; the client gets the first error in this order.
 class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields):
-    """What both routes have in common. None is the same as leaving a field out."""
+    """Fields that both routes share. None is the same as a missing field."""
 
     @field_validator("structured_outputs")
     @classmethod
@@ -342,6 +342,6 @@ class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields)
 
     @property
     def form(self) -> ResponseFormat | None:
-        """The form that answers must have; None if any text will do."""
+        """Return the response format; None if any text is allowed."""
         form = self.response_format if self.structured_outputs is None else self.structured_outputs.form
         return None if form is None or form.is_free else form

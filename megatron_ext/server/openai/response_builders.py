@@ -1,4 +1,4 @@
-"""Answers of the two routes in OpenAI's form, whole and in parts."""
+"""Response builders of the two routes: OpenAI's objects, whole and in parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
-CALLED = "tool_calls"  # why an answer ended that has calls
+CALLED = "tool_calls"  # finish reason of an answer with tool calls
 
 
 class _Envelope:
@@ -36,15 +36,15 @@ class _Envelope:
 
 
 class CompletionResponseBuilder(_Envelope):
-    """Of `/v1/completions`.
+    """Response builder of `/v1/completions`.
 
     Args:
-        model: The name it is served under.
-        vocabulary: To show single tokens.
-        choices: Of each prompt.
-        has_scores: Whether log-probs were asked for.
-        echoes: The text of the prompt of each choice, if it comes before the answer.
-        shows_ids: Whether tokens are told as ids, too.
+        model: Name that the model is served under.
+        vocabulary: Vocabulary that decodes single tokens.
+        choices: Choices of each prompt.
+        has_scores: Whether log-probs were requested.
+        echoes: Prompt text of each choice, if it precedes the output.
+        shows_ids: Whether token ids are returned as well.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class CompletionResponseBuilder(_Envelope):
         self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
-        """The fields around the choices."""
+        """Return the fields around the choices."""
         return {"object": "text_completion", **self._fields}
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
-        """Nothing: prompts are told with their choices."""
+        """Return no fields: prompts are returned with their choices."""
         return {}
 
     def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
-        """The prompt, if it is echoed, and its ids, if they are asked for."""
+        """Return the prompt, if echoed, and its ids, if requested."""
         if self._echoes is None and not self._shows_ids:
             return None
         echo = "" if self._echoes is None else self._echoes[index]
         return self._choice(index, Piece(echo, scores=self._prompt_scores(first))) | self._prompt_ids(first)
 
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
-        """A part of a choice."""
+        """Return a part of a choice."""
         return self._choice(index, piece)
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """A whole choice."""
+        """Return a whole choice."""
         echo = "" if self._echoes is None else self._echoes[index]
         scores = self._prompt_scores(first) + generated_scores(record, 0)
         piece = Piece(echo + record.generated_text, record.generated_tokens, scores, record.finish_reason)
@@ -110,7 +110,7 @@ class CompletionResponseBuilder(_Envelope):
         }
 
     def _best(self, one: Scored) -> dict[str, float | None] | None:
-        """The best tokens and, always, the chosen one. Of tokens that read the same the best counts."""
+        """Return the best tokens and, always, the chosen one. Tokens with equal text count as the best of them."""
         if one.log_prob is None:
             return None
         log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
@@ -119,15 +119,15 @@ class CompletionResponseBuilder(_Envelope):
 
 
 class ChatResponseBuilder(_Envelope):
-    """Of `/v1/chat/completions`.
+    """Response builder of `/v1/chat/completions`.
 
     Args:
-        model: The name it is served under.
-        vocabulary: To show single tokens.
-        choices: Of the conversation.
-        has_scores: Whether log-probs were asked for.
-        shows_ids: Whether tokens are told as ids, too.
-        max_calls: Calls of tools that are read from an answer at most, 0 if none is looked for.
+        model: Name that the model is served under.
+        vocabulary: Vocabulary that decodes single tokens.
+        choices: Choices of the conversation.
+        has_scores: Whether log-probs were requested.
+        shows_ids: Whether token ids are returned as well.
+        max_calls: Maximum number of tool calls parsed from an answer; 0 for no parsing.
     """
 
     def __init__(
@@ -145,20 +145,20 @@ class ChatResponseBuilder(_Envelope):
         self._readers = [ToolCallReader(max_calls) for _ in range(choices)] if max_calls else None
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
-        """The fields around the choices."""
+        """Return the fields around the choices."""
         return {"object": "chat.completion.chunk" if is_part else "chat.completion", **self._fields}
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
-        """The conversation's ids, if they are asked for."""
+        """Return the conversation's ids, if requested."""
         return self._prompt_ids(source)
 
     def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
-        """Who speaks."""
+        """Return the first part of a choice, with the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
-        """A part of a choice; calls are told when they are complete."""
+        """Return a part of a choice; calls are returned when they are complete."""
         text, calls, reason = self._read(index, piece)
         first = self._readers[index].count - len(calls) if self._readers else 0
         listed = [{"index": i, **_call(call)} for i, call in enumerate(calls, start=first)]
@@ -171,7 +171,7 @@ class ChatResponseBuilder(_Envelope):
         )
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """A whole choice."""
+        """Return a whole choice."""
         scores = generated_scores(record, 0)
         piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
         text, calls, reason = self._read(index, piece)
@@ -184,7 +184,7 @@ class ChatResponseBuilder(_Envelope):
         )
 
     def _read(self, index: int, piece: Piece) -> tuple[str, Sequence[ToolCall], str | None]:
-        """The content, the calls, and why the choice ended if it has."""
+        """Return the content, the tool calls, and the finish reason if the choice has ended."""
         if self._readers is None:
             return piece.text, (), piece.reason
         reader = self._readers[index]
@@ -213,10 +213,10 @@ def _call(call: ToolCall) -> dict[str, object]:
 
 
 def shown(vocabulary: Vocabulary, token: int) -> str:
-    """One token by itself."""
+    """Return the text of a single token."""
     return vocabulary.detokenize([token], skip_special_tokens=False)
 
 
 def finite(log_prob: float | None) -> float | None:
-    """A log-prob that JSON can hold."""
+    """Return a log-prob that JSON can represent."""
     return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)

@@ -1,4 +1,4 @@
-"""Records of the engine as OpenAI's objects, whole and in parts."""
+"""Engine records as OpenAI's objects, whole and in parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.server.client.request_handle import RequestHandle
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its log-prob (None for the first of a prompt) and the best alternatives."""
+    """Token with its log-prob (None for the first of a prompt) and the best alternatives."""
 
     token: int
     log_prob: float | None
@@ -24,7 +24,7 @@ class Scored:
 
 
 def generated_scores(source: Progress | RequestRecord, start: int) -> list[Scored]:
-    """Of the tokens generated from `start` on; none if nobody asked."""
+    """Return the scores of the tokens generated from `start` on; empty unless log-probs were requested."""
     log_probs = (source.generated_log_probs or ())[start:]
     best: Sequence[dict[int, float]] = (source.generated_top_n_log_probs or ())[start:] or [{}] * len(log_probs)
     tokens = source.generated_tokens[start : start + len(log_probs)]
@@ -32,7 +32,7 @@ def generated_scores(source: Progress | RequestRecord, start: int) -> list[Score
 
 
 def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
-    """Of the prompt's tokens, for which log-probs were asked."""
+    """Return the scores of the prompt's tokens, whose log-probs were requested."""
     tokens, log_probs = source.prompt_tokens, source.prompt_log_probs
     assert log_probs is not None, "log-probs of the prompt were asked for"
     best: Sequence[dict[int, float]] = source.prompt_top_n_log_probs or [{}] * len(log_probs)
@@ -40,10 +40,10 @@ def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
 
 
 def finished(handle: RequestHandle) -> RequestRecord:
-    """The record of a handle that has ended well.
+    """Return the record of a handle that has completed.
 
     Raises:
-        ApiError: It has not.
+        ApiError: The request has failed.
     """
     if handle.error is not None:
         raise handle.error
@@ -58,13 +58,13 @@ def finished(handle: RequestHandle) -> RequestRecord:
 
 
 def usage(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
-    """OpenAI's usage, and why prompt tokens were computed; what became of drafts under its names for predictions.
+    """Return OpenAI's usage, with recomputed prompt tokens, and draft tokens under OpenAI's names for predictions.
 
-    The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
+    The choices of a prompt count its tokens once, as they were cached and computed for the first choice.
 
     Args:
-        reply: Says how many choices a prompt has, and whether to tell what was cached.
-        records: Prompt by prompt, the choices of each side by side.
+        builder: Number of choices of a prompt, and whether cached tokens are shown.
+        records: Records prompt by prompt, the choices of each side by side.
     """
     firsts = records[:: builder.choices]
     prompt = sum(record.prompt_token_count for record in firsts)
@@ -91,7 +91,7 @@ def usage(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[st
 
 
 def usage_so_far(builder: ResponseBuilder, handles: Sequence[RequestHandle]) -> dict[str, int]:
-    """The usage of an answer that goes on; what was cached is told at its end."""
+    """Return the usage of an unfinished response; cached tokens are reported at its end."""
     sources = [handle.record or handle.progress for handle in handles]
     prompt = sum(len(handle.spec.tokens) for handle in handles[:: builder.choices])
     generated = sum(len(source.generated_tokens) for source in sources if source is not None)
@@ -100,13 +100,13 @@ def usage_so_far(builder: ResponseBuilder, handles: Sequence[RequestHandle]) -> 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a part of a choice brings.
+    """Next part of a choice.
 
     Attributes:
-        text: As far as it is certain; it may be empty.
-        tokens: That have come since the piece before.
-        scores: Of these tokens, if somebody asked.
-        reason: Why the choice has ended, in its last piece.
+        text: Text that cannot change any more; it may be empty.
+        tokens: Tokens since the previous piece.
+        scores: Scores of these tokens, if requested.
+        reason: Finish reason, in the last piece.
     """
 
     text: str
@@ -116,39 +116,39 @@ class Piece:
 
 
 class ResponseBuilder(Protocol):
-    """What differs between the two routes."""
+    """Response builder: the differences between the two routes."""
 
     id: str
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
-    explains: Explains  # what choices say of why no more was skipped
+    explains: Explains  # detail of prefix cache explanations
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
-        """Fields beside the choices that the first part of an answer has, and a whole one."""
+        """Return the fields beside the choices in the first part of a response, and in a whole one."""
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
-        """The fields around the choices."""
+        """Return the fields around the choices."""
 
     def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
-        """The first part of a choice, before any text; `first` is of the prompt's first choice."""
+        """Return the first part of a choice, before any text; `first` is the source of the prompt's first choice."""
 
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
-        """A part of a choice; None if there is nothing to say yet."""
+        """Return a part of a choice; None if it would be empty."""
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """A whole choice; `first` is the prompt's first one, which has what is told of the prompt."""
+        """Return a whole choice; `first` is the record of the prompt's first one, which has the prompt's data."""
 
 
 class Explains(enum.Enum):
-    """What the first choice of a prompt says of why the prompt skipped no more."""
+    """Detail of the prefix cache explanation in the first choice of a prompt."""
 
     NOTHING = enum.auto()
-    OWN = enum.auto()  # positions, and the asker's own tokens
-    ALL = enum.auto()  # the cached token too, which may be somebody else's
+    OWN = enum.auto()  # positions, and the client's own tokens
+    ALL = enum.auto()  # the cached token too, which may be another client's
 
 
 def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> dict[str, object]:
-    """A choice's field `prefix_cache_explanation`, if it has one."""
+    """Return a choice's field `prefix_cache_explanation`, or no field."""
     said = record.prefix_cache_explanation
     if builder.explains is Explains.NOTHING or index % builder.choices or said is None:
         return {}
@@ -157,7 +157,7 @@ def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> di
 
 
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
-    """The answer in one piece."""
+    """Return the whole response."""
     choices = [
         builder.choice(index, record, records[index - index % builder.choices]) | explained(builder, index, record)
         for index, record in enumerate(records)

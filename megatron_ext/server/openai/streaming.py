@@ -1,4 +1,4 @@
-"""Answers in parts, as server-sent events, and clients that leave before the end."""
+"""Streamed responses as server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: dict[str, object]) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a stream is to have.
+    """Options of a stream.
 
     Attributes:
-        decoder: Of a request's params: token ids to text.
-        ends_with_usage: An event of its own at the end has the usage.
-        continues_usage: Each part has the usage so far.
+        decoder: Decoder of a request's params: token ids to text.
+        ends_with_usage: Whether an extra event at the end has the usage.
+        continues_usage: Whether each part has the usage so far.
     """
 
     decoder: Callable[[RequestParams], Callable[..., str]]
@@ -59,13 +59,13 @@ class Wanted:
 
 
 class _ChoiceStream:
-    """The parts of one choice.
+    """Stream of one choice.
 
     Args:
-        index: Of the choice.
-        handle: Of its request.
-        first: Of the prompt's first choice, which has what is told of the prompt.
-        reply: Its form.
+        index: Index of the choice.
+        handle: Handle of its request.
+        first: Handle of the prompt's first choice, which has the prompt's data.
+        builder: Builder of its parts.
         detokenize: Token ids to text.
     """
 
@@ -88,7 +88,7 @@ class _ChoiceStream:
         self.is_ended = False
 
     def parts(self) -> Iterator[dict[str, object]]:
-        """What has come since the last call, as fields beside the envelope.
+        """Yield the new parts since the last call, as fields beside the envelope.
 
         Raises:
             ApiError: The request has failed.
@@ -126,7 +126,7 @@ def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
 
 
 async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) -> AsyncIterator[bytes]:
-    """The events of an answer; what goes wrong on the way is the last one."""
+    """Yield the events of a response; an error on the way is the last event."""
     envelope, handles = builder.envelope(is_part=True), group.handles
     streams = [
         _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, wanted.decoder(handle.spec.params))
@@ -146,10 +146,10 @@ async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) 
     except ApiError as error:
         yield event(error.to_dict())
         return
-    except ConfigError as error:  # of a tokenizer that cannot make a text of the tokens
+    except ConfigError as error:  # the tokenizer cannot decode the tokens
         yield event(ApiError(400, str(error)).to_dict())
         return
-    except Exception as error:  # of a text: it is this answer's alone
+    except Exception as error:  # in decoding: it affects this response only
         logger.exception("a stream failed")
         yield event(engine_fault(error).to_dict())
         return
@@ -160,18 +160,18 @@ async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) 
 
 
 class Abortable(Protocol):
-    """Work for a client."""
+    """Work that can be aborted."""
 
     def abort(self) -> None:
-        """End it, if it has not ended; returns at once."""
+        """Abort the work unless it has ended; return at once."""
 
 
 class EventStream(Response):
-    """Sends events as they come; when the client leaves, or anything else ends it, the exchange is aborted.
+    """Response that sends events as they come; the group is aborted if the client disconnects or sending fails.
 
     Args:
-        exchange: That the events are of.
-        source: The events.
+        group: Request group of the events.
+        source: Source of the events.
     """
 
     media_type = "text/event-stream"
@@ -183,7 +183,7 @@ class EventStream(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or as many as the client reads."""
+        """Send all events, or those before the client disconnects."""
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
@@ -199,17 +199,17 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
-    """Do `work` while the client is there.
+    """Run `work` while the client is connected.
 
     Args:
-        receive: Of the request, whose body has been read.
-        work: Cancelled when the client leaves.
+        receive: ASGI `receive` of the request, whose body has been read.
+        work: Awaitable that is cancelled if the client disconnects.
 
     Returns:
-        What it returns.
+        Result of `work`.
 
     Raises:
-        ClientGone: The client has left.
+        ClientGone: The client has disconnected.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:

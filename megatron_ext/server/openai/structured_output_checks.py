@@ -1,4 +1,4 @@
-"""Forms of answers, looked at and compiled beside the event loop and the engine, within bounds."""
+"""Checks of response formats: compiled in a thread, within limits of size and time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ THREADS = 2
 
 
 class StructuredOutputChecks:
-    """Sees that answers can be given a form, before anything is asked of the engine, which finds it compiled then.
+    """Compiler of response formats ahead of the engine, which then finds the compiled grammar.
 
     Args:
-        grammars: The engine's.
-        limits: Of sizes and times.
+        grammars: The engine's grammar compiler.
+        limits: Limits of sizes and times.
     """
 
     def __init__(self, grammars: Grammars, limits: ServerLimits) -> None:
@@ -28,10 +28,10 @@ class StructuredOutputChecks:
         self._threads = ThreadPoolExecutor(THREADS, "grammars")
 
     async def check(self, form: ResponseFormat | None) -> None:
-        """Compile a form, if there is one and nobody has.
+        """Compile a response format, if there is one and it is not compiled yet.
 
         Raises:
-            ApiError: It is too long, takes too long, or has what cannot be followed.
+            ApiError: It is too long, takes too long to compile, or uses unsupported features.
         """
         if form is None:
             return
@@ -41,7 +41,7 @@ class StructuredOutputChecks:
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.check, form)
         try:
             await asyncio.wait_for(compiling, self._limits.grammar_timeout)
-        except asyncio.TimeoutError:  # the thread goes on; the library's own limits end it
+        except asyncio.TimeoutError:  # the thread continues until the library's own limits end it
             raise response_format_too_slow(form.kind, self._limits.grammar_timeout) from None
         except ConfigError as error:
             raise response_format_refused(str(error)) from None

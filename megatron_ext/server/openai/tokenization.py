@@ -1,6 +1,6 @@
-"""Texts as token ids, beside the event loop unless they are short.
+"""Tokenization of texts in threads, or on the event loop if they are short.
 
-Long ones are refused if they cannot fit, else one is done at a time.
+Long texts are refused if they cannot fit, and otherwise tokenized one at a time.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from megatron_ext.server.api_errors import text_too_long
 from megatron_ext.server.openai.request_fields import whole_characters
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 
-# Characters. Longer texts take hundreds of bytes a character while they become tokens: several at once would add up.
+# Characters. Tokenization takes hundreds of bytes a character: several longer texts at once would add up.
 LONG_TEXT = 100_000
-# Those up to here take less time than a thread takes to be woken while the engine's works (some 0.3 ms).
+# Texts up to this length take less time than waking a thread while the engine's runs (some 0.3 ms).
 SHORT_TEXT = 512
 
 
 class TextEncoder:
-    """Makes prompts of texts.
+    """Encoder of prompts.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         tokenize: A text to ids; called in threads.
-        longest_sequence: Tokens that a prompt has at most.
+        longest_sequence: Maximum number of tokens of a prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenize: Callable[[str], list[int]], longest_sequence: int) -> None:
         self._tokenize = tokenize
-        # None: one token can stand for any text, as with ids that have spaces between them.
+        # None: a token can stand for text of any length, as in prompts of ids separated by spaces.
         token = tokenizer.longest_token if isinstance(tokenizer, TextTokenizer) else None
         self._sequence = longest_sequence
         self._max = None if token is None else longest_sequence * token
         self._one_by_one = ThreadPoolExecutor(1, "long texts")
 
     async def encode(self, text: str, tokenize: Callable[[str], list[int]] | None = None) -> list[int]:
-        """Ids of a text.
+        """Return the ids of a text.
 
         Args:
             text: A prompt, or a rendered conversation.
-            tokenize: What makes ids of it, if it is not the tokenizer alone.
+            tokenize: Function used instead of the tokenizer alone.
 
         Raises:
-            ApiError: However it is cut into tokens, there are too many.
-            ConfigError: It is no text.
+            ApiError: The text is too long under any tokenization.
+            ConfigError: The text is not valid Unicode.
         """
         if self._max is not None and len(text) > self._max:
             raise text_too_long(len(text), self._max, self._sequence)

@@ -1,11 +1,11 @@
-"""Calls of tools in a text, as Hermes' models and those of its kind write them.
+"""Parser of tool calls in generated text, as models in the style of Hermes write them.
 
     I look it up. <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-What is no such object stays text, with its marks. Spaces between text and calls are nobody's. However a text comes in
-pieces, contents and calls are the same.
+Anything that is not such an object stays text, markers included. Spaces between text and calls are dropped. Content and
+calls do not depend on how the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class ToolCall:
 
 
 class ToolCallReader:
-    """Takes a growing text apart.
+    """Incremental parser of a growing text.
 
     Args:
-        most: Calls that are told; those behind them are left out.
+        most: Maximum number of calls returned; later ones are dropped.
 
     Attributes:
-        count: Calls told so far.
+        count: Calls returned so far.
     """
 
     def __init__(self, most: int) -> None:
         self.count = 0
         self._max = most
         self._held = ""  # may be the beginning of a call
-        self._spaces = ""  # behind the content so far
+        self._spaces = ""  # after the content so far
         self._is_behind_call = False
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """What has become certain: content, and calls.
+        """Return content and calls that have become certain.
 
         Args:
-            text: What has come since the last call.
-            is_last: Nothing follows. A call that is not closed then counts, if it is one.
+            text: New text since the last call.
+            is_last: Whether the text ends here. An unclosed call then counts if it is valid.
         """
         self._held += text
         content: list[str] = []
@@ -75,7 +75,7 @@ class ToolCallReader:
         return "".join(content), calls
 
     def _content(self, text: str) -> str:
-        """The text as content, less the spaces at its end, which may lie before a call."""
+        """Return the text as content, less the spaces at its end, which may precede a call."""
         if self._is_behind_call:
             text = text.lstrip()
             self._is_behind_call = not text
@@ -86,7 +86,7 @@ class ToolCallReader:
 
 
 def read_call(text: str) -> ToolCall | None:
-    """The call that stands between the marks; None if it is none."""
+    """Return the call between the markers; None if the text is not a call."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -100,6 +100,6 @@ def read_call(text: str) -> ToolCall | None:
 
 
 def _overlap(text: str) -> int:
-    """Characters at the end of `text` with which a call may begin."""
+    """Return the number of characters at the end of `text` that may begin a call."""
     longest = min(len(text), len(OPENING) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(OPENING[:length])), 0)

@@ -1,1 +1,1 @@
-"""What the server answers, a file a concern."""
+"""Routes of the server, one file per concern."""

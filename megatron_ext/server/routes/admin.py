@@ -1,4 +1,4 @@
-"""What changes the server for everybody. Open to administrators' keys, where `--enable-admin-routes` says so."""
+"""Routes that affect all tenants. Open to administrators' keys, with `--enable-admin-routes`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class Nothing(Body):
-    """An empty object, or no body at all."""
+    """Empty object, or no body at all."""
 
 
 class AbortRequest(Body):
-    """Which answers are to end."""
+    """Answers to abort."""
 
-    request_id: Text | None = None  # the `id` of an answer, as its client sees it
+    request_id: Text | None = None  # the `id` of an answer
     abort_all: bool | None = None
 
     @model_validator(mode="after")
@@ -42,7 +42,7 @@ class AbortRequest(Body):
 
 
 class UpdateRequest(Body):
-    """Where new weights are."""
+    """Location of new weights."""
 
     model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
 
@@ -53,7 +53,7 @@ async def sleep(
     body: Nothing | None = None,
     level: Annotated[int, Query(ge=1, le=1, description="1: memory of the pools; weights stay")] = 1,
 ) -> dict[str, object]:
-    """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones get a 503."""
+    """Free the pools' memory. Requests in flight wait and keep their tokens; new ones get a 503."""
     await serving.requests.sleep()
     logger.info("asleep: the memory of the pools has been given back")
     return {"is_sleeping": True}
@@ -61,7 +61,7 @@ async def sleep(
 
 @router.post("/wake_up", dependencies=[Depends(only_queries())])
 async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
-    """Allocate the pools again; requests compute what they had computed, and go on."""
+    """Allocate the pools again; requests recompute their KV and states, and continue."""
     try:
         await serving.requests.wake_up()
     except (MemoryError, RuntimeError) as error:
@@ -74,19 +74,19 @@ async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dic
 
 @router.get("/is_sleeping", dependencies=[Depends(only_queries())])
 async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
-    """Whether the server is asleep."""
+    """Return whether the server is asleep."""
     return {"is_sleeping": serving.requests.is_asleep}
 
 
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])
 async def flush_cache(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
-    """Empty the prefix cache; another name of `/reset_prefix_cache`."""
+    """Empty the prefix cache; alias of `/reset_prefix_cache`."""
     return await serving.cache.reset()
 
 
 @router.post("/abort", dependencies=[Depends(only_queries())])
 async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, object]:
-    """End one answer, or all. Their clients are told; their memory is free when the step in flight has ended."""
+    """Abort one answer, or all. Their clients get an error; their memory is free after the step in flight."""
     if body.request_id is not None:
         group = serving.answers.get(body.request_id)
         count = 0 if group is None else serving.requests.end(group, aborted())

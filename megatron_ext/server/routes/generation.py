@@ -1,4 +1,4 @@
-"""The routes that generate."""
+"""Routes that generate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request, serving: ServerDependency) -> Response:
-    """Go on with one or several prompts."""
+    """Complete one or several prompts."""
     serving.check_model(body)
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.requests.capacity)
@@ -71,7 +71,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
 async def _answer(
     request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], builder: ResponseBuilder
 ) -> Response:
-    """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
+    """Run the requests. A stream starts with the first token, so that earlier failures have their own status."""
     specs = request.scope[CALLER].own(specs)
     builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:

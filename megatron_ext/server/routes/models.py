@@ -1,4 +1,4 @@
-"""The one model, and what says what it is."""
+"""Routes of the model list."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(serving: ServerDependency) -> dict[str, object]:
-    """The one model."""
+    """Return the list with the one model."""
     return {"object": "list", "data": [serving.describe()]}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
-    """The model by its name."""
+    """Return the model by its name."""
     if model != serving.model:
         raise unknown_model(model, serving.model)
     return serving.describe()

@@ -1,4 +1,4 @@
-"""How the server is, and what its cache holds."""
+"""Routes that observe: health, metrics, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(serving: ServerDependency) -> JSONResponse:
-    """200 while the engine steps without failing, 503 otherwise."""
+    """Return 200 while the engine steps without failing, 503 otherwise."""
     requests = serving.requests
     is_healthy = requests.is_healthy
     status = "failing" if not is_healthy else "asleep" if requests.is_asleep else "ok"
     return JSONResponse({"status": status, "errors": requests.error_count}, 200 if is_healthy else 503)
 
 
-for method in ("GET", "POST"):  # as some platforms ask
+for method in ("GET", "POST"):  # some platforms send POST
     router.add_api_route("/ping", health, methods=[method], summary="Ping")
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Of this package."""
+    """Return the version of this package."""
     return {"version": megatron_ext.__version__}
 
 
 @router.get("/load")
 async def load(serving: ServerDependency) -> dict[str, int]:
-    """Requests that are here, how many of them run, wait and are paused, and how many there may be."""
+    """Return the number of requests: running, waiting, paused, and the maximum."""
     state = serving.metrics.state
     counts = {name: 0 if state is None else state.value(name) for name in ("running", "waiting", "paused")}
     return {"server_load": serving.requests.living, **counts, "capacity": serving.requests.capacity}
@@ -44,31 +44,31 @@ async def load(serving: ServerDependency) -> dict[str, int]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(serving: ServerDependency) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
     return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/metrics/history")
 async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict[str, object]:
-    """The last ten minutes of the metrics, or what came since then, and how it is now."""
+    """Return the metrics of the last ten minutes, or since a moment, followed by the current values."""
     return serving.describe_server() | serving.history.since(since)
 
 
 @router.get("/prefix_cache")
 async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
-    """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
+    """Return the prefix cache's contents: sizes, usage, and the hottest prefixes as hashes. Never text."""
     return await serving.cache.describe()
 
 
 class JsonLines(Response):
-    """A line of JSON for each of many things."""
+    """Response with one line of JSON per object."""
 
     media_type = "application/x-ndjson"
 
 
 @router.get("/prefix_cache/trace", response_class=JsonLines)
 async def prefix_cache_trace(serving: ServerDependency) -> Response:
-    """The requests of the recent past as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
+    """Return recent requests as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
     recent = serving.requests.recent
     content = await asyncio.to_thread(recent.lines, recent.snapshot())
     return JsonLines(content)
@@ -76,17 +76,17 @@ async def prefix_cache_trace(serving: ServerDependency) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
-    """Empty the cache; requests in flight go on, and leave nothing in it."""
+    """Empty the cache; requests in flight continue, and store nothing in it."""
     return await serving.cache.reset()
 
 
 @router.get("/docs", response_class=HTMLResponse)
 async def documentation(request: Request) -> HTMLResponse:
-    """What the description of this server says, for people."""
+    """Return the OpenAPI description of this server as a page."""
     return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
 
 
 @router.get("/", response_class=HTMLResponse)
 async def status_page() -> HTMLResponse:
-    """What the history and the cache's own route say, drawn."""
+    """Return the status page, which draws the metrics' history and the prefix cache."""
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)

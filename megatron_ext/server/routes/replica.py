@@ -1,4 +1,4 @@
-"""What a coordinator in front of several servers needs to know of this one (docs/fleet.md)."""
+"""Route for a coordinator in front of several servers (docs/fleet.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ router = APIRouter()
 
 @router.get("/replica", dependencies=[Depends(only_queries())])
 async def replica(serving: ServerDependency) -> dict[str, object]:
-    """Which process this is, how it is, how far it has come, and what it has computed and skipped.
+    """Return this process's instance id, health, progress, and its counts of computed and cached tokens.
 
-    `instance` is another one after a restart. `steps` grows while the engine computes: it is the sign of life that
-    `/health` is not, since that is answered beside the engine. Counts are null where `--hide-cache-counts` hides them.
+    `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
+    not, since `/health` is answered without the engine. Counts are null where `--hide-cache-counts` hides them.
     """
     requests, state = serving.requests, serving.metrics.state
     geometry = serving.engine.geometry

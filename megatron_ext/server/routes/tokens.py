@@ -1,4 +1,4 @@
-"""Texts as token ids and back, and what the tokenizer is."""
+"""Routes of the tokenizer: tokenize, detokenize, and its description."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ router = APIRouter(route_class=JsonRoute, dependencies=[Depends(only_queries())]
 
 
 def whole_numbers(value: object) -> object:
-    """A list of ids, looked at as a whole.
+    """Return a list of ids, checked as a whole.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is not a list of integers.
     """
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("must be a list of token ids (integers)")
@@ -35,12 +35,12 @@ Ids = Annotated[list[int], PlainValidator(whole_numbers, json_schema_input_type=
 
 
 class TokenizeRequest(TemplateFields):
-    """A text, or a conversation and what its template is told."""
+    """A text, or a conversation with its template options."""
 
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None  # of a prompt: those that its tokenizer adds; true unless given
+    add_special_tokens: bool | None = None  # of a prompt: tokens that the tokenizer adds; true by default
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(Body):
-    """Ids."""
+    """Token ids."""
 
     model: str | None = None
     tokens: Ids
@@ -63,7 +63,7 @@ class DetokenizeRequest(Body):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str, object]:
-    """Ids of a text, as `/v1/completions` reads it, or of a conversation, as `/v1/chat/completions` does."""
+    """Return the ids of a text, as `/v1/completions` reads it, or of a conversation, as `/v1/chat/completions` does."""
     serving.check_name(body.model)
     tokens = await _tokens(body, serving)
     strings = await asyncio.to_thread(_each, serving, tokens) if body.return_token_strs else None
@@ -91,7 +91,7 @@ def _each(serving: Serving, tokens: Sequence[int]) -> list[str]:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict[str, str]:
-    """The text of ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     serving.check_name(body.model)
     most = serving.prompt_limits.sequence
     if len(body.tokens) > most:
@@ -102,7 +102,7 @@ async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(serving: ServerDependency) -> dict[str, object]:
-    """What clients need to know to use this tokenizer: its special tokens, its chat template."""
+    """Return the tokenizer's description for clients: its special tokens and its chat template."""
     tokenizer = serving.tokenizer
     info: dict[str, object] = {
         "tokenizer_class": type(tokenizer).__name__,
