@@ -6,7 +6,7 @@
         for record in engine.generate(["The import statement", "A list is"], RequestParams(num_tokens_to_generate=20)):
             print(record.generated_text)
 
-docs/python.md says more. Names are looked up when they are used: `import megatron_ext` itself imports nothing.
+See docs/python.md. Names are imported lazily: `import megatron_ext` itself imports nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""The errors a caller can meet, named for what went wrong."""
+"""Exceptions of the public API."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _LONGEST_MESSAGE = 4000  # characters
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work.
+    """Invalid setting.
 
-    The message is one line: the value, the limit it breaks, and what would work. Values come from files and requests of
-    others, so what no terminal should get is written as repr() does, and the message has an end.
+    The message is one line: the value, the limit it breaks, and what would work. Values may come from files and
+    requests, so unprintable text is written as by repr(), and the length of the message is bounded.
     """
 
     def __init__(self, message: str) -> None:
@@ -22,7 +22,7 @@ def _one_line(text: str) -> str:
 
 
 class MachineError(ConfigError):
-    """A setting that cannot work on this machine; on others of the same world it may: a file that they have."""
+    """Setting that cannot work on this machine but may on others of the same world, such as a missing file."""
 
 
 _NEEDS = {
@@ -35,12 +35,12 @@ _NEEDS = {
 
 
 class CapacityError(Exception):
-    """A resource has fewer free units than a request needs.
+    """Resource shortage: fewer free units than a request needs.
 
     Args:
-        resource: What ran out: "blocks", "tokens", "requests", "slots" or "sequence_length".
+        resource: Exhausted resource: "blocks", "tokens", "requests", "slots" or "sequence_length".
         needed: Units that the request needs.
-        available: Units that there are; of the whole pool when not transient.
+        available: Free units, or the size of the whole pool if not transient.
         is_transient: True if the same call may succeed later, False if it never can.
     """
 
@@ -56,19 +56,19 @@ class CapacityError(Exception):
 
 
 class OutputError(Exception):
-    """Results are there and could not be written. The message is one line: where to, and why."""
+    """Failure to write results. The message is one line: the destination and the reason."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is missing a part, holds an unknown one, or has the wrong shape."""
+    """Checkpoint with a missing or unknown part, or a wrong shape."""
 
 
 class RestoreError(RuntimeError):
-    """A snapshot slot does not hold the states that a request was to resume from. Nothing is ever resumed from it.
+    """Snapshot slot without the states that a request was to resume from. No request resumes from it.
 
     Args:
-        message: Which slot, and what it holds.
-        block hash: The key of the states that it was to hold.
+        message: The slot, and its contents.
+        block_hash: Key of the expected states.
     """
 
     def __init__(self, message: str, block_hash: bytes) -> None:
@@ -77,15 +77,15 @@ class RestoreError(RuntimeError):
 
 
 class EngineSuspended(RuntimeError):
-    """A step was asked of an engine that is suspended."""
+    """Raised for a step of a suspended engine."""
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on together: one of them has failed, is gone or does not answer. Nothing is tried again.
+    """Failure of the world: a rank has failed, is gone or does not answer. Nothing is retried.
 
     Args:
-        message: For people; empty where another rank says what has happened.
-        exit_code: Of this process.
+        message: Text for people; empty if another rank reports the failure.
+        exit_code: Exit code of this process.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -94,8 +94,8 @@ class RankError(RuntimeError):
 
 
 class EngineClosed(RuntimeError):
-    """A closed engine was asked for something, or it was closed before a request had ended."""
+    """Raised for a call of a closed engine, and for a request that was unfinished when the engine was closed."""
 
 
 class RequestFailed(RuntimeError):
-    """A request that is streamed ended without being completed; what it got before stands. The message says why."""
+    """Failure of a streamed request; its output so far stands. The message gives the reason."""

@@ -1,4 +1,4 @@
-"""Reading a small file that somebody else wrote: a regular one, of a size that is stated, and no more than that."""
+"""Safe reading of small files from other sources: regular files only, up to a given size."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from megatron_ext.errors import CheckpointError, ConfigError
 
-JsonObject = dict[str, object]  # as it was read: what a value is must still be found out
+JsonObject = dict[str, object]  # as parsed: the types of the values are unchecked
 
 _LONGEST_JSON = 16 * 1024**2  # bytes, of a configuration, or a tokenizer's
-_MAX_LEVELS = 32  # of lists and objects in one another
+_MAX_LEVELS = 32  # of nested lists and objects
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -25,27 +25,27 @@ _KINDS = {
 
 
 def read_bytes(path: str | Path, limit: int, error: type[ConfigError] = ConfigError) -> bytes:
-    """The bytes of a regular file; otherwise as `read_text`."""
+    """Return the bytes of a regular file; otherwise as `read_text`."""
     with open_regular(path, error) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(limit + 1) if size <= limit else b""
-    if size > limit or len(content) > limit:  # it may have grown; those of /proc say that they are empty
+    if size > limit or len(content) > limit:  # it may have grown; files in /proc report size 0
         raise error(f"{path}: {max(size, len(content))} bytes or more; such a file may have {limit}")
     return content
 
 
 def read_text(path: str | Path, limit: int, error: type[ConfigError] = ConfigError) -> str:
-    """The text of a regular file in UTF-8; links are followed, and must end in one.
+    """Return the UTF-8 text of a regular file; links are followed, and must end in a regular file.
 
-    Nothing is opened that could block or answer for ever, and at most `limit` bytes are kept.
+    No file is opened that could block or be endless, and at most `limit` bytes are kept.
 
     Args:
         path: The file.
-        limit: The most bytes that it may have.
-        error: What to raise.
+        limit: Maximum size in bytes.
+        error: Exception class to raise.
 
     Raises:
-        ConfigError: It is not there, not a regular file, larger than `limit`, or not UTF-8; as `error`, in one line.
+        ConfigError: The file is missing, not regular, larger than `limit`, or not UTF-8; as `error`, in one line.
     """
     try:
         return read_bytes(path, limit, error).decode("utf-8")
@@ -54,10 +54,10 @@ def read_text(path: str | Path, limit: int, error: type[ConfigError] = ConfigErr
 
 
 def open_regular(path: str | Path, error: type[ConfigError] = ConfigError) -> BinaryIO:
-    """A regular file of any size, open for reading; otherwise as `read_text`."""
+    """Open a regular file of any size for reading; otherwise as `read_text`."""
     try:
-        _require_regular(path, os.stat(path), error)  # opening a device may do something already
-        # Between the two calls it may have become a pipe, whose opening would wait for a writer.
+        _require_regular(path, os.stat(path), error)  # opening a device may have side effects
+        # The path may have become a pipe between the two calls; opening a pipe would wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as problem:
         raise error(f"{path}: {problem.strerror or problem}") from None
@@ -76,14 +76,14 @@ def _require_regular(path: str | Path, status: os.stat_result, error: type[Confi
 
 
 def read_json(path: Path, limit: int = _LONGEST_JSON) -> JsonObject:
-    """A JSON file that holds one object.
+    """Return the object of a JSON file.
 
     Args:
         path: The file; a link is followed, and must end in a regular file.
-        limit: The most bytes that it may have.
+        limit: Maximum size in bytes.
 
     Raises:
-        CheckpointError: It is not there, not such a file, not JSON, or too much of it.
+        CheckpointError: The file is missing, not regular, not a JSON object, or too large or too deep.
     """
     if not os.path.lexists(path):
         raise CheckpointError(f"{path.parent} has no {path.name}")
@@ -101,7 +101,7 @@ def read_json(path: Path, limit: int = _LONGEST_JSON) -> JsonObject:
 
 
 def _require_shallow(content: JsonObject, path: Path) -> None:
-    """What is read next may call itself for each level."""
+    """Check the nesting depth: later readers may recurse once per level."""
     level: list[object] = [content]
     for _ in range(_MAX_LEVELS):
         lists = [value for value in level if isinstance(value, list)]

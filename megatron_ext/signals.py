@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM as a request to end in order, once; standard library only.
+"""SIGINT and SIGTERM as a single request for an orderly exit; standard library only.
 
-Where nothing is lost by it a signal raises `Interrupted` at once, where something would be it is noted, and whoever
-watches looks at `is_asked`. Launchers and terminals send several signals for one wish (torchrun sends SIGTERM after a
-SIGINT of the terminal), so those within a second of the first count as one. A later one kills.
+A signal raises `Interrupted` at once where nothing is lost by that; elsewhere the signal is noted, and the code polls
+`is_asked`. Launchers and terminals send several signals for one request (torchrun sends SIGTERM after a SIGINT of the
+terminal), so signals within a second of the first count as one. A later signal kills.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_WISH = 1.0  # seconds
 NOTHING_YET = "nothing has run"
-EXIT_CODE_BASE = 128  # a shell's exit code of a process that a signal ended is this and the signal's number
+EXIT_CODE_BASE = 128  # a shell's exit code of a process ended by a signal: this plus its number
 
 
 class Interrupted(BaseException):
-    """A signal asks to end. No `Exception`: what recovers from errors must not go on.
+    """Raised by a signal that requests the exit. Not an `Exception`, so error recovery does not swallow it.
 
     Args:
-        number: Of the signal.
-        message: What became of the work.
+        number: Number of the signal.
+        message: Consequence for the work.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -34,29 +34,29 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM."""
+        """Exit code: 130 for SIGINT, 143 for SIGTERM."""
         return EXIT_CODE_BASE + self.number
 
     @property
     def signal_name(self) -> str:
-        """As in `SIGINT`."""
+        """Name of the signal, such as `SIGINT`."""
         return signal.Signals(self.number).name
 
 
 class Interruption:
-    """Watches for signals while it is entered; before and after, whoever had them has them.
+    """Context manager that handles signals, and restores the previous handlers at its end.
 
-    Signals that are ignored stay ignored (a shell does that for jobs in the background). Python gives signals to the
-    main thread only: entered in another one, nothing is watched.
+    Ignored signals stay ignored (a shell ignores them for background jobs). Python delivers signals to the main thread
+    only: in another thread, no signal is handled.
 
     Args:
-        message: What a signal that comes first means for the work: the message of `Interrupted`.
-        hand_on: When the block ends, raise a noted signal again for whoever had it before.
-        ignored: Signals that mean nothing here, as SIGINT of a terminal to a process that ends when another one does.
+        message: Consequence of a first signal for the work: the message of `Interrupted`.
+        hand_on: Whether to raise a noted signal again for the previous handlers when the block ends.
+        ignored: Signals to ignore, such as the terminal's SIGINT for a process that ends with another one.
     """
 
     def __init__(self, message: str = NOTHING_YET, *, hand_on: bool = False, ignored: Collection[int] = ()) -> None:
-        self.number: int | None = None  # of the first signal
+        self.number: int | None = None  # number of the first signal
         self._message = message
         self._hand_on = hand_on
         self._is_held = False
@@ -67,7 +67,7 @@ class Interruption:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self.number is not None
 
     def __enter__(self) -> Interruption:
@@ -81,7 +81,7 @@ class Interruption:
         return signal.SIG_IGN if number in self._ignored else self._notice
 
     def __exit__(self, *_: object) -> None:
-        self._is_held = True  # what comes while the handlers change is handed on, or too late to change anything
+        self._is_held = True  # signals during the change of handlers are handed on, or too late
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handler(number):
                 signal.signal(number, handler)
@@ -89,44 +89,44 @@ class Interruption:
             signal.raise_signal(self.number)
 
     def take_back(self) -> None:
-        """Watch again, after somebody may have put a handler in the place of this one (`faulthandler` does, unseen)."""
+        """Install the handlers again, after other code may have replaced them (`faulthandler` does, silently)."""
         for number in self._before:
             signal.signal(number, self._handler(number))
 
     def hold(self) -> None:
-        """From now on signals are noted only.
+        """Only note signals from now on.
 
         Raises:
-            Interrupted: One has been noted before, and somebody's cleaning up swallowed what it raised.
+            Interrupted: A signal was noted before, and other code swallowed its exception.
         """
         self._is_held = True
         self._raise_if_asked()
 
     def keep_quiet(self) -> None:
-        """As `hold`, for cleaning up: what has been noted does not raise."""
+        """Only note signals, as `hold` does, but never raise: for cleaning up."""
         self._is_held = True
 
     def raise_swallowed(self) -> None:
-        """For an error that comes out of somebody else's code.
+        """Raise `Interrupted` in place of an error that a signal caused in other code.
 
         Raises:
-            Interrupted: A signal raised this before, and that code made an error of its own of it.
+            Interrupted: A signal raised before, and other code converted the exception.
         """
         if self._has_raised:
             self._raise_if_asked()
 
     def release(self, message: str) -> None:
-        """From now on a signal raises `Interrupted` with this message.
+        """Raise `Interrupted` with this message from now on.
 
         Raises:
-            Interrupted: One has been noted.
+            Interrupted: A signal has been noted.
         """
         self._message = message
         self._is_held = False
         self._raise_if_asked()
 
     def ignore_all(self) -> None:
-        """For the last moments of a process: a signal must not change the exit code any more."""
+        """Ignore all signals at the very end of a process, so that they cannot change the exit code."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""The application: routes behind the server's gates, and a lifespan."""
+"""ASGI application of the coordinator: routes, the server's middleware, and a lifespan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUR_ADMIN_PATHS = ADMIN_PATHS | {"/replicas", "/replicas/join", "/replicas/drain
 
 
 def create_app(coordination: Coordination, launcher: Launcher | None = None) -> FastAPI:
-    """The application. Its lifespan watches replicas, and runs those that the launcher starts."""
+    """Return the application. Its lifespan watches replicas, and runs the launched ones."""
     settings = coordination.settings
 
     @asynccontextmanager

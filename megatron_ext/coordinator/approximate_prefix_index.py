@@ -1,7 +1,7 @@
-"""What a replica without events probably holds: the prompts that it has answered, as many blocks as it has.
+"""Approximate prefix index of a replica without KV events: its answered prompts, limited to the size of its pool.
 
-Such a replica does not say what it has cached and what it has given up. What it computed last is there most likely; so
-the router is told of it as if by events, and the oldest is taken back when more is remembered than the pool can hold.
+Such a replica does not publish stored and evicted blocks. The blocks that it computed last are most likely cached; the
+router is told of them as if by events, and the oldest are removed when the index exceeds the pool.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron_ext.routing.router import Router
 
 
 class ApproximatePrefixIndex:
-    """Of one replica.
+    """Approximate prefix index of one replica.
 
     Args:
-        router: To be told.
-        replica: Its name there.
-        block_size: Tokens.
-        most: Blocks to remember.
-        has_states: Whether it resumes at snapshots, which it takes at the last boundary of a prompt.
+        router: Router that is told of the blocks.
+        replica: Name of the replica in the router.
+        block_size: Tokens of a block.
+        most: Maximum number of blocks.
+        has_states: Whether the replica resumes at snapshots, which it takes at the last boundary of a prompt.
     """
 
     def __init__(self, router: Router, replica: str, block_size: int, most: int, *, has_states: bool) -> None:
@@ -31,18 +31,18 @@ class ApproximatePrefixIndex:
         self._block_size = block_size
         self._max = most
         self._has_states = has_states
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # by key, the oldest first, none before those behind it
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # by key, oldest first, each after its descendants
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def answered(self, routed: RoutedPrompt) -> None:
-        """It has computed a prompt."""
+        """Add a prompt that the replica has computed."""
         size = self._block_size
         keys = routed.prompt.keys(size)[: self._max]
         known = next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
         new = keys[known:]
-        self._touch(keys[:known])  # before anything is given up
+        self._touch(keys[:known])  # before any block is evicted
         while len(self._blocks) + len(new) > self._max:
             self._router.removed(self._replica, [self._blocks.popitem(last=False)[0]])
         if new:
@@ -56,11 +56,11 @@ class ApproximatePrefixIndex:
             self._router.state_stored(self._replica, [keys[boundary - 1]])
 
     def _touch(self, keys: Sequence[int]) -> None:
-        """These are in use; the last ones, which need those before them, go first."""
+        """Mark keys as used; later blocks are evicted before the blocks that they depend on."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
     def cleared(self) -> None:
-        """It holds nothing any more."""
+        """Remove all blocks, after the replica has emptied its cache."""
         self._blocks.clear()
         self._router.cleared(self._replica)

@@ -1,4 +1,4 @@
-"""Former path of `RoutedPrompt`, which examples/ray_serve imported from here."""
+"""Alias module of `RoutedPrompt` under its former path, which examples/ray_serve imported."""
 
 from __future__ import annotations
 

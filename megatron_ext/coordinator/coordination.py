@@ -1,4 +1,4 @@
-"""What the routes of a coordinator need: the fleet, and everything around it."""
+"""Shared state of a coordinator's routes: the fleet, the router, metrics, and event readers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megatron_ext.server.api_keys import Keys, load_keys
 
 logger = logging.getLogger(__name__)
 
-EVERYBODY = 60.0  # seconds that a call to all replicas may take: a reset waits for a step, a wake-up for memory
+EVERYBODY = 60.0  # seconds for a call to all replicas: a reset waits for a step, a wake-up for memory
 
 
 @dataclass(frozen=True)
 class ReplicaRow:
-    """What people see of one replica."""
+    """Row of one replica in the status page."""
 
     url: str
     source: str
@@ -56,14 +56,14 @@ class ReplicaRow:
 
 
 class Coordination:
-    """See the module.
+    """Shared state of the routes; see the module.
 
     Args:
-        settings: Of the coordinator.
-        keys: By default those that the settings name.
+        settings: Settings of the coordinator.
+        keys: API keys; by default those that the settings name.
 
     Raises:
-        ConfigError: Keys or replicas cannot be read where the settings say.
+        ConfigError: Keys or replicas cannot be read from the files in the settings.
     """
 
     def __init__(self, settings: CoordinatorConfig, keys: Keys | None = None) -> None:
@@ -84,7 +84,7 @@ class Coordination:
         self._watching: asyncio.Task[None] | None = None
 
     def _joined(self, member: Member) -> None:
-        """Learn what it holds: from its events, or from what it answers."""
+        """Track the cache of a new replica: by its events, or by its answers."""
         beat = member.beat
         assert beat is not None, "it has answered"
         can_be_read = is_loopback(member.address.host) or not any(one.is_of_this_machine for one in beat.events)
@@ -108,7 +108,7 @@ class Coordination:
             reader.close()
 
     def start(self) -> None:
-        """Take in the replicas that the flags name; on the event loop."""
+        """Add the replicas that the flags name; runs on the event loop."""
         for url in self.settings.replica:
             self.fleet.add(url, Source.FLAG)
         if self._file is not None:
@@ -116,7 +116,7 @@ class Coordination:
             self._watching = asyncio.get_running_loop().create_task(self._file.run())
 
     async def close(self) -> None:
-        """Watch and read nothing any more."""
+        """Stop all heartbeats and event readers."""
         if self._watching is not None:
             self._watching.cancel()
         await self.fleet.close()
@@ -124,15 +124,15 @@ class Coordination:
             reader.close()
 
     def cache_cleared(self, url: str) -> None:
-        """A replica has emptied its cache; one with events says so itself."""
+        """Note that a replica has emptied its cache; a replica with events publishes this itself."""
         if url in self._prefix_index:
             self._prefix_index[url].cleared()
 
     async def anybody(self, method: str, target: str, headers: Headers, body: bytes) -> Whole:
-        """What the first replica that answers says.
+        """Return the answer of the first replica that answers.
 
         Raises:
-            ApiError: None does.
+            ApiError: No replica answers.
         """
         for member in sorted(self.fleet.answering(), key=lambda one: len(one.calls)):
             try:
@@ -144,10 +144,10 @@ class Coordination:
         raise no_replica()
 
     async def everybody(self, method: str, target: str, headers: Headers, body: bytes) -> dict[str, Whole | CallFailed]:
-        """What each replica that can be asked says, by its URL.
+        """Return the answers of all replicas that can be called, by URL.
 
         Raises:
-            ApiError: There is none.
+            ApiError: There is no such replica.
         """
         members = self.fleet.answering()
         if not members:
@@ -163,7 +163,7 @@ class Coordination:
         return {member.url: answer for member, answer in zip(members, answers, strict=True)}
 
     def rows(self) -> list[dict[str, object]]:
-        """All replicas, for people."""
+        """Return the rows of all replicas for the status page."""
         views = {view.name: view for view in self.router.replicas()}
         return [asdict(self._row(member, views.get(url))) for url, member in self.fleet.members.items()]
 

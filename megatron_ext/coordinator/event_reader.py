@@ -1,8 +1,8 @@
-"""What a replica publishes of its cache, told to the router: subscribed to, and asked for again when something is lost.
+"""KV event subscription of a replica: its events update the router, and lost ones are replayed.
 
-A reader begins with what the cache holds now, so a coordinator that is started again knows it at once. After that it
-asks for what is missing when a number is skipped, and now and then when nothing has come, since the last one may be
-what was lost.
+A reader starts with the current contents of the cache, so a restarted coordinator knows them at once. Later it requests
+a replay when a sequence number is skipped, and periodically when no event has arrived, since the last event may be the
+lost one.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from megatron_ext.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
-QUIET = 2.0  # seconds without an event after which the replica is asked whether there was one
+QUIET = 2.0  # seconds without an event before a replay is requested
 PATIENCE = 5.0  # seconds for an answer
-_EVERYTHING = (1 << 63) - 1  # a number that no event has: whoever asks for it gets what there is
-_MAX_WAITING = 10_000  # events that ZeroMQ keeps while nobody reads; beyond them some are lost, and asked for
-_REST = 1.0  # seconds between two questions for everything
+_EVERYTHING = (1 << 63) - 1  # a number beyond all events: its replay is the current contents
+_MAX_WAITING = 10_000  # events that ZeroMQ queues; more are lost, and replayed
+_REST = 1.0  # seconds between two requests for the whole contents
 
 
 class EventReader:
-    """Reads the events of one replica until it is closed.
+    """Reader of one replica's events, until it is closed.
 
     Args:
-        router: To be told; the replica has joined it.
-        replica: Its name there.
-        sources: Where its caches publish, one for each data-parallel rank of its world.
+        router: Router to update; the replica has joined it.
+        replica: Name of the replica in the router.
+        sources: Event sources of its caches, one for each data-parallel rank of its world.
     """
 
     def __init__(self, router: Router, replica: str, sources: Sequence[EventSource]) -> None:
         self._router = router
         self._replica = replica
-        # Hashes by rank; of one cache alone the router knows them, and they are not kept twice.
+        # Hashes by rank; not kept for a single cache, whose hashes the router has.
         self._held: dict[int, set[Hash]] = {rank: set() for rank in range(len(sources))} if len(sources) > 1 else {}
         self._streams = [_Stream(self, rank, source) for rank, source in enumerate(sources)]
         create_task = asyncio.get_running_loop().create_task
         self._tasks = [create_task(stream.run()) for stream in self._streams]
 
     def close(self) -> None:
-        """Read nothing more; the router is told nothing from now on."""
+        """Stop reading; the router gets no more updates."""
         for task in self._tasks:
             task.cancel()
 
     @property
     def events(self) -> int:
-        """That have been read."""
+        """Number of events that have been read."""
         return sum(stream.read for stream in self._streams)
 
     def tell(self, rank: int, event: Event) -> bool:
         """Pass an event on to the router.
 
         Returns:
-            Whether it fits what was known; if not, something was lost.
+            Whether the event fits the known contents; if not, an event was lost.
         """
         router, replica = self._router, self._replica
 
         def tagged(hashes: Sequence[Hash]) -> list[Hash]:
-            return [(rank, one) for one in hashes]  # of two caches in one process equal blocks have equal hashes
+            return [(rank, one) for one in hashes]  # equal blocks have equal hashes in two caches of one process
 
         held = self._held.get(rank)
         if isinstance(event, BlockStored):
@@ -94,7 +94,7 @@ class EventReader:
         return True
 
     def _clear(self, rank: int) -> None:
-        """One of the caches holds nothing; what the others hold stays."""
+        """Remove the blocks of one cache that no other cache of the replica holds."""
         held = self._held.get(rank)
         if held is None:
             self._router.cleared(self._replica)
@@ -104,18 +104,18 @@ class EventReader:
 
 
 class _Stream:
-    """The events of one cache."""
+    """Event stream of one cache."""
 
     def __init__(self, reader: EventReader, rank: int, source: EventSource) -> None:
         self._reader = reader
         self._source = source
         self.rank = rank
-        self.is_whole = True  # all that the cache holds has been told
+        self.is_whole = True  # the router knows the whole contents of the cache
         self.read = 0  # events
-        self._next = 0  # number of the event that comes
+        self._next = 0  # number of the next event
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read events until cancelled."""
         context = zmq.asyncio.Context.instance()
         with context.socket(zmq.SUB) as events:
             events.setsockopt(zmq.LINGER, 0)
@@ -138,7 +138,7 @@ class _Stream:
     async def _take(self, number: int, payload: bytes) -> None:
         if number > self._next:
             await self._ask(self._next)
-        if number >= self._next:  # else it was among what was asked for
+        if number >= self._next:  # otherwise already replayed
             self._tell(number, payload)
 
     def _tell(self, number: int, payload: bytes) -> None:
@@ -152,7 +152,7 @@ class _Stream:
         self.is_whole = self.is_whole and all(fits)
 
     async def _ask(self, start: int) -> None:
-        """Ask for all events from a number on; those that are not kept any more come as what there is now."""
+        """Replay all events from a number on; if they are no longer kept, the replay is the current contents."""
         if self._source.replay is None:
             return
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as asking:

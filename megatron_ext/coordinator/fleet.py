@@ -1,4 +1,4 @@
-"""All replicas: who joins, who answers, who is dead, and what the router is told of that."""
+"""Fleet of replicas: membership, heartbeats, and the updates of the router."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_ext.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
-BEATS = 4  # in `--replica-timeout`
-LONGEST_INTERVAL = 1.0  # seconds between two of them
+BEATS = 4  # heartbeats in `--replica-timeout`
+LONGEST_INTERVAL = 1.0  # seconds between two heartbeats
 
 
 class Fleet:
-    """See the module. Everything happens on one event loop.
+    """All replicas; see the module. All methods run on one event loop.
 
     Args:
-        router: Told which replicas there are.
+        router: Router that is told of joining and leaving replicas.
         timeout: Seconds without a sign of life after which a replica is dead.
     """
 
@@ -30,17 +30,17 @@ class Fleet:
         self.router = router
         self.timeout = timeout
         self.members: dict[str, Member] = {}
-        self.on_join: Callable[[Member], None] = lambda member: None  # the router has it
-        self.on_leave: Callable[[Member], None] = lambda member: None  # it has it no more
-        self.on_removed: Callable[[Member], None] = lambda member: None  # nobody names it any more
-        self.in_flight: set[int] = set()  # requests that the router has, by their numbers
+        self.on_join: Callable[[Member], None] = lambda member: None  # added to the router
+        self.on_leave: Callable[[Member], None] = lambda member: None  # removed from the router
+        self.on_removed: Callable[[Member], None] = lambda member: None  # removed from the fleet
+        self.in_flight: set[int] = set()  # numbers of the requests in the router
         self._interval = min(LONGEST_INTERVAL, timeout / BEATS)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    # Who is here
+    # Membership
 
     def add(self, url: str, source: Source) -> Member:
-        """A replica is to join; one that is here already, and leaving, stays."""
+        """Add a replica, or cancel its removal if it is about to leave."""
         member = self.members.get(url)
         if member is None:
             logger.info("replica %s is to join (%s)", url, source.value)
@@ -52,7 +52,7 @@ class Fleet:
         return member
 
     def drain(self, url: str, *, is_draining: bool = True, leaves: bool = False) -> None:
-        """It gets nothing new; with `leaves` it goes when what is in flight to it has ended."""
+        """Stop or resume new requests; with `leaves`, remove the replica once its requests in flight have ended."""
         member = self.members[url]
         logger.info("replica %s %s", url, "drains" if is_draining else "takes requests again")
         member.is_draining, member.leaves_when_idle = is_draining, leaves
@@ -61,7 +61,7 @@ class Fleet:
             self.remove(url)
 
     def remove(self, url: str) -> None:
-        """It is gone: what is in flight to it runs elsewhere, or ends."""
+        """Remove a replica: its requests in flight are retried elsewhere, or end."""
         member = self.members.pop(url)
         logger.info("replica %s leaves", url)
         self._tasks.pop(url).cancel()
@@ -69,38 +69,38 @@ class Fleet:
         self.on_removed(member)
 
     def ended(self, member: Member) -> None:
-        """Something in flight to it has ended."""
+        """Note the end of a call to a replica, which may then leave."""
         if member.leaves_when_idle and not member.calls and self.members.get(member.url) is member:
             self.remove(member.url)
 
     def ready(self) -> list[Member]:
-        """Those that take requests."""
+        """Replicas that take requests."""
         return [member for member in self.members.values() if member.status is Status.READY]
 
     def answering(self) -> list[Member]:
-        """Those that can be asked for anything but generating."""
+        """Replicas that answer calls other than generation."""
         kinds = (Status.READY, Status.DRAINING, Status.ASLEEP, Status.FAILING)
         return [member for member in self.members.values() if member.status in kinds]
 
     def doubtful(self) -> list[str]:
-        """Those to be avoided: they did not answer when they were asked last."""
+        """URLs of replicas to be avoided: their last heartbeat failed."""
         return [url for url, member in self.members.items() if member.is_silent]
 
     async def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop all heartbeats."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def first_look(self) -> None:
-        """Wait until each of those that are here now has been asked once."""
+        """Wait until each current replica has been probed once."""
         await asyncio.gather(*(member.probed.wait() for member in self.members.values()))
 
-    # How they are
+    # Heartbeats
 
     async def _watch(self, member: Member) -> None:
-        """Ask a replica for signs of life for as long as it is here."""
+        """Send heartbeats to a replica until it is removed."""
         sweeping = asyncio.get_running_loop().create_task(self._sweep(member))
         try:
             while True:
@@ -111,7 +111,7 @@ class Fleet:
                     await asyncio.wait_for(member.poked.wait(), self._interval)
                 except asyncio.TimeoutError:
                     continue
-                await asyncio.sleep(self._interval / BEATS)  # poked again and again it is not asked without a pause
+                await asyncio.sleep(self._interval / BEATS)  # repeated pokes must not cause heartbeats without a pause
         finally:
             sweeping.cancel()
 
@@ -128,7 +128,7 @@ class Fleet:
         self._note_beat(member, beat)
 
     def note_silence(self, member: Member, problem: str) -> None:
-        """It did not answer: it is avoided, and asked again soon."""
+        """Note a failed heartbeat: the replica is avoided, and probed again soon."""
         if problem != member.problem:
             logger.warning("replica %s: %s", member.url, problem)
         member.problem, member.is_silent = problem, True
@@ -154,14 +154,14 @@ class Fleet:
             self.router.drain(member.url, is_draining=not is_open)
 
     async def _sweep(self, member: Member) -> None:
-        """Find out that no sign of life has come; what is in flight and still gives bytes goes on."""
+        """Detect missing signs of life; calls in flight that still deliver bytes continue."""
         pause = self._interval / BEATS
         while True:
             began = time.monotonic()
             await asyncio.sleep(pause)
             now = time.monotonic()
             late = now - began - pause
-            if late > pause:  # the coordinator was held up, and could not have read a sign of life in that time
+            if late > pause:  # the coordinator itself was late, and could not read heartbeats
                 member.alive_at = min(member.alive_at + late, now)
             latest = now - self.timeout
             if member.alive_at < latest and member.beat is not None:
@@ -174,7 +174,7 @@ class Fleet:
                 member.give_up_calls(reason, latest)
 
     def _forget(self, member: Member, reason: str) -> None:
-        """The process that was there is gone."""
+        """Remove a replica from the router after its process has died or restarted."""
         self._leave_router(member)
         member.give_up_calls(reason)
 

@@ -1,7 +1,7 @@
-"""One request to one replica, and to another one if that does not answer: nothing is lost, nothing answered twice.
+"""Request forwarding with retries on other replicas: no request is lost, and no client gets two answers.
 
-An answer is passed on when all of it is there, a stream from its first event on. Until then a replica that dies, is
-full or fails costs the client time alone. After that a stream that breaks off ends with an error object.
+A complete answer is passed on as a whole, a stream from its first event on. Until then, a replica that dies, is full or
+fails costs the client only time. A stream that breaks off later ends with an error object.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _GENERATED = re.compile(rb'"completion_tokens": ?(\d+)')
 
 @dataclass(frozen=True)
 class Streamed:
-    """An answer that comes in parts, of which the first is there."""
+    """Streamed answer, whose first part has arrived."""
 
     proxied: ProxiedRequest
     events: AsyncIterator[bytes]
 
 
 class Forwarder:
-    """See the module.
+    """Forwards requests to replicas; see the module.
 
     Args:
         fleet: All replicas.
-        metrics: Told what happens.
-        remembered: What replicas without events probably hold, by their URLs.
+        metrics: Metrics of the coordinator.
+        prefix_index: Approximate prefix indexes of replicas without events, by their URLs.
     """
 
     def __init__(self, fleet: Fleet, metrics: FleetMetrics, prefix_index: dict[str, ApproximatePrefixIndex]) -> None:
@@ -55,7 +55,7 @@ class Forwarder:
         """Run a request.
 
         Raises:
-            ApiError: Nobody could.
+            ApiError: No replica could answer.
         """
         retries = Retries()
         while retries.may_go_on:
@@ -100,10 +100,10 @@ class Forwarder:
         return ProxiedRequest(self._fleet, decision, routed, next(self._numbers))
 
     async def _sent(self, routed: RoutedRequest, proxied: ProxiedRequest) -> Whole | Streamed:
-        """The whole answer, or the beginning of a stream.
+        """Send the request; return the whole answer, or the beginning of a stream.
 
         Raises:
-            CallFailed: The replica did not get that far.
+            CallFailed: The replica did not get this far.
         """
         call = proxied.call
         await call.start("POST", routed.path, routed.headers, routed.body, patience=self._fleet.timeout)
@@ -120,7 +120,7 @@ class Forwarder:
     async def _rest(
         self, routed: RoutedRequest, proxied: ProxiedRequest, first: bytes, events: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
-        """All events; if the replica is lost on the way, the last one is the error."""
+        """Yield all events; if the replica is lost on the way, the last event is the error."""
         count = first.count(_END)
         try:
             yield first
@@ -146,21 +146,21 @@ class Forwarder:
         proxied.end(None if found is None else int(found[1]))
 
     def _computed(self, routed: RoutedRequest, member: Member) -> None:
-        """The replica has what it computed, or had it before."""
+        """Add the prompt to the replica's approximate prefix index, if it has one."""
         if routed.prompt.is_shared and member.is_known and member.url in self._prefix_index:
             self._prefix_index[member.url].answered(routed.prompt)
 
 
 def broken_off(error: CallFailed) -> ApiError:
-    """What a client is told whose stream has begun."""
+    """Return the error that ends a stream after its replica was lost."""
     return ApiError(503, f"the replica that answered was lost: {error}", kind=FAULT, code="replica_lost")
 
 
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Server-sent events, one or several at once, never a part of one.
+    """Yield whole server-sent events, one or several at once.
 
     Raises:
-        CallFailed: What ends in the middle of one.
+        CallFailed: The stream ends in the middle of an event.
     """
     rest = b""
     async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What a replica says of itself when it is asked for a sign of life: `GET /replica` of its server."""
+"""Heartbeat of a replica: the answer of `GET /replica`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ OK, ASLEEP, FAILING = "ok", "asleep", "failing"
 
 @dataclass(frozen=True)
 class EventSource:
-    """Where a replica publishes what its cache holds.
+    """Addresses of a cache's KV events.
 
     Attributes:
-        endpoint: To subscribe to, as ZeroMQ spells it.
-        replay: To ask for what was missed; None if nobody can be asked.
-        topic: Of the events.
+        endpoint: Address to subscribe to, as ZeroMQ spells it.
+        replay: Address of replays; None if there is none.
+        topic: Topic of the events.
     """
 
     endpoint: str
@@ -25,27 +25,27 @@ class EventSource:
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether it can be read on its own machine alone."""
+        """Whether the addresses are reachable on their own machine only."""
         return any(one is not None and one.startswith("ipc://") for one in (self.endpoint, self.replay))
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One answer.
+    """Answer of `GET /replica`.
 
     Attributes:
-        instance: Of the process; another one after a restart.
+        instance: Identifier of the process; changes with a restart.
         status: `OK`, `ASLEEP` or `FAILING`.
-        has_keys: Whether it asks for API keys, and binds salts to them.
-        block_size: Tokens.
-        blocks: Of its KV pool.
-        has_states: Whether it resumes at snapshots only.
-        capacity: Requests that it takes at once, waiting ones included.
-        living: Requests that are there.
-        steps: That its engine has computed; grows as long as it is not stuck.
-        skipped: Prompt tokens that no layer computed, since its start; None where it does not tell.
-        computed: The others.
-        events: Where it publishes what it holds, for each data-parallel rank of its world; empty if it does not.
+        has_keys: Whether the replica needs API keys, and binds salts to them.
+        block_size: Tokens of a block.
+        blocks: Blocks of the KV pool.
+        has_states: Whether the replica resumes at snapshots only.
+        capacity: Maximum number of requests, waiting ones included.
+        living: Current number of requests.
+        steps: Steps that the engine has computed; grows unless the engine is stuck.
+        skipped: Prompt tokens skipped through the cache since the start; None if hidden.
+        computed: Prompt tokens computed since the start; None if hidden.
+        events: Event sources, one for each data-parallel rank of the replica's world; empty without events.
     """
 
     instance: str
@@ -64,14 +64,14 @@ class Heartbeat:
 
     @classmethod
     def of(cls, content: object, host: str) -> Heartbeat:
-        """What an answer says.
+        """Parse an answer.
 
         Args:
-            content: Its JSON.
-            host: Of the replica: what stands for "every address" in where it publishes.
+            content: Parsed JSON.
+            host: Host of the replica, which replaces a wildcard in its addresses.
 
         Raises:
-            ValueError: It is not the answer of a replica.
+            ValueError: The content is not the answer of a replica.
         """
         try:
             assert isinstance(content, dict)
@@ -111,7 +111,7 @@ def _source(events: Mapping[str, object], host: str) -> EventSource:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An endpoint that somebody binds, as others connect to it: `tcp://*:5557` is on the host of its server."""
+    """Return the address to connect to for a bound endpoint: `tcp://*:5557` is on the host of its server."""
     for every in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"):
         if endpoint.startswith(every):
             return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.removeprefix(every)}"

@@ -1,4 +1,4 @@
-"""Replicas that the coordinator starts: each a world of its own, restarted when it dies."""
+"""Launcher of local replicas: each is a separate world, restarted when it exits."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-BAD_USAGE = 2  # exit code: it would not start the next time either
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before it is started again; doubled each time
-LIVED_LONG = 60.0  # seconds; then the pauses begin anew
-LAST_SECONDS = 10.0  # beyond the time that a replica has for its requests
+BAD_USAGE = 2  # exit code of invalid settings: a restart would fail as well
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled each time
+LIVED_LONG = 60.0  # seconds; a longer life resets the pauses
+LAST_SECONDS = 10.0  # seconds after a replica's grace period for its requests
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _READY = re.compile(r"^ready: (http://\S+)$")
@@ -41,17 +41,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How replicas are started.
+    """Plan of the replicas to start.
 
     Attributes:
         script: `tools/run_server.py`.
-        flags: For it.
-        count: Replicas.
-        world: Ranks of each.
-        api_key: Where the coordinator has one that is in no file; None otherwise.
+        flags: Flags of the script.
+        count: Number of replicas.
+        world: Ranks of each replica.
+        api_key: API key of the coordinator if it is not in a file; None otherwise.
         shutdown_timeout: Seconds that a replica has to end.
-        devices: GPUs of the machine, as CUDA names them; empty without.
-        has_private_events: Whether each publishes its KV events in a directory that this user alone can enter.
+        devices: GPUs of the machine, as CUDA names them; empty without GPUs.
+        has_private_events: Whether each replica publishes its KV events in a directory that only this user can enter.
     """
 
     script: Path
@@ -72,7 +72,7 @@ class LaunchPlan:
             )
 
     def command(self, events: Path | None = None) -> list[str]:
-        """Command line of one replica, which publishes its KV events over sockets in `events`, if that is given."""
+        """Return the command line of a replica, which publishes its KV events on sockets in `events`, if given."""
         runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
         own = ["--host", "127.0.0.1", "--port", "0"]
         if events is not None:
@@ -81,7 +81,7 @@ class LaunchPlan:
         return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
 
     def environment(self, index: int) -> dict[str, str]:
-        """Of the replica with this number: its own devices."""
+        """Return the environment of the replica with this number, with its own devices."""
         variables = dict(os.environ)
         if self.api_key is not None:
             variables[API_KEY_VARIABLE] = self.api_key
@@ -91,7 +91,7 @@ class LaunchPlan:
 
 
 def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """GPUs, without asking CUDA, which would take one."""
+    """Return the GPUs without initializing CUDA, which would occupy one."""
     told = (os.environ if environment is None else environment).get(DEVICES_VARIABLE)
     if told is not None:
         return tuple(one.strip() for one in told.split(",") if one.strip() and one.strip() != "-1")
@@ -100,10 +100,10 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory of mode 0700 for sockets, deleted at the end with all that is in it.
+    """Create a directory of mode 0700 for sockets, deleted at the end with its contents.
 
     Raises:
-        ConfigError: It cannot be created, or its path is too long for a socket's.
+        ConfigError: The directory cannot be created, or its path is too long for a socket's.
     """
     try:
         place = tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX, ignore_cleanup_errors=True)
@@ -123,37 +123,37 @@ def private_directory() -> Iterator[Path]:
 
 
 def _end_with_parent() -> None:
-    """In the child: nobody stops it if the coordinator is killed."""
+    """Request SIGTERM when the parent dies; runs in the child, which would outlive a killed coordinator."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Launcher:
-    """Starts replicas and keeps them running.
+    """Starts replicas and restarts them when they exit.
 
     Args:
-        plan: How.
-        on_failure: Called when they cannot be started at all; `failure` says why.
+        plan: Replicas to start.
+        on_failure: Called when the replicas cannot be started at all; `failure` has the reason.
     """
 
     def __init__(self, plan: LaunchPlan, on_failure: Callable[[], None] = lambda: None) -> None:
         self._plan = plan
         self.on_failure = on_failure
         self.failure: ConfigError | None = None
-        self.pids: dict[int, int] = {}  # of those that run, by the replica's number
+        self.pids: dict[int, int] = {}  # of running processes, by replica number
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ready = [asyncio.Event() for _ in range(plan.count)]
 
     def start(self, fleet: Fleet) -> None:
-        """Begin to start them."""
+        """Start the tasks that run the replicas."""
         create_task = asyncio.get_running_loop().create_task
         self._tasks = [create_task(self._keep_running(index, fleet)) for index in range(self._plan.count)]
 
     async def all_ready(self) -> None:
-        """Wait until each has been ready once, or none ever will be."""
+        """Wait until each replica has been ready once, or cannot be started."""
         await asyncio.gather(*(event.wait() for event in self._is_ready))
 
     async def close(self) -> None:
-        """Stop them; each has its time for what it computes."""
+        """Stop all replicas; each has its grace period for its requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,7 +165,7 @@ class Launcher:
             try:
                 code = await self._run_once(index, fleet)
                 problem = f"has ended with code {code}"
-            except ConfigError as error:  # there was room for its directory when the plan was made
+            except ConfigError as error:  # its directory could be created when the plan was made
                 code, problem = None, f"is not started: {error}"
             if code == BAD_USAGE and not self._is_ready[index].is_set():
                 self._give_up(ConfigError(f"replica {index} does not start, as it says above; see --launch"))
@@ -182,7 +182,7 @@ class Launcher:
         self.on_failure()
 
     async def _run_once(self, index: int, fleet: Fleet) -> int:
-        """From the start of a process to its end; its exit code."""
+        """Run a process from start to end; return its exit code."""
         with private_directory() if self._plan.has_private_events else contextlib.nullcontext() as events:
             return await self._run_in(events, index, fleet)
 
@@ -194,7 +194,7 @@ class Launcher:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LONGEST_LINE,
-            start_new_session=True,  # a Ctrl-C is for the coordinator, which lets requests end first
+            start_new_session=True,  # Ctrl-C reaches only the coordinator, which lets requests end first
             preexec_fn=_end_with_parent,
         )
         self.pids[index] = process.pid
@@ -226,7 +226,7 @@ class Launcher:
                     fleet.remove(url)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let it end by itself, or else not."""
+        """Terminate a process; kill it after its grace period."""
         if process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -242,11 +242,11 @@ class Launcher:
 async def _tell(
     index: int, stream: asyncio.StreamReader, to: object, heard: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Pass on what a replica says, line by line, with its number."""
+    """Copy the output of a replica line by line, with its number."""
     while True:
         try:
             line = await stream.readline()
-        except ValueError:  # longer than anybody reads
+        except ValueError:  # the line is longer than the limit
             continue
         if not line:
             return
@@ -256,14 +256,14 @@ async def _tell(
 
 
 def plan_of(settings: CoordinatorSettings, script: Path) -> LaunchPlan:
-    """A plan for this machine.
+    """Return a plan for this machine.
 
     Raises:
-        ConfigError: It has GPUs, and too few; or no directory for the sockets of KV events.
+        ConfigError: The machine has GPUs, but too few; or the directory for KV event sockets cannot be created.
     """
     config = settings.coordinator
     if settings.has_private_events:
-        with private_directory():  # known before anything is started
+        with private_directory():  # fails before any process is started
             pass
     return LaunchPlan(
         script,

@@ -1,4 +1,4 @@
-"""One replica as the coordinator sees it, and the requests in flight to it."""
+"""Replica as the coordinator sees it, with the requests in flight to it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron_ext.coordinator.replica_client import Address, Call
 
 
 class Status(str, enum.Enum):
-    """How a replica is."""
+    """Status of a replica."""
 
     JOINING = "joining"  # has not answered yet
     READY = "ready"
-    DRAINING = "draining"  # gets nothing new
+    DRAINING = "draining"  # gets no new requests
     ASLEEP = "asleep"
     FAILING = "failing"  # its last step failed
-    SILENT = "silent"  # did not answer when it was asked last
-    DEAD = "dead"  # no sign of life for --replica-timeout; forgotten until it answers again
+    SILENT = "silent"  # did not answer the last heartbeat
+    DEAD = "dead"  # no heartbeat for --replica-timeout; not routed to until it answers again
 
 
 class Source(str, enum.Enum):
-    """Who has named a replica."""
+    """Source that named a replica."""
 
     FLAG = "flag"
     FILE = "file"
@@ -34,22 +34,22 @@ class Source(str, enum.Enum):
 
 @dataclass(eq=False)
 class Member:
-    """One replica. Times are of `time.monotonic`.
+    """Replica in the fleet. Times are of `time.monotonic`.
 
     Attributes:
-        url: Its name, too.
-        source: Who has named it.
-        beat: Its last answer; None before the first.
-        alive_at: When it gave its last sign of life: an answer, and a step if anybody waits for one.
-        is_silent: Whether it did not answer when it was asked last.
-        is_known: Whether the router has it.
-        is_draining: Whether it gets nothing new.
-        leaves_when_idle: Whether it goes when nothing is in flight to it.
-        stuck: Instance and step at which its engine was given up; None if it was not.
-        problem: Of the last answer that did not come.
-        calls: In flight.
-        probed: Set when it has been asked for the first time.
-        poked: Set for it to be asked soon.
+        url: URL and name of the replica.
+        source: Source that named the replica.
+        beat: Last heartbeat; None before the first.
+        alive_at: Time of the last sign of life: an answer, with a step in between if a request waits for one.
+        is_silent: Whether the last heartbeat failed.
+        is_known: Whether the router knows the replica.
+        is_draining: Whether the replica gets no new requests.
+        leaves_when_idle: Whether the replica is removed once nothing is in flight to it.
+        stuck: Instance and step at which the engine was declared stuck; None if it was not.
+        problem: Error of the last heartbeat that failed.
+        calls: Calls in flight.
+        probed: Set after the first heartbeat.
+        poked: Set to request a heartbeat soon.
     """
 
     url: str
@@ -63,19 +63,19 @@ class Member:
     stuck: tuple[str, int] | None = None
     problem: str = ""
     calls: set[Call] = field(default_factory=set)
-    sent: int = 0  # requests, since it is here
-    moved: int = 0  # of those, that went elsewhere after all
+    sent: int = 0  # requests since the replica joined
+    moved: int = 0  # of those, requests retried on another replica
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     poked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """Address that the replica listens on."""
         return Address.of(self.url)
 
     @property
     def status(self) -> Status:
-        """How it is."""
+        """Current status."""
         if self.beat is None:
             return Status.JOINING
         if not self.is_known:
@@ -88,11 +88,11 @@ class Member:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for bytes of it."""
+        """Whether a call waits for bytes from the replica."""
         return any(call.is_waiting for call in self.calls)
 
     def take_beat(self, beat: Heartbeat) -> None:
-        """It has answered. That alone is no sign of life of its engine where somebody waits and no step has ended."""
+        """Record a heartbeat. It is no sign of life of the engine if a call waits and no step has ended."""
         last, self.beat = self.beat, beat
         self.is_silent, self.problem = False, ""
         has_stepped = last is None or last.instance != beat.instance or last.steps != beat.steps
@@ -102,7 +102,7 @@ class Member:
             self.stuck = None
 
     def give_up_calls(self, reason: str, silent_since: float = float("inf")) -> None:
-        """End calls that nothing has been heard of since then; those who wait for them are told why."""
+        """Abort calls that have received nothing since a moment; their callers get the reason."""
         for call in list(self.calls):
             if call.is_waiting and call.heard_at < silent_since:
                 call.give_up(reason)

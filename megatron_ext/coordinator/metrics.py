@@ -1,4 +1,4 @@
-"""What Prometheus sees of a fleet. The names are an interface; docs/fleet.md explains them."""
+"""Prometheus metrics of a fleet. Their names are an interface; docs/fleet.md explains them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _REPLICA = "replica"
 
 
 class FleetMetrics(Collector):
-    """All metrics of one coordinator. What is known of a replica goes when the replica does.
+    """All metrics of one coordinator. Series of a replica are removed with the replica.
 
     Args:
-        fleet: To be counted.
+        fleet: Fleet to be measured.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._registry = registry = CollectorRegistry()
-        self._taken: dict[str, tuple[int, float]] = {}  # decisions and their seconds, by the replica
+        self._taken: dict[str, tuple[int, float]] = {}  # decisions and their seconds, by replica
         self._decisions = Histogram(
             f"{PREFIX}_decision_seconds",
             "What choosing the replica took, by the replica that was chosen",
@@ -50,24 +50,24 @@ class FleetMetrics(Collector):
         registry.register(self)
 
     def decided(self, decision: Decision, seconds: float) -> None:
-        """A replica has been chosen."""
+        """Record a routing decision."""
         self._decisions.labels(decision.replica).observe(seconds)
         count, total = self._taken.get(decision.replica, (0, 0.0))
         self._taken[decision.replica] = count + 1, total + seconds
         self._chosen.labels(decision.replica, decision.reason.value).inc()
 
     def moved(self, url: str, reason: str) -> None:
-        """A replica did not answer a request; one that has been taken away is not counted any more."""
+        """Count a request that a replica did not answer, unless the replica has been removed."""
         if url in self._fleet.members:
             self._moved.labels(url, reason).inc()
 
     def decision_seconds(self, url: str) -> float | None:
-        """The mean of those that chose this replica; None if none did."""
+        """Return the mean seconds of decisions for this replica; None if there are none."""
         count, seconds = self._taken.get(url, (0, 0.0))
         return seconds / count if count else None
 
     def forget(self, url: str) -> None:
-        """A replica has been taken away."""
+        """Remove the series of a replica."""
         self._taken.pop(url, None)
         for metric in (self._decisions, self._chosen, self._moved):
             labels = [one.labels for family in metric.collect() for one in family.samples]
@@ -76,7 +76,7 @@ class FleetMetrics(Collector):
                 metric.remove(url, *(() if reason is None else (reason,)))
 
     def collect(self) -> Iterator[Metric]:
-        """How replicas are now."""
+        """Yield gauges of the replicas' current state."""
         views = {view.name: view for view in self._fleet.router.replicas()}
         up = GaugeMetricFamily(f"{PREFIX}_replica_ready", "1 if the replica takes requests", labels=[_REPLICA])
         flying = GaugeMetricFamily(f"{PREFIX}_in_flight", "Requests in flight to the replica", labels=[_REPLICA])
@@ -102,5 +102,5 @@ class FleetMetrics(Collector):
         yield from (up, flying, load, blocks, sent, skipped, computed)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A request in flight to a replica: a call, and what the router is told of it."""
+"""Request in flight to a replica: an HTTP call, and the updates of the router."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_ext.routing.router import Decision
 
 
 class ProxiedRequest:
-    """A request in flight to a replica.
+    """Request in flight to a replica.
 
     Args:
-        fleet: That the replica is of.
-        decision: Which replica.
-        asked: What is to be computed.
-        number: Its name, which no other one has.
+        fleet: Fleet of the replica.
+        decision: Routing decision.
+        routed: Request to be computed.
+        number: Unique number of the request.
     """
 
     def __init__(self, fleet: Fleet, decision: Decision, routed: RoutedRequest, number: int) -> None:
@@ -31,21 +31,21 @@ class ProxiedRequest:
 
     @property
     def _is_routed(self) -> bool:
-        """Whether the router has it: one whose replica has left is not in flight to it any more."""
+        """Whether the router has the request; it is removed when its replica leaves."""
         return self._number in self._fleet.in_flight
 
     def prefilled(self) -> None:
-        """Its first token has come."""
+        """Record the first token."""
         if self._is_routed:
             self._fleet.router.prefilled(self._number)
 
     def generated(self, tokens: int) -> None:
-        """So many more have come."""
+        """Record more generated tokens."""
         if self._is_routed:
             self._fleet.router.generated(self._number, tokens)
 
     def end(self, generated: int | None = None) -> None:
-        """However it has ended; once is enough."""
+        """Record the end, successful or not; later calls have no effect."""
         if self._is_over:
             return
         self._is_over = True
@@ -57,5 +57,5 @@ class ProxiedRequest:
         self._fleet.ended(self.member)
 
     def abort(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Abort the request, whose client has disconnected."""
         self.end()

@@ -1,4 +1,4 @@
-"""Former path and name of `ApproximatePrefixIndex`, which examples/ray_serve imported from here."""
+"""Alias module of `ApproximatePrefixIndex` under its former name, which examples/ray_serve imported."""
 
 from __future__ import annotations
 

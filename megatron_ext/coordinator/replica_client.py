@@ -1,7 +1,7 @@
-"""HTTP to replicas: one connection a call, on asyncio's streams and h11, which uvicorn brings along.
+"""HTTP client of replicas: one connection per call, on asyncio streams and h11, a dependency of uvicorn.
 
-A connection of its own makes every end visible at once (the kernel closes what a dead process had), and no call meets
-one that the replica was about to close.
+A separate connection reveals every end at once (the kernel closes the sockets of a dead process), and no call reuses a
+connection that the replica is about to close.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BROKEN = (OSError, EOFError, h11.RemoteProtocolError)
 
 
 class CallFailed(Exception):
-    """A replica could not be reached, or its answer broke off. The message says how, without its address.
+    """Failure of a call: no connection, or the answer broke off. The message has the reason, without the address.
 
     Args:
-        message: For people.
-        has_reached: Whether the replica may have seen the call.
+        message: Text for people.
+        has_reached: Whether the replica may have received the call.
     """
 
     def __init__(self, message: str, *, has_reached: bool) -> None:
@@ -37,7 +37,7 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a replica listens."""
+    """Address that a replica listens on."""
 
     host: str
     port: int
@@ -45,23 +45,23 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Of a URL that `config.fleet.replica_problem` has no problem with."""
+        """Parse a URL that `config.fleet.replica_problem` accepts."""
         parts = urlsplit(url)
         assert parts.hostname is not None, f"{url} has no host"
         return cls(parts.hostname, parts.port or 80, parts.netloc)
 
 
 class Call:
-    """One request to a replica and its answer.
+    """HTTP request to a replica, and its answer.
 
     Args:
-        address: Of the replica.
+        address: Address of the replica.
 
     Attributes:
-        status: Of the answer, once its head is there.
-        headers: The same; names are in lower case.
-        heard_at: When the last byte came, or somebody began to wait for the next one; `time.monotonic`.
-        is_waiting: Whether somebody waits for a byte, and not the other way round.
+        status: Status of the answer, after its head.
+        headers: Headers of the answer, after its head; names are in lower case.
+        heard_at: Time of the last byte, or of the start of waiting for the next one; `time.monotonic`.
+        is_waiting: Whether the caller waits for a byte, rather than the answer for its reader.
     """
 
     def __init__(self, address: Address) -> None:
@@ -81,14 +81,14 @@ class Call:
         """Send the request, and wait for the head of the answer.
 
         Args:
-            method: Of HTTP.
+            method: HTTP method.
             target: Path and query.
-            headers: Beside `Host`, `Connection` and `Content-Length`.
-            body: All of it.
-            patience: Seconds for the connection alone; whoever waits for the answer watches `heard_at`.
+            headers: Headers other than `Host`, `Connection` and `Content-Length`.
+            body: Whole body.
+            patience: Seconds for the connection alone; the caller watches `heard_at` for the answer.
 
         Raises:
-            CallFailed: No connection, or it broke off.
+            CallFailed: There is no connection, or it broke off.
         """
         try:
             opening = asyncio.open_connection(self._address.host, self._address.port)
@@ -116,19 +116,19 @@ class Call:
         self.status, self.headers = head.status_code, list(head.headers)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer's body as it comes.
+        """Yield the answer's body as it arrives.
 
         Raises:
-            CallFailed: It broke off.
+            CallFailed: The connection broke off.
         """
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
 
     async def body(self) -> bytes:
-        """All of the answer's body.
+        """Return the answer's whole body.
 
         Raises:
-            CallFailed: It broke off.
+            CallFailed: The connection broke off.
         """
         return b"".join([chunk async for chunk in self.chunks()])
 
@@ -154,26 +154,26 @@ class Call:
         return data
 
     def give_up(self, reason: str) -> None:
-        """Whoever waits for the answer gets a `CallFailed` that says this."""
+        """Abort the call: its reader gets a `CallFailed` with this reason."""
         self._reason = reason
         self.close()
 
     def close(self) -> None:
-        """Let the connection go, whatever has not come of the answer; the replica aborts what it computes for it."""
+        """Close the connection, even in the middle of the answer; the replica then aborts the request."""
         if self._writer is not None:
             self._writer.transport.abort()
 
 
 @dataclass(frozen=True)
 class Whole:
-    """An answer that is all there."""
+    """Complete answer."""
 
     status: int
     headers: Headers
     body: bytes
 
     def json(self) -> object:
-        """What it says; None if that is no JSON."""
+        """Return the parsed body; None if it is not JSON."""
         try:
             content: object = json.loads(self.body)
         except ValueError:
@@ -184,13 +184,13 @@ class Whole:
 async def fetch(
     address: Address, method: str, target: str, headers: Headers = (), body: bytes = b"", *, patience: float
 ) -> Whole:
-    """Ask a replica for something small.
+    """Fetch a small answer from a replica.
 
     Args:
-        patience: Seconds for all of it; the others as `Call.start`.
+        patience: Seconds for the whole call; the other arguments are those of `Call.start`.
 
     Raises:
-        CallFailed: It did not come.
+        CallFailed: No answer arrived.
     """
     call = Call(address)
 

@@ -1,4 +1,4 @@
-"""The file that names replicas: one URL a line, read again when it changes."""
+"""File of replica URLs: one URL a line, read again when it changes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_ext.files import read_text
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 1.0  # seconds between two looks
+INTERVAL = 1.0  # seconds between two checks
 LARGEST = 1 << 20  # bytes
 
 
 def read_replicas(file: str) -> list[str]:
-    """The URLs of a file. Empty lines and those that begin with # are left out.
+    """Return the URLs of a file. Empty lines and those that begin with # are skipped.
 
     Raises:
-        ConfigError: It cannot be read, or a line is no URL of a replica, or stands there twice.
+        ConfigError: The file cannot be read, or a line is not a replica's URL, or is repeated.
     """
     urls: list[str] = []
     for number, line in enumerate(read_text(Path(file), LARGEST).splitlines(), start=1):
@@ -40,14 +40,14 @@ def read_replicas(file: str) -> list[str]:
 
 
 class ReplicasFile:
-    """Brings the fleet up to what a file says. What it does not name any more drains, and then leaves.
+    """Synchronizes the fleet with a file. Replicas that are removed from the file drain, and then leave.
 
     Args:
-        file: Its name.
-        fleet: That replicas join.
+        file: Path of the file.
+        fleet: Fleet that the replicas join.
 
     Raises:
-        ConfigError: The file is none at the start. Later a mistake in it is logged, and nothing changes.
+        ConfigError: The file is invalid at the start. Later mistakes are logged, and nothing changes.
     """
 
     def __init__(self, file: str, fleet: Fleet) -> None:
@@ -57,18 +57,18 @@ class ReplicasFile:
         self._seen = self._stamp()
 
     def join(self) -> None:
-        """Take in those that it names."""
+        """Add the replicas of the file to the fleet."""
         for url in self._urls:
             self._fleet.add(url, Source.FILE)
 
     async def run(self) -> None:
-        """Look at it until cancelled."""
+        """Check the file until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL)
             self.look()
 
     def look(self) -> None:
-        """Read it if it has changed."""
+        """Read the file if it has changed."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
@@ -90,6 +90,6 @@ class ReplicasFile:
         try:
             found = os.stat(self._file)
         except OSError as error:
-            self._seen = (0, 0, 0)  # said once, and read when it is there again
+            self._seen = (0, 0, 0)  # logged once, and read when the file exists again
             raise ConfigError(f"--replicas-file {self._file}: {error.strerror}") from error
         return found.st_mtime_ns, found.st_size, found.st_ino

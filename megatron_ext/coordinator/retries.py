@@ -1,39 +1,39 @@
-"""Which replicas have been tried for one request, and what to tell its client if none of them answers."""
+"""Retries of a request: the replicas tried so far, and the error if none of them answers."""
 
 from __future__ import annotations
 
 from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
 
-# A request that three replicas have died or failed of may be why; it is given to no fourth one.
+# After three lost replicas the request itself may be the cause: it is not sent to a fourth one.
 MAX_LOST = 3
 _ENDED_ON_PURPOSE = "request_aborted"
 _SHORTEST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 
 
 class Retries:
-    """Of one request."""
+    """Retry state of one request."""
 
     def __init__(self) -> None:
         self.excluded: set[str] = set()  # URLs of replicas
-        self._waits: list[int] = []  # of those that were full, seconds
+        self._waits: list[int] = []  # Retry-After of full replicas, in seconds
         self._lost = 0
         self._failure: Whole | None = None
         self._error: CallFailed | None = None
 
     @property
     def may_go_on(self) -> bool:
-        """Whether it is given to another one."""
+        """Whether the request may be sent to another replica."""
         return self._lost < MAX_LOST
 
     def lost(self, url: str, error: CallFailed) -> None:
-        """A replica did not answer."""
+        """Record a replica that did not answer."""
         self.excluded.add(url)
         self._error = error
         self._lost += error.has_reached
 
     def goes_elsewhere(self, url: str, answer: Whole) -> bool:
-        """Whether another replica might do better than this answer."""
+        """Return whether another replica might give a better answer than this one."""
         self.excluded.add(url)
         if answer.status == 429:
             self._waits.append(retry_after(answer))
@@ -45,10 +45,10 @@ class Retries:
         return True
 
     def verdict(self) -> Whole:
-        """What was answered last, if it was no refusal.
+        """Return the last answer, unless it was a refusal.
 
         Raises:
-            ApiError: 429 if somebody was full, with the shortest wait; 503 if nobody is there.
+            ApiError: 429 if a replica was full, with the shortest wait; 503 if there is no replica.
         """
         if self._waits and self.may_go_on:
             wait = min(self._waits)
@@ -68,13 +68,13 @@ class Retries:
 
 
 def no_replica() -> ApiError:
-    """503: there is none that takes requests."""
+    """503: no replica takes requests."""
     message = "no replica takes requests now"
     return ApiError(503, message, kind=FAULT, code="no_replica", headers={"Retry-After": str(_SHORTEST_WAIT)})
 
 
 def retry_after(answer: Whole) -> int:
-    """Seconds that a replica asks to wait."""
+    """Return the seconds of an answer's Retry-After header, within bounds."""
     text = dict(answer.headers).get(b"retry-after", b"").decode("latin-1")
     return min(_LONGEST_WAIT, max(_SHORTEST_WAIT, int(text))) if text.isdecimal() and len(text) < 10 else _SHORTEST_WAIT
 

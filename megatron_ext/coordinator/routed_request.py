@@ -1,4 +1,4 @@
-"""What a client asks for, as far as it matters for where it runs."""
+"""Parts of a request that decide where it runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_ext.routing.prompt import Prompt
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """The prompt of a request, for the router.
+    """Prompt of a request, for the router.
 
     Attributes:
-        tokens: Ids, packed.
-        salt: As replicas publish it; None without.
-        is_shared: Whether anybody may find it cached.
+        tokens: Packed token ids.
+        salt: Salt as replicas publish it; None without.
+        is_shared: Whether another request may find the prompt cached.
     """
 
     tokens: array[int]
@@ -30,38 +30,38 @@ class RoutedPrompt:
 
     @classmethod
     def of(cls, tokens: Iterable[int], salt: str | None) -> RoutedPrompt:
-        """A prompt whose tokens are known.
+        """Return a prompt whose tokens are known.
 
         Raises:
-            OverflowError: One is no token id.
-            TypeError: The same.
+            OverflowError: A token id is out of range.
+            TypeError: A token id is not an integer.
         """
         packed, published = packed_tokens(tokens), None if salt is None else event_salt(salt)
         return cls(packed, published, True, Prompt(packed, published))
 
     @classmethod
     def private(cls, tokens: Iterable[int] = ()) -> RoutedPrompt:
-        """One that nobody shares, or of which nothing is known: it goes where the load is least."""
+        """Return an unshared or unknown prompt, which is routed to the replica with the least load."""
         packed, salt = packed_tokens(tokens) or packed_tokens((0,)), uuid.uuid4().hex
         return cls(packed, salt, False, Prompt(packed, salt))
 
     @property
     def extra_keys(self) -> list[list[str]] | None:
-        """What its first block depends on beside its tokens, as events say it."""
+        """Extra keys of the first block's hash, in the form of KV events."""
         return None if self.salt is None else [[self.salt]]
 
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A request that generates.
+    """Generation request.
 
     Attributes:
-        path: Of the route.
-        headers: For the replica.
-        body: The same.
-        is_stream: Whether the answer comes in parts.
-        new_tokens: That it may generate at most, as far as it says.
-        prompt: For the router.
+        path: Path of the route.
+        headers: Headers for the replica.
+        body: Body for the replica.
+        is_stream: Whether the answer is streamed.
+        new_tokens: Maximum number of generated tokens, as far as the body says.
+        prompt: Prompt for the router.
     """
 
     path: str

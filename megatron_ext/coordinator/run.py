@@ -1,4 +1,4 @@
-"""From a command line to a coordinator that listens. The work of `tools/run_coordinator.py`."""
+"""Coordinator start-up: from settings to a listening coordinator. Implements `tools/run_coordinator.py`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
-    """Listen, start what is to be started, and serve until a signal says to stop.
+    """Listen, launch replicas if requested, and serve until a signal arrives.
 
     Args:
-        settings: Of the coordinator and its replicas.
-        server_script: What `--launch` starts.
+        settings: Settings of the coordinator and its replicas.
+        server_script: Script that `--launch` starts.
 
     Raises:
-        ConfigError: For a mistake of the user's; nothing was served then.
+        ConfigError: The user made a mistake; no request was served.
     """
     config = settings.coordinator
     coordination = Coordination(config, load_keys(config))
@@ -44,7 +44,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
 
 
 class _Server(AnnouncedServer):
-    """Is ready when each replica that it knows of has been asked once, and those that it starts are there."""
+    """Server that is ready once each known replica has been probed, and launched replicas are ready."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Server(AnnouncedServer):
         self._say(url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end for as long as they may."""
+        """Let requests end within their grace period."""
         members = self._coordination.fleet.members.values()
         living = sum(len(member.calls) for member in members)
         logger.info("shutdown begins: %d requests in flight", living)
@@ -96,7 +96,7 @@ class _Server(AnnouncedServer):
 def build_coordinator(
     coordination: Coordination, on_ready: Callable[[str], None], launcher: Launcher | None = None
 ) -> uvicorn.Server:
-    """The server, which calls `on_ready` with its URL when it is ready."""
+    """Return the server, which calls `on_ready` with its URL when it is ready."""
     settings = coordination.settings
     app = create_app(coordination, launcher)
     return _Server(guarded(app, settings.limits, settings.shutdown_timeout), coordination, on_ready, launcher)

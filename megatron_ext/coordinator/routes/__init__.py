@@ -1,1 +1,1 @@
-"""The routes of a coordinator, by who asks them."""
+"""Routes of a coordinator, by purpose."""

@@ -1,4 +1,4 @@
-"""Routes of administrators that every replica is asked: what concerns everybody's cache."""
+"""Administrators' routes that are sent to every replica: they affect all tenants' caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNREACHABLE = 502
 
 
 async def ask_all(request: Request, coordination: CoordinationDependency) -> Response:
-    """What each replica answers, by its URL. The status is the first one that is no 200; `/abort` needs one 200."""
+    """Return each replica's answer, by URL. The status is the first that is not 200; `/abort` needs one 200."""
     body = await read_body(request, coordination.settings.limits.body_bytes)
     if body:
         check_content_type(request.headers.get("content-type"))
@@ -62,7 +62,7 @@ def _status(answer: Whole | CallFailed) -> int:
 
 
 def _together(answers: dict[str, Whole | CallFailed], *, needs_all: bool) -> Response:
-    """One answer of all; an error that all agree on is passed on as it is."""
+    """Combine all answers into one; an error that all replicas return is passed on unchanged."""
     statuses = [_status(answer) for answer in answers.values()]
     bad = [status for status in statuses if status != 200]
     first = next(iter(answers.values()))

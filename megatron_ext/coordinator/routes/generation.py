@@ -1,4 +1,4 @@
-"""The routes that generate."""
+"""Routes that generate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PASSED_ON = (b"content-type", b"retry-after", b"www-authenticate")
 
 @router.post("/v1/completions")
 async def create_completion(request: Request, coordination: CoordinationDependency) -> Response:
-    """Go on with one or several prompts; the body is that of a replica's route."""
+    """Complete one or several prompts; the body is that of a replica's route."""
     return await _generate(request, coordination)
 
 
@@ -56,7 +56,7 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
 
 
 def passed_on(answer: Whole) -> Response:
-    """An answer of a replica's as ours."""
+    """Return a replica's answer as a response of the coordinator."""
     headers: Headers = [(name, value) for name, value in answer.headers if name in _PASSED_ON]
     told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     return Response(answer.body, answer.status, headers=told)

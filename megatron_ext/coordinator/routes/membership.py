@@ -1,4 +1,4 @@
-"""Replicas join, drain and leave. Open to administrators' keys, where `--enable-admin-routes` says so."""
+"""Routes to add, drain and remove replicas. Open to administrators' keys, with `--enable-admin-routes`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_URL = 300  # characters
 
 @router.post("/replicas/join")
 async def join(request: Request, coordination: CoordinationDependency) -> dict[str, object]:
-    """The replica at `url` is to take requests, once it answers; also one that drains."""
+    """Add the replica at `url`, which takes requests once it answers; also resumes a draining one."""
     url = await _url(request, coordination)
     coordination.fleet.add(url, Source.ADMIN)
     return {"url": url, "status": coordination.fleet.members[url].status.value}
@@ -27,7 +27,7 @@ async def join(request: Request, coordination: CoordinationDependency) -> dict[s
 
 @router.post("/replicas/drain")
 async def drain(request: Request, coordination: CoordinationDependency) -> dict[str, object]:
-    """It gets nothing new; what is in flight to it goes on."""
+    """Drain a replica: it gets no new requests, and those in flight continue."""
     url = _known(await _url(request, coordination), coordination)
     coordination.fleet.drain(url)
     return {"url": url, "in_flight": len(coordination.fleet.members[url].calls)}
@@ -35,7 +35,7 @@ async def drain(request: Request, coordination: CoordinationDependency) -> dict[
 
 @router.post("/replicas/leave")
 async def leave(request: Request, coordination: CoordinationDependency) -> dict[str, object]:
-    """It is taken away at once: what is in flight to it runs elsewhere, and streams that have begun end."""
+    """Remove a replica at once: its requests in flight are retried elsewhere, and started streams end."""
     url = _known(await _url(request, coordination), coordination)
     count = len(coordination.fleet.members[url].calls)
     coordination.fleet.remove(url)
@@ -43,10 +43,10 @@ async def leave(request: Request, coordination: CoordinationDependency) -> dict[
 
 
 async def _url(request: Request, coordination: Coordination) -> str:
-    """The only field of the body.
+    """Return the only field of the body.
 
     Raises:
-        ApiError: It is something else.
+        ApiError: The body has other fields or types.
     """
     body = await read_body(request, coordination.settings.limits.body_bytes)
     check_content_type(request.headers.get("content-type"))

@@ -1,4 +1,4 @@
-"""How the fleet is, for load balancers, Prometheus and people."""
+"""Routes that observe the fleet, for load balancers, Prometheus and people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(coordination: CoordinationDependency) -> JSONResponse:
-    """200 while at least one replica takes requests, 503 otherwise; how many there are of which kind."""
+    """Return 200 while at least one replica takes requests, 503 otherwise; with the number of replicas by status."""
     fleet = coordination.fleet
     statuses = Counter(member.status.value for member in fleet.members.values())
     is_healthy = bool(fleet.ready())
@@ -30,19 +30,19 @@ async def health(coordination: CoordinationDependency) -> JSONResponse:
     return JSONResponse(content, 200 if is_healthy else 503)
 
 
-for method in ("GET", "POST"):  # as some platforms ask
+for method in ("GET", "POST"):  # some platforms send POST
     router.add_api_route("/ping", health, methods=[method], summary="Ping")
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Of this package."""
+    """Return the version of this package."""
     return {"version": megatron_ext.__version__}
 
 
 @router.get("/load")
 async def load(coordination: CoordinationDependency) -> dict[str, int]:
-    """Requests that are in flight to replicas, and how many these take."""
+    """Return the number of requests in flight, and the replicas' capacity."""
     members = coordination.fleet.members.values()
     beats = [member.beat for member in coordination.fleet.ready() if member.beat is not None]
     living = sum(len(member.calls) for member in members)
@@ -51,13 +51,13 @@ async def load(coordination: CoordinationDependency) -> dict[str, int]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(coordination: CoordinationDependency) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
     return Response(coordination.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/replicas")
 async def replicas(coordination: CoordinationDependency) -> dict[str, object]:
-    """All replicas in numbers; what the status page draws."""
+    """Return all replicas in numbers; source of the status page."""
     routing = coordination.settings.routing
     return {
         "version": megatron_ext.__version__,
@@ -69,11 +69,11 @@ async def replicas(coordination: CoordinationDependency) -> dict[str, object]:
 
 @router.get("/docs", response_class=HTMLResponse)
 async def documentation(request: Request) -> HTMLResponse:
-    """The routes, for people."""
+    """Return the OpenAPI description as a page."""
     return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
 
 
 @router.get("/", response_class=HTMLResponse)
 async def status_page() -> HTMLResponse:
-    """Replicas side by side."""
+    """Return the status page, with all replicas."""
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)

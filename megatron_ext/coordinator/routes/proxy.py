@@ -15,7 +15,7 @@ router = APIRouter()
 
 
 async def ask_one(request: Request, coordination: CoordinationDependency) -> Response:
-    """As on a replica."""
+    """Forward the request to one replica."""
     body = await read_body(request, coordination.settings.limits.body_bytes)
     if body:
         check_content_type(request.headers.get("content-type"))
@@ -34,12 +34,12 @@ for method, path in (
 
 
 def target_of(request: Request) -> str:
-    """Path and query as they were sent."""
+    """Return path and query as they were sent."""
     path = request.scope.get("raw_path") or request.url.path.encode()
     query = request.scope["query_string"]
     return (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 def headers_of(request: Request) -> Headers:
-    """What a replica is told of them."""
+    """Return the headers that are forwarded to a replica."""
     return [(name, value) for name, value in request.scope["headers"] if name in (b"authorization", b"content-type")]

@@ -126,8 +126,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
 
 
 def _choice(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
-    """Return the sampling fields with model defaults. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off.
-    """
+    """Return sampling fields with model defaults. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off."""
 
     def said(name: str, otherwise: float) -> Any:
         value = getattr(body, name)
