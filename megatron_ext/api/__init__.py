@@ -1,1 +1,1 @@
-"""The package as a library: what `import megatron_ext` offers."""
+"""Library interface: the names that `import megatron_ext` exports."""

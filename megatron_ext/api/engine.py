@@ -1,4 +1,4 @@
-"""An engine that has been loaded, as a program uses it: from any thread, and in any event loop."""
+"""Loaded engine for use as a library, from any thread and in any event loop."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Result = TypeVar("Result")
 
 
 class LoadedEngine:
-    """What `load_engine` returns: a model with an engine around it, which steps in a thread of its own.
+    """Model and engine, as `load_engine` returns them; the engine steps in a thread of its own.
 
     Every method may be called from any thread. `generate_async` and `stream` may run in any event loops, many at once.
-    The others wait for the step in flight, so in an event loop they hold it up for as long.
+    The others wait for the step in flight, and would block an event loop for as long.
 
     Args:
-        engine: Around the model; nobody else may call it from now on.
+        engine: Engine of the model; no other code may call it from now on.
         loaded: The model.
-        naming: What the format that it was loaded from calls its tensors; None if it is spread over ranks.
-        defaults: What a request asks for that brings no `RequestParams`.
-        on_close: Called once, when everything is over.
+        naming: Tensor names of the format that the model was loaded from; None if it is sharded over ranks.
+        defaults: Parameters of requests without `RequestParams`.
+        on_close: Called once, after the engine has been closed.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LoadedEngine:
     def generate(self, prompts: Iterable[Prompt], params: ParamsForAll = None) -> list[RequestRecord]: ...
 
     def generate(self, prompts: Prompts, params: ParamsForAll = None) -> list[RequestRecord]:
-        """Serve prompts to the end.
+        """Serve prompts to completion.
 
         >>> records = engine.generate(["The import statement", "A list is"], RequestParams(num_tokens_to_generate=8))
         >>> [len(record.generated_tokens) for record in records]
@@ -76,16 +76,16 @@ class LoadedEngine:
         True
 
         Args:
-            prompts: A text, or token ids (a list, a tensor or an array of whole numbers), or several of those, mixed as
-                you like.
-            params: For all of them, or one for each; None: what the engine was loaded with.
+            prompts: A text, or token ids (a list, a tensor or an array of integers), or several of those in any
+                mixture.
+            params: Parameters of all prompts, or one for each; None for the engine's defaults.
 
         Returns:
-            A record for each prompt, in their order. One that can never be served, such as one that is longer than the
-            model, is `FAILED` and says why in `error`; the others do not notice.
+            A record for each prompt, in their order. A prompt that can never be served, such as one longer than the
+            model's maximum, is `FAILED` with the reason in `error`; the others are not affected.
 
         Raises:
-            ConfigError: A prompt or its parameters make no sense. None of the prompts is served.
+            ConfigError: A prompt or its parameters are invalid. None of the prompts is served.
             EngineSuspended: The engine is suspended. None of the prompts is served.
             EngineClosed: The engine is closed, or was closed meanwhile.
         """
@@ -99,7 +99,7 @@ class LoadedEngine:
             raise
 
     async def generate_async(self, prompt: Prompt, params: RequestParams | None = None) -> RequestRecord:
-        """Serve one prompt to the end; when the task is cancelled the request is aborted.
+        """Serve one prompt to completion; the request is aborted if the task is cancelled.
 
         >>> async def both():
         ...     return await asyncio.gather(engine.generate_async("A list is"), engine.generate_async([5, 6, 7]))
@@ -117,7 +117,7 @@ class LoadedEngine:
             raise
 
     def stream(self, prompt: Prompt, params: RequestParams | None = None) -> RequestStream:
-        """Serve one prompt part by part; when the loop is left or its task is cancelled the request is aborted.
+        """Stream the output of one prompt; the request is aborted if the loop is left or its task is cancelled.
 
         >>> async def show():
         ...     async for part in engine.stream("A list is", RequestParams(num_tokens_to_generate=8)):
@@ -128,37 +128,37 @@ class LoadedEngine:
         ...
 
         Returns:
-            The parts; see `StreamPart`. The request begins with the first one. The errors are those of `generate`, and
-            `RequestFailed` where its record would say so.
+            The parts; see `StreamPart`. The request begins when the first one is read. The errors are those of
+            `generate`, and `RequestFailed` where the record would be `FAILED`.
         """
         return RequestStream(lambda: self._one(prompt, params), self._client, self._reader.vocabulary)
 
     def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function in the engine's thread, between two steps, and wait for it."""
+        """Call a function in the engine's thread, between two steps; return its result."""
         return self._client.call(function, *arguments).result()
 
     def _one(self, prompt: Prompt, params: RequestParams | None) -> EngineRequest:
         return _pending(*self._reader.read_one(prompt, params))
 
-    # What there is
+    # Inspection
 
     def statistics(self) -> EngineStatistics:
-        """What is in use and what has happened; `statistics().prefix_cache()` is that of the cache."""
+        """Return current usage and counts; `statistics().prefix_cache()` has those of the cache."""
         return self._call(self._engine.core.statistics)
 
     @property
     def geometry(self) -> KVCacheConfig:
-        """How many blocks and snapshots there are, and what one takes."""
+        """Numbers and sizes of blocks and snapshots."""
         return self._engine.geometry
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's; that of a chat model has `apply_chat_template` and `tokenize_chat`."""
+        """Tokenizer of the model; a chat model's has `apply_chat_template` and `tokenize_chat`."""
         return self._loaded.tokenizer
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's architecture."""
+        """Architecture of the model."""
         return self._loaded.config
 
     @property
@@ -166,18 +166,18 @@ class LoadedEngine:
         """The checkpoint's directory as given, "embedded", or "random weights, <pattern>"."""
         return self._loaded.name
 
-    # The cache, the weights, the memory
+    # Cache, weights, memory
 
     def reset_prefix_cache(self) -> None:
-        """Empty the cache: nothing cached before is matched after."""
+        """Empty the cache: blocks cached before are never matched again."""
         self._call(self._engine.core.reset_prefix_cache)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Write new weights in place, all or nothing, between two steps; the cache is emptied.
 
         The names are those of the format that the model was loaded from: of a Hugging Face checkpoint, of the
-        parameters of Megatron's model, or our own; `weight_shapes` lists them. Values are rounded to the types that the
-        parameters have, and may be on any device.
+        parameters of Megatron's model, or of this package; `weight_shapes` lists them. Values are rounded to the types
+        of the parameters, and may be on any device.
 
         >>> new = {name: torch.zeros(shape) for name, shape in engine.weight_shapes().items()}
         >>> with load_engine(buffer_size_gb=0.1) as other:
@@ -186,17 +186,17 @@ class LoadedEngine:
         >>> record.generated_tokens
         (0, 0, 0)
 
-        Requests in flight go on with the new weights, on what was computed with the old ones; nothing of theirs is
-        cached. Whatever has to be converted or moved is made ready first, in as much memory again: give large models in
+        Requests in flight continue with the new weights on the KV and states of the old ones, which are not cached.
+        Tensors to be converted or moved are prepared first, in additional memory of their size: pass large models in
         buckets, with `partial`.
 
         Args:
             named_tensors: A dict, or pairs of name and tensor, such as `model.named_parameters()`.
-            partial: Tensors may be missing, and stay as they are.
+            partial: Whether tensors may be missing; these stay unchanged.
 
         Raises:
-            ConfigError: A name that is not known or missing, another shape or type, with the tensor's name. Nothing has
-                been written.
+            ConfigError: A name is unknown or missing, or a shape or type differs; names the tensor. Nothing has been
+                written.
         """
         self._call(self._update_weights, named_tensors, self._names(), partial)
 
@@ -210,31 +210,31 @@ class LoadedEngine:
         return self._naming
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that `update_weights` takes, by name, with its shape."""
+        """Return the shape of every tensor that `update_weights` takes, by name."""
         return weight_shapes(self._loaded.model, self._names())
 
     def weights_changed(self) -> None:
-        """Say that the model's weights have been written in place by somebody else: the cache is emptied."""
+        """Empty the cache after other code has written the model's weights in place."""
         self._call(self._engine.core.weights_changed)
 
     def suspend(self) -> None:
-        """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones are refused."""
+        """Free the pools' memory. Requests in flight wait and keep their tokens; new ones are refused."""
         self._call(self._engine.core.suspend)
 
     def resume(self) -> None:
-        """Allocate the pools again; requests in flight compute what they had computed, and go on."""
+        """Allocate the pools again; requests in flight recompute their KV and states, and continue."""
         self._call(self._engine.core.resume)
 
-    # The end
+    # Shutdown
 
     def close(self) -> None:
-        """End what is in flight with `EngineClosed`, and give everything back. Further calls of it do nothing."""
+        """End requests in flight with `EngineClosed`, and free all resources. Further calls do nothing."""
         if self._client.close():
             self._engine.core.resources.free()
             self._on_close()
 
     def __enter__(self) -> LoadedEngine:
-        """The engine itself, which is closed when the block ends."""
+        """Return the engine itself, which is closed when the block ends."""
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""From keyword arguments to an engine. Everything heavy is imported once the settings are known to make sense."""
+"""Engine loading from keyword arguments. Heavy modules are imported after the settings have been checked."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 def load_engine(**settings: Setting) -> LoadedEngine:
-    """Load a model and build an engine around it; without any setting the embedded model.
+    """Load a model and build an engine; without settings, the embedded model.
 
     >>> with load_engine(num_tokens_to_generate=8, inference_dynamic_batching_block_size=16) as engine:
     ...     (record,) = engine.generate("The import statement")
     >>> len(record.generated_tokens)
     8
 
-    Of several ranks the first one calls this, and all others call `follow_engine` with the same settings.
+    With several ranks, the first one calls this, and all others call `follow_engine` with the same settings.
 
     Args:
-        settings: The flags of `tools/run_inference.py` that are about the engine, by name: `--load-hf DIR` is
+        settings: Engine flags of `tools/run_inference.py`, by name: `--load-hf DIR` is
             `load_hf=DIR`, `--inference-max-seq-length 4096` is `inference_max_seq_length=4096`, `--bf16` is
-            `bf16=True`, `--no-enable-chunked-prefill` is `enable_chunked_prefill=False`. Sampling flags are what
-            requests ask for that bring no `RequestParams`. A `model_config` file of flags stands below them.
+            `bf16=True`, `--no-enable-chunked-prefill` is `enable_chunked_prefill=False`. Sampling flags are the
+            defaults of requests without `RequestParams`. These settings override a `model_config` file of flags.
 
     Raises:
-        ConfigError: A setting that is unknown, of another type, or cannot work, with what would; before anything is
-            allocated.
-        RankError: Of several ranks one could not load its part.
+        ConfigError: A setting is unknown, of the wrong type, or cannot work; the message says what would. Raised
+            before anything is allocated.
+        RankError: One of several ranks could not load its part.
     """
     read = read_settings(settings)
     check_address_space()
@@ -46,13 +46,13 @@ def load_engine(**settings: Setting) -> LoadedEngine:
 
 
 def follow_engine(**settings: Setting) -> None:
-    """What a rank other than the first calls where that calls `load_engine`: it takes part until the engine is closed.
+    """Take part in the steps of the engine that the first rank loads, until it is closed; called on all other ranks.
 
     Args:
-        settings: The same as the first rank's.
+        settings: The settings of the first rank.
 
     Raises:
-        ConfigError: As `load_engine`; this is the first rank, or the only one.
+        ConfigError: As `load_engine`; or this is the first rank, or the only one.
         RankError: A rank has failed or does not answer, the first one included.
     """
     read = read_settings(settings)
@@ -64,7 +64,7 @@ def follow_engine(**settings: Setting) -> None:
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
+        warnings.filterwarnings("ignore", module=r"megatron\.core")  # its warnings of missing optional packages
         yield
 
 
@@ -95,11 +95,11 @@ def _follow(settings: InferenceSettings) -> None:
 
 @contextlib.contextmanager
 def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelContext | None]:
-    """All ranks, in groups that are left if the block fails; what raises in it on one rank ends the others, too.
+    """Join all ranks in process groups, left if the block fails; an error on one rank ends the others, too.
 
     Args:
-        settings: The same on each.
-        leads: Whether this one is to be the first.
+        settings: Equal on all ranks.
+        leads: Whether this rank is the first.
     """
     from megatron_ext.console.start import check_machine, say_start
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there
@@ -107,7 +107,7 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
     from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start)
-    if not is_there():  # otherwise that says which ranks there are
+    if not is_there():  # otherwise the existing group defines the ranks
         check_machine(settings.parallel)
     PROCESS_GROUPS.enter(settings.parallel)
     try:

@@ -1,4 +1,4 @@
-"""What a caller hands over as prompts, as token ids: checked whole before any of it is submitted."""
+"""Prompts of library callers as token ids, checked completely before any of them is submitted."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _LONGEST_SHOWN = 60  # characters
 
 
 class TokenArray(Protocol):
-    """Token ids as an array: a tensor of torch, an array of numpy."""
+    """Array of token ids, such as a torch tensor or a numpy array."""
 
     def tolist(self) -> object:
-        """As Python's numbers, in lists."""
+        """Return nested lists of Python numbers."""
 
 
 Prompt: TypeAlias = str | Sequence[SupportsIndex] | TokenArray  # a text, or token ids
 Prompts: TypeAlias = Prompt | Iterable[Prompt]  # one, or several
-ParamsForAll: TypeAlias = RequestParams | Sequence[RequestParams] | None  # for all, or one for each; None: the engine's
+ParamsForAll: TypeAlias = RequestParams | Sequence[RequestParams] | None  # for all, or one for each; None: defaults
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt as it is submitted: token ids, and the text that they were, if they were one."""
+    """Prompt to submit: token ids, and the text that they were tokenized from, if any."""
 
     tokens: tuple[int, ...]
     text: str | None
 
 
 class PromptReader:
-    """Reads prompts for one model; safe in several threads.
+    """Reader of prompts for one model; thread-safe.
 
     Args:
-        tokenizer: Of the model.
-        vocab_size: Ids of the model.
-        defaults: What a request asks for that brings nothing of its own.
-        grammars: Compile the forms of answers; the engine's, so that they are compiled once, and not in its thread.
+        tokenizer: Tokenizer of the model.
+        vocab_size: Vocabulary size of the model.
+        defaults: Parameters of a prompt without its own.
+        grammars: The engine's grammar compiler: response formats are compiled here once, outside its thread.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class PromptReader:
         self._defaults = defaults
 
     def read_all(self, prompts: Prompts, params: ParamsForAll) -> list[tuple[ReadPrompt, RequestParams]]:
-        """One prompt or several, each with what it asks for.
+        """Return one prompt or several, each with its parameters.
 
         Raises:
-            ConfigError: Names the prompt, and says what is wrong with it.
+            ConfigError: A prompt is invalid; the error names the prompt and the reason.
         """
         several = _listed(prompts)
         return list(zip(self._read_each(several), self._params_of_each(params, len(several)), strict=True))
 
     def read_one(self, prompt: Prompt, params: RequestParams | None) -> tuple[ReadPrompt, RequestParams]:
-        """One prompt.
+        """Return one prompt.
 
         Raises:
-            ConfigError: It is none, or several.
+            ConfigError: The value is not a prompt, or several.
         """
         several = _listed(prompt)
         if len(several) != 1 or (several[0] is not prompt and not _is_array(prompt)):
@@ -112,7 +112,7 @@ class PromptReader:
         if params is None or isinstance(params, RequestParams):
             return [self._checked(params)] * count
         if not isinstance(params, Sequence) or isinstance(params, str):
-            return [self._checked(params)]  # refuses it
+            return [self._checked(params)]  # raises
         if len(params) != count:
             raise ConfigError(f"{len(params)} RequestParams for {count} prompts; give one for all, or one for each")
         return [self._checked(one) for one in params]
@@ -129,10 +129,10 @@ class PromptReader:
 
 
 def _listed(prompts: object) -> list[object]:
-    """Several prompts; a text is one, and so are numbers in a row.
+    """Return a list of prompts; a text is one prompt, and so is a sequence of numbers.
 
     Raises:
-        ConfigError: Neither.
+        ConfigError: The value is neither a prompt nor a list of prompts.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -156,7 +156,7 @@ def _is_array(value: object) -> TypeGuard[TokenArray]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a whole number: of Python, numpy or torch, and neither true nor false."""
+    """Return whether the value is an integer of Python, numpy or torch, booleans excluded."""
     return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
 
 

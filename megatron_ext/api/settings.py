@@ -1,4 +1,4 @@
-"""Keyword arguments as settings: the command line's flags by their names, or by those of the fields that they set."""
+"""Settings from keyword arguments: named like the command line's flags, or like the fields that the flags set."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_ext.errors import ConfigError
 
 Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
 
-_LOG_INTERVAL = "inference_logging_step_interval"  # what the engine does of what a run is told
+_LOG_INTERVAL = "inference_logging_step_interval"  # the only field of a run that the engine uses
 
 
 def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
-    """Every name that a setting may have: `--inference-max-seq-length` is `inference_max_seq_length`.
+    """Return every name of a setting: `--inference-max-seq-length` is `inference_max_seq_length`.
 
-    The field that a flag sets is a name, too, where no flag is called so: `max_sequence_length`.
+    The field that a flag sets is a name, too, unless a flag has this name: `max_sequence_length`.
     """
     flags = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
     names = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
@@ -32,15 +32,15 @@ def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
 
 
 def is_of_the_engine(group: FlagGroup, flag: Flag) -> bool:
-    """Whether a flag is for the engine; the others say what the tool does with prompts and results."""
+    """Return whether a flag is for the engine; other flags control prompts and results of the tool."""
     return group.config is not RunConfig or flag.field == _LOG_INTERVAL
 
 
 def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
-    """The settings that keyword arguments make up, over those of a file that `model_config` names.
+    """Return the settings of keyword arguments, which override a file named by `model_config`.
 
     Raises:
-        ConfigError: An unknown name, a value of another type, or what the command line would refuse.
+        ConfigError: A name is unknown, a value has the wrong type, or the command line would refuse it.
     """
     known = known_names()
     values: dict[str, object] = {}
@@ -72,7 +72,7 @@ _NOT_HERE = (
 
 
 def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
-    """The value as the flag's field has it; None where nothing is said."""
+    """Return the value converted to the type of the flag's field; None if not given."""
     kind = group.kind(flag)
     if isinstance(value, os.PathLike) and kind.item is str:
         value = os.fspath(value)
@@ -86,7 +86,7 @@ def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
 
 
 def _refuse_what_a_run_does(run: RunConfig) -> None:
-    """What a file of flags says beside the engine."""
+    """Refuse flags of the file that are not for the engine."""
     others = [name for name, value in vars(run).items() if name != _LOG_INTERVAL and value != getattr(RunConfig, name)]
     if others:
         raise ConfigError(f"{others[0]} in the file that model_config names {_NOT_HERE}")

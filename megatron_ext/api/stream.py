@@ -1,4 +1,4 @@
-"""What a request gets, part by part, for whoever iterates in an event loop."""
+"""Asynchronous stream of a request's output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class StreamPart:
-    """What a request got since the part before.
+    """Output of a request since the previous part.
 
-    Put together, the texts are `RequestRecord.generated_text` and the tokens `RequestRecord.generated_tokens`.
+    Concatenated, the texts are `RequestRecord.generated_text` and the tokens `RequestRecord.generated_tokens`.
 
     Attributes:
-        text: As far as it is certain: half a character, and what may become a stop word, come with a later part. It may
-            be empty.
-        tokens: At least one, but for the last part.
+        text: Text that is final: incomplete characters and possible beginnings of stop words come with a later part. It
+            may be empty.
+        tokens: At least one token, except in the last part.
         finish_reason: "stop" or "length" in the last part, None before.
     """
 
@@ -34,15 +34,15 @@ class StreamPart:
 
 
 class RequestStream(AsyncIterator[StreamPart]):
-    """The parts of one request, which begins with the first of them; in any event loop, by one task at a time.
+    """Stream of one request's parts, in any event loop, read by one task at a time; the first read submits it.
 
-    Whoever stops reading aborts the request: by leaving the loop (once nothing refers to the stream), by `aclose()`, or
-    because the task is cancelled.
+    The request is aborted when the reader stops: by leaving the loop (once nothing refers to the stream), by
+    `aclose()`, or by cancellation of its task.
 
     Args:
-        begin: Makes the request; called in a thread.
+        begin: Creates the request; called in a thread.
         client: The engine's client.
-        vocabulary: Token ids to text.
+        vocabulary: Decoder of token ids.
     """
 
     def __init__(self, begin: Callable[[], EngineRequest], client: EngineClient, vocabulary: Vocabulary) -> None:
@@ -58,15 +58,15 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     @property
     def record(self) -> RequestRecord | None:
-        """The whole outcome, once the request has ended by itself."""
+        """Record of the request, once it has ended by itself."""
         return self._record
 
     async def __anext__(self) -> StreamPart:
-        """The next part, as soon as there is one.
+        """Return the next part as soon as it is available.
 
         Raises:
-            ConfigError: The prompt or the parameters make no sense.
-            EngineSuspended: Nothing can begin now.
+            ConfigError: The prompt or the parameters are invalid.
+            EngineSuspended: The engine is suspended.
             EngineClosed: The engine is closed, or was closed meanwhile.
             RequestFailed: The request ended without being completed.
         """
@@ -78,13 +78,13 @@ class RequestStream(AsyncIterator[StreamPart]):
             while (part := self._next_part()) is None:
                 await self._changed.wait()
                 self._changed.clear()
-        except BaseException:  # the task is cancelled, too
+        except BaseException:  # also if the task is cancelled
             self._leave()
             raise
         return part
 
     async def aclose(self) -> None:
-        """Read no more: the request is aborted unless it has ended."""
+        """Stop reading: the request is aborted unless it has ended."""
         self._leave()
 
     def __del__(self) -> None:
@@ -93,7 +93,7 @@ class RequestStream(AsyncIterator[StreamPart]):
     async def _submit(self) -> None:
         self._request = request = await asyncio.to_thread(self._begin)
         request.is_streamed = True
-        # No reference to the stream itself, so that it goes when its reader goes.
+        # No reference to the stream itself, so that it is collected with its reader.
         request.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, self._changed.set)
         decoder = self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
         self._text = TextStream(request.params.stop_words, decoder)

@@ -1,1 +1,1 @@
-"""What tools share on a terminal: text that is safe to print, what the engine has room for, checks of the machine."""
+"""Terminal output of the tools: safe printing, tables, progress, and checks of the machine."""

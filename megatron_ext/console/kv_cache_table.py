@@ -1,4 +1,4 @@
-"""What an engine has room for, as a table on standard output."""
+"""Table of the KV cache config on standard output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FILE_WIDTH = 120  # characters
 
 
 def make_console(quiet: bool, output: Output | None = None) -> Console:
-    """A console on standard output that never raises; where that is no terminal, of a width that files have."""
+    """Return a console on standard output that never raises; with the width of a file if it is not a terminal."""
     output = output or Output(sys.stdout)
-    file = cast("IO[str]", output)  # rich writes, flushes and asks `isatty` and `encoding`
+    file = cast("IO[str]", output)  # rich uses `write`, `flush`, `isatty` and `encoding`
     return Console(file=file, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
@@ -31,14 +31,14 @@ def print_kv_cache_config(
     request_state_bytes: int = 0,
     operators: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4).
+    """Print the engine's capacity (EX-6), and the maximum state memory of the longest request (LA-4).
 
     Args:
-        geometry: Of its pools.
-        model: Its name.
-        console: Where to.
-        request_state_bytes: Of the longest request; 0 is not shown.
-        operators: What computes them, backend -> operators (CU-3); None is not shown.
+        geometry: KV cache config of the engine.
+        model: Name of the model.
+        console: Console to print on.
+        request_state_bytes: State bytes of the longest request; 0 is not shown.
+        operators: Operators by backend (CU-3); None is not shown.
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
@@ -68,7 +68,7 @@ def print_kv_cache_config(
 
 
 def _add_ranks(table: Table, geometry: WorldKVCacheConfig) -> None:
-    """What lies where; a block and a state are of one replica, and in parts on its ranks."""
+    """Add one row per rank: a block and a state belong to one replica, and are sharded over its ranks."""
     for one in geometry.ranks:
         parts = [("a block", one.block_bytes), ("a state", one.state_bytes)]
         held = [f"{count:,} bytes of {what}" for what, count in parts if count]

@@ -1,4 +1,4 @@
-"""`--profile DIR`: a trace of an engine's first steps, with their phases named."""
+"""`--profile DIR`: trace of an engine's first steps, with named phases."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers
 
 
 def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:
-    """See that a trace can be written, before anything is loaded.
+    """Check that a trace can be written, before anything is loaded.
 
     Args:
-        directory: As `--profile` names it; made if it is not there. None for no trace.
+        directory: Value of `--profile`; created if missing. None for no trace.
         parallel_context: All ranks; None for a world of one.
 
     Raises:
-        ConfigError: It cannot be, or there are several ranks.
+        ConfigError: The directory is not writable, or there are several ranks.
     """
     if directory is None:
         return
@@ -49,12 +49,11 @@ def check_profile(directory: str | None, parallel_context: ParallelContext | Non
 def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
     """Trace the engine's first steps within the block, into a file of the directory.
 
-    The trace is that of the thread that steps. It is written when there have been `MAX_STEPS`, or when the engine is
-    closed, by that thread.
+    The trace covers the engine's thread, which also writes it: after `MAX_STEPS` steps, or when the engine is closed.
 
     Args:
-        engine: Its `close` must be called within the block.
-        directory: None for no trace.
+        engine: Engine whose `close` must be called within the block.
+        directory: Directory of the trace; None for no trace.
     """
     if directory is None:
         yield
@@ -80,7 +79,7 @@ def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
 
 
 class _Trace:
-    """A profiler that begins with the first step; all calls come from one thread."""
+    """Profiler that starts with the first step; all calls come from one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -89,7 +88,7 @@ class _Trace:
         self._is_over = False
 
     def begin_step(self) -> None:
-        """A step is about to be computed."""
+        """Start the profiler with the first step; end it after `MAX_STEPS`."""
         if self._is_over:
             return
         if self._steps == MAX_STEPS:
@@ -104,7 +103,7 @@ class _Trace:
         self._steps += 1
 
     def end(self) -> None:
-        """Write what there is, once."""
+        """Write the trace, once."""
         self._is_over = True
         profiler, self._profiler = self._profiler, None
         if profiler is None:

@@ -1,4 +1,4 @@
-"""What a run says, and sets, before anything else."""
+"""Start of a run: checks, settings and messages before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_machine(parallel: ParallelConfig) -> Layout:
-    """See that the processes are there that the settings speak of; say it where ranks talk otherwise than was asked.
+    """Check that the processes match the settings; log if ranks communicate over another backend than requested.
 
     Returns:
-        How they share the model.
+        The ranks' places in the model's parallel layout.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: The processes do not match.
     """
     world = world_of_environment()
     if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.is_first:
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def say_start(start: StartNotes) -> None:
-    """Say what was accepted and has no effect; of several ranks the first one says it."""
+    """Log the accepted flags that have no effect; with several ranks, only on the first one."""
     if os.environ.get("RANK", "0") in ("", "0"):
         for line in start.lines:
             logger.warning("%s", line)

@@ -1,4 +1,4 @@
-"""Text on its way to a terminal, a pipe or a file: harmless, of a known width, and never the end of a run (SE-4)."""
+"""Text output to a terminal, a pipe or a file: escaped, of known width, and never fatal to a run (SE-4)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TextIO
 
 from rich.cells import cell_len, get_character_cell_size
 
-# Controls (a terminal obeys them), formats (they turn the direction of what follows), halves of pairs, line separators.
+# Controls (terminals execute them), formats (they change text direction), surrogates, line separators.
 _UNSAFE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
-_JOINERS = "\u200c\u200d"  # parts of words and of emoji; they move nothing
+_JOINERS = "\u200c\u200d"  # parts of words and of emoji; harmless
 ELLIPSIS = "..."
 
 
 def printable(text: str) -> str:
-    r"""`text` on one line, with what a terminal would obey spelled out: an escape character becomes `\x1b`."""
+    r"""Return `text` on one line, with control characters spelled out: an escape character becomes `\x1b`."""
     text = " ".join(text.split())
     if text.isascii() and text.isprintable():
         return text
@@ -33,12 +33,12 @@ def _spelled(character: str) -> str:
 
 
 def beginning(text: str, width: int) -> str:
-    """As much of the start of `text` as `width` columns hold; wide characters take two."""
+    """Return as much of the start of `text` as fits into `width` columns; wide characters take two."""
     return text if cell_len(text) <= width else _fitting(text, width - len(ELLIPSIS)) + ELLIPSIS
 
 
 def end(text: str, width: int) -> str:
-    """As much of the end of `text` as `width` columns hold."""
+    """Return as much of the end of `text` as fits into `width` columns."""
     if cell_len(text) <= width:
         return text
     kept = _fitting(text[-width:][::-1], width - len(ELLIPSIS))[::-1]
@@ -55,7 +55,7 @@ def _fitting(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int, lines: int) -> list[str]:
-    """The start of `text` on at most so many lines of so many columns; cut between words where there are any."""
+    """Return the start of `text` on at most `lines` lines of `width` columns, broken between words where possible."""
     found: list[str] = []
     while text and len(found) < lines - 1:
         line = _fitting(text, width)
@@ -67,50 +67,50 @@ def wrapped(text: str, width: int, lines: int) -> list[str]:
 
 
 class Output(io.TextIOBase):
-    """Standard output that never raises: what its encoding cannot say is spelled out, what it cannot take is dropped.
+    """Standard output that never raises: unencodable text is escaped, and text that cannot be written is dropped.
 
     Args:
-        stream: Where to; None for a process that was started without.
+        stream: Stream to write to; None for a process without standard output.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self.error: OSError | None = None  # why nothing more is written
+        self.error: OSError | None = None  # first error of writing
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute that can be set
-        """Of the stream; rich draws in ASCII where it is not UTF-8."""
+    def encoding(self) -> str:  # type: ignore[override]  # a settable attribute in typeshed
+        """Encoding of the stream; rich draws in ASCII unless it is UTF-8."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether a person looks."""
+        """Return whether the stream is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     def fileno(self) -> int:
-        """The stream's descriptor."""
+        """Return the stream's descriptor."""
         if self._stream is None:
             raise io.UnsupportedOperation("there is no standard output")
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Write, or drop what cannot be written."""
+        """Write the text, or drop it if it cannot be written."""
         if self._stream is not None and self.error is None:
             safe = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
             self._guard(functools.partial(self._stream.write, safe))
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what is buffered, or drop it."""
+        """Flush the stream, or drop what it buffers."""
         if self._stream is not None and self.error is None:
             self._guard(self._stream.flush)
 
     @property
     def failure(self) -> str | None:
-        """What a user must be told; that a reader left is no failure."""
+        """Error to report to the user; a reader that closed its pipe is no error."""
         if self.error is None or isinstance(self.error, BrokenPipeError):
             return None
         return f"standard output could not be written: {self.error.strerror or self.error}"
@@ -123,7 +123,7 @@ class Output(io.TextIOBase):
             self._discard_rest()
 
     def _discard_rest(self) -> None:
-        """What the stream still buffers must not fail again when the process ends."""
+        """Redirect the stream's buffer to the null device, so that it cannot fail again at exit."""
         with contextlib.suppress(io.UnsupportedOperation):
             number = self.fileno()
             null = os.open(os.devnull, os.O_WRONLY)

@@ -1,7 +1,7 @@
-"""Prompts of requests as token ids, which a replica makes of them.
+"""Tokenization of prompts by replicas.
 
-A replica has the tokenizer and the chat template, and makes what it will itself read; the coordinator needs neither,
-nor torch. Nothing is kept.
+A replica has the tokenizer and the chat template, and returns the ids that it will itself compute; the coordinator
+needs neither of them, nor torch. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller, caller_of
 
-MAX_ASKED = 2  # replicas that are asked for the tokens of one prompt, before it is routed without
+MAX_ASKED = 2  # replicas asked for the tokens of one prompt before it is routed without them
 JSON = (b"content-type", b"application/json")
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -24,12 +24,12 @@ _UNKNOWN_TOKENS = 1 << 30  # as many as fit
 
 
 class Prompts:
-    """See the module.
+    """Converts request bodies to routed requests; see the module.
 
     Args:
-        fleet: To be asked.
-        needs_tokens: Whether the policy looks at prompts.
-        has_keys: Whether the coordinator asks for keys itself.
+        fleet: Fleet whose replicas tokenize.
+        needs_tokens: Whether the routing policy uses prompts.
+        has_keys: Whether the coordinator itself checks API keys.
     """
 
     def __init__(self, fleet: Fleet, *, needs_tokens: bool, has_keys: bool) -> None:
@@ -40,19 +40,19 @@ class Prompts:
     async def routed(
         self, path: str, content: Mapping[str, object], body: bytes, authorization: bytes | None, caller: Caller
     ) -> RoutedRequest:
-        """What a body asks for. What is wrong with it the replica says.
+        """Return the routed request of a body. Invalid bodies are reported by the replica.
 
         Args:
-            path: Of the route.
-            content: The body, parsed.
-            body: The body.
-            authorization: Who asks; None where nobody says.
-            caller: The same, by the coordinator's own keys.
+            path: Path of the route.
+            content: Parsed body.
+            body: Raw body.
+            authorization: Authorization header; None without one.
+            caller: Caller by the coordinator's own keys.
         """
         members = self._fleet.ready()
         are_keyed = any(member.beat is not None and member.beat.has_keys for member in members)
         salt = _text(content.get("cache_salt"))
-        if self._has_keys and not are_keyed and members:  # replicas cannot tell the tenants apart, so it is done here
+        if self._has_keys and not are_keyed and members:  # replicas without keys do not bind salts
             salt = caller.bind(salt)
             body = json.dumps({**content, "cache_salt": salt}).encode()
         elif are_keyed:
@@ -74,13 +74,13 @@ class Prompts:
         try:
             shares = content.get("enable_prefix_caching") is not False
             return RoutedPrompt.of(tokens, salt) if shares and tokens else RoutedPrompt.private(tokens or ())
-        except (OverflowError, TypeError):  # no token ids; the replica says so
+        except (OverflowError, TypeError):  # invalid token ids; the replica reports them
             return RoutedPrompt.private()
 
     async def _tokenized(
         self, content: Mapping[str, object], text: object, headers: Headers, members: list[Member]
     ) -> list[int]:
-        """Ids; empty if nobody can say, or the request makes no sense."""
+        """Return token ids; empty if no replica answers, or the request is invalid."""
         fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
         question = json.dumps(fields if "messages" in fields else {"prompt": text}).encode()
         for member in sorted(members, key=lambda one: len(one.calls))[:MAX_ASKED]:
@@ -98,7 +98,7 @@ class Prompts:
 
 
 def _first(prompt: object) -> list[int] | str:
-    """Of several prompts the first decides; they run at one place."""
+    """Return the first of several prompts, which decides the route: all run on one replica."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
         prompt = prompt[0]
     return prompt if isinstance(prompt, list | str) else []
@@ -109,7 +109,7 @@ def _text(value: object) -> str | None:
 
 
 def _new_tokens(content: Mapping[str, object]) -> int:
-    """That may be generated: of all choices."""
+    """Return the maximum number of generated tokens of all choices."""
     limits = [content.get(name) for name in ("max_completion_tokens", "max_tokens")]
     known = [one for one in limits if isinstance(one, int) and one >= 0]
     most = known[0] if known else _UNKNOWN_TOKENS if "messages" in content else _COMPLETION_TOKENS
@@ -118,10 +118,10 @@ def _new_tokens(content: Mapping[str, object]) -> int:
 
 
 def checked(content: object) -> Mapping[str, object]:
-    """A body that is an object.
+    """Return the body if it is an object.
 
     Raises:
-        ApiError: It is something else.
+        ApiError: The body is not an object.
     """
     if not isinstance(content, dict):
         raise ApiError(400, "the body: must be an object")

@@ -1,1 +1,1 @@
-"""A run without a server: prompts, submission, results, what a person sees of it."""
+"""Offline runs, without a server: prompts, submission, results, and console output."""

@@ -1,4 +1,4 @@
-"""The same prompts with the cache off and on: `--prefix-cache-compare`."""
+"""Comparison of the same prompts with the cache off and on: `--prefix-cache-compare`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ TIE = 1e-4  # two best log-probs closer than this may come in either order
 
 @dataclass(frozen=True)
 class Difference:
-    """One request, off and on."""
+    """Difference of one request with the cache off and on."""
 
     off: RequestRecord
     on: RequestRecord
-    first_token: int | None  # index of the first generated token that differs for no good reason
+    first_token: int | None  # index of the first generated token that differs without a tie
     log_probs: tuple[float, ...]  # absolute differences, up to the first differing token
 
     @property
     def largest(self) -> float:
-        """The largest difference of a log-prob."""
+        """Largest difference of a log-prob."""
         return max(self.log_probs, default=0.0)
 
     @property
     def is_tie(self) -> bool:
-        """Whether the tokens go apart where two were as good; what follows is another text, and is not compared."""
+        """Whether the tokens first differ at a tie; the texts after it are not compared."""
         return self.first_token is None and self.off.generated_tokens != self.on.generated_tokens
 
 
 def comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, asking for what a comparison needs: log-probs of generated tokens and of the runner-up.
+    """Return the prompts with log-probs of generated tokens and of the runner-up, which a comparison needs.
 
     Raises:
-        ConfigError: A prompt is sampled: two runs of it may differ in tokens for rounding alone.
+        ConfigError: A prompt is sampled: rounding alone may change its tokens between two runs.
     """
     for prompt in prompts:
         if not prompt.params.is_greedy:
@@ -81,14 +81,14 @@ def _compare_request(off: RequestRecord, on: RequestRecord) -> Difference:
 
 
 def _is_tie(record: RequestRecord, index: int, other: int) -> bool:
-    """Whether `other` is as good as the token that was chosen."""
+    """Return whether `other` ties with the chosen token."""
     assert record.generated_top_n_log_probs is not None, "a comparison asks for them"
     scores = record.generated_top_n_log_probs[index]
     return max(scores.values()) - scores.get(other, -math.inf) < TIE
 
 
 def problems(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
-    """What makes the comparison fail, a line each; empty if the cache changed nothing and did something."""
+    """Return the reasons for a failed comparison, a line each; empty if the cache skipped tokens and changed none."""
     return list(_problems(differences, dtype))
 
 
@@ -125,7 +125,7 @@ def _percentile_95(gaps: Sequence[float]) -> float:
 
 
 def verdict(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
-    """What was compared and what the limits are, where there is no problem: lines for a person."""
+    """Return the lines of a successful comparison: its extent and its limits."""
     gaps = [gap for one in differences for gap in one.log_probs]
     name = str(dtype).removeprefix("torch.")
     tokens = f"{_count(len(differences), 'request')} compared, off and on: {_count(len(gaps), 'token')} equal"
@@ -151,13 +151,13 @@ def _count(count: int, what: str) -> str:
 def print_comparison(
     differences: Sequence[Difference], found: Sequence[str], dtype: torch.dtype, console: Console
 ) -> None:
-    """A table of the requests that differ, else of the first and last few, then the verdict.
+    """Print a table of the requests that differ, else of the first and last few, then the verdict.
 
     Args:
         differences: All requests.
-        found: What `problems` says of them.
-        dtype: Of the parameters.
-        console: Where to.
+        found: Result of `problems`.
+        dtype: Type of the parameters.
+        console: Console to print on.
     """
     differing = [one for one in differences if one.first_token is not None]
     first, _, last = (differing[:_SHOWN], (), ()) if differing else first_and_last(differences)

@@ -1,6 +1,6 @@
-"""The JSON of a run in the form of Megatron-LM's `gpt_dynamic_inference.py`, for its checker of golden values.
+"""JSON results in the form of Megatron-LM's `gpt_dynamic_inference.py`, for its checker of golden values.
 
-It has that script's keys alone, and the last pass from id 0, with counts of that pass.
+The file has only that script's keys, and the last pass with ids from 0 and counts of that pass.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def build_megatron_results(
     token_text: TokenText,
     every: int = 1,
 ) -> dict[str, object]:
-    """Everything that the file holds.
+    """Return the contents of the file.
 
     Args:
-        passes: In order.
+        passes: All passes in order.
         with_events: Whether requests have the key `events`.
-        prompt_text: What `input_prompt` says.
+        prompt_text: Text of `input_prompt`.
         token_text: Text of one token, the key of its log-prob among the best ones.
         every: See `written`.
     """
@@ -73,7 +73,7 @@ def _request(
 
 
 def _top_n(positions: Sequence[TopN] | None, token_text: TokenText) -> list[dict[str, float]] | None:
-    """The best tokens by their texts; of tokens with one text the best one."""
+    """Return the best tokens by their texts; of tokens with equal text, the best one."""
     if positions is None:
         return None
     named: list[dict[str, float]] = []
@@ -87,7 +87,7 @@ def _top_n(positions: Sequence[TopN] | None, token_text: TokenText) -> list[dict
 
 
 def _events(record: RequestRecord) -> list[dict[str, object]]:
-    """Events by the wall clock, which Megatron's are told by."""
+    """Return events with wall clock times, as Megatron reports them."""
     start = record.events[0].timestamp
 
     def told(event: Event) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""Where `--output-path` is written: whole or not at all, over regular files only, never through a link (SE-4).
+"""Writing of `--output-path`: whole or not at all, over regular files only, never through a link (SE-4).
 
-What is new is written to a file beside the target, made under a name that did not exist, and takes the target's place
-when it is complete and on the disk. While requests run, those that have ended stand in a second file beside it, a line
-each, so that a crash loses only what was in flight.
+New results are written to a file next to the target, created under an unused name, and replace the target once they are
+complete and on disk. While requests run, ended requests are kept in a second file next to the target, a line each, so
+that a crash loses only requests in flight.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
-# O_EXCL follows no link at the name itself; O_NOFOLLOW says so to the reader.
+# O_EXCL follows no link at the name itself; O_NOFOLLOW makes this explicit.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def partial_path(path: str) -> Path:
-    """Where the requests that have ended stand until the JSON is complete."""
+    """Return the path of the file of ended requests, used until the JSON is complete."""
     return Path(path + PARTIAL_SUFFIX)
 
 
 def check_output_path(path: str) -> None:
-    """See that results can be written there, by writing beside it, before anything is loaded.
+    """Check that results can be written, by writing next to the target, before anything is loaded.
 
     Raises:
-        ConfigError: The folder is missing or not writable, or there is something there that is no regular file.
+        ConfigError: The folder is missing or not writable, or the target exists and is not a regular file.
     """
     target = Path(path)
     _require_folder(target)
@@ -80,13 +80,13 @@ def _require_folder(target: Path) -> None:
 
 
 def write_results(path: str, results: dict[str, object]) -> None:
-    """Write the JSON whole or not at all: a reader never sees half a file.
+    """Write the JSON whole or not at all: a reader never sees a partial file.
 
     Raises:
-        OutputError: It could not be written; what was there before is there still.
+        OutputError: The file could not be written; its former contents remain.
     """
     target = Path(path)
-    # What UTF-8 cannot say, halves of surrogate pairs from odd file names, becomes \\udce9: so JSON spells it.
+    # Lone surrogates (from odd file names), which UTF-8 cannot encode, become \\udce9, as in JSON.
     data = to_json(results).encode("utf-8", "backslashreplace")
     try:
         scratch, descriptor = _new_file(target)
@@ -106,14 +106,14 @@ def write_results(path: str, results: dict[str, object]) -> None:
 
 
 class PartialResults:
-    """The requests that have ended, a JSON line each: `request_id` and what the JSON has of it.
+    """File of ended requests, a JSON line each: `request_id` and the request's entry in the JSON.
 
-    It never ends a run: what keeps it from being written is said once, and it is given up.
+    Errors of writing never end a run: the first one is logged, and the file is abandoned.
 
     Args:
-        path: Of the JSON; this file stands beside it. One that is there is overwritten.
+        path: Path of the JSON; this file is next to it. An existing file is overwritten.
         with_events: Whether requests have the key `events`.
-        prompt_text: What `input_prompt` says.
+        prompt_text: Text of `input_prompt`.
         with_drafts: Whether drafts are counted.
     """
 
@@ -142,7 +142,7 @@ class PartialResults:
         return open(descriptor, "wb")
 
     def add(self, records: Iterable[RequestRecord]) -> None:
-        """Requests have ended; their lines are with the operating system when this returns."""
+        """Add ended requests; their lines are passed to the operating system before this returns."""
         if self._file is None:
             return
         try:
@@ -156,7 +156,7 @@ class PartialResults:
             self._give_up(error)
 
     def remove(self) -> None:
-        """The JSON is complete: delete the file, unless another run has put its own there."""
+        """Delete the file after the JSON is complete, unless another run has replaced it."""
         self._close()
         if self._stat is None:
             return
@@ -164,7 +164,7 @@ class PartialResults:
             if os.path.samestat(self._stat, self.path.lstat()):
                 self.path.unlink()
         except FileNotFoundError:
-            pass  # somebody was faster
+            pass  # deleted already
         except OSError as error:
             logger.warning("%s is of no use any more, and cannot be deleted: %s", self.path, error.strerror or error)
 
@@ -176,12 +176,12 @@ class PartialResults:
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # of what was buffered when writing failed, or is deleted now
+            with contextlib.suppress(OSError):  # from buffered lines of a failed or deleted file
                 file.close()
 
 
 def _new_file(target: Path) -> tuple[Path, int]:
-    """A file beside `target` that nobody else has, open for writing, with the permissions that the target has."""
+    """Create a new file next to `target`, open for writing, with the target's permissions."""
     scratch = target.parent / f".results-{secrets.token_hex(8)}.part"  # short: the target's name may be of any length
     descriptor = os.open(scratch, _NEW, 0o666)
     _copy_mode(target, descriptor)
@@ -189,13 +189,13 @@ def _new_file(target: Path) -> tuple[Path, int]:
 
 
 def _copy_mode(target: Path, descriptor: int) -> None:
-    """What only its owner could read stays so."""
+    """Copy the target's permissions, so that a private file stays private."""
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(descriptor, stat.S_IMODE(target.lstat().st_mode) & 0o777)
 
 
 def _foreign_kind(path: Path) -> str | None:
-    """What is there, in words; None for a regular file and for nothing."""
+    """Return the kind of an existing file in words; None for a regular or missing file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A progress bar that moves with tokens: prefilled, skipped and generated."""
+"""Progress bar in tokens: prefilled, skipped and generated."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_ext.engine.core import StepOutput
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 
-_WINDOW = 5.0  # seconds that the rates look back
+_WINDOW = 5.0  # seconds over which rates are measured
 _FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How far requests have come, in tokens."""
+    """Progress of requests, in tokens."""
 
-    computed: int = 0  # of prompts, for the first time
+    computed: int = 0  # of prompts, not counting recomputation
     recomputed: int = 0
     skipped: int = 0
     generated: int = 0
 
     @property
     def done(self) -> int:
-        """Tokens that bring requests closer to their end."""
+        """Tokens that count as progress."""
         return self.computed + self.skipped + self.generated
 
     def __add__(self, other: Tokens) -> Tokens:
@@ -44,10 +44,10 @@ class Tokens:
 
 
 class Progress:
-    """Adds up what the requests of a run have done.
+    """Progress of all requests of a run.
 
     Args:
-        expected: Tokens of each request, by id: its prompt, and the most that it may generate.
+        expected: Maximum number of tokens of each request, by id: its prompt and its generation limit.
     """
 
     def __init__(self, expected: Sequence[int]) -> None:
@@ -55,12 +55,12 @@ class Progress:
         self._finished = Tokens()
         self._living: dict[int, Tokens] = {}
         self._seen: deque[tuple[float, Tokens]] = deque([(time.monotonic(), Tokens())])
-        self.total = sum(expected)  # shrinks when a request ends before its time
+        self.total = sum(expected)  # shrinks when a request ends early
         self.ended = 0
 
     @property
     def tokens(self) -> Tokens:
-        """All requests together."""
+        """Tokens of all requests together."""
         return sum(self._living.values(), self._finished)
 
     def update(self, step: StepOutput) -> None:
@@ -81,7 +81,7 @@ class Progress:
             self._seen.popleft()
 
     def summary(self) -> str:
-        """Ended requests, both rates over the last seconds, and the share of prompt tokens that was skipped."""
+        """Return ended requests, both rates over the last seconds, and the share of skipped prompt tokens."""
         (then, before), (now, tokens) = self._seen[0], self._seen[-1]
         seconds = max(now - then, 1e-9)
         prefilled = tokens.computed + tokens.recomputed - before.computed - before.recomputed
@@ -110,7 +110,7 @@ def _rate(tokens: float) -> str:
 
 
 class Bar:
-    """The bar of a run on standard error; nothing where that is no terminal. Log lines go above it."""
+    """Progress bar on standard error; hidden if that is not a terminal. Log lines appear above it."""
 
     def __init__(self, expected: Sequence[int], description: str) -> None:
         self._progress = Progress(expected)
@@ -134,13 +134,13 @@ class Bar:
         self._bar.update(self._progress.tokens.done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
 
 @contextmanager
 def progress_bar(expected: Sequence[int], description: str = "") -> Iterator[Bar]:
-    """A bar over requests of so many tokens each, by id: their prompt's, and the most that they may generate."""
+    """Show a bar for requests with these maximum token counts, by id: prompt and generation limit."""
     bar = Bar(expected, description)
     try:
         with logging_redirect_tqdm():

@@ -1,4 +1,4 @@
-"""Texts of prompts, for whoever shows them; nobody else has them made."""
+"""Texts of prompts, decoded only if they are shown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PromptText = Callable[[RequestRecord], str | None]
 
 
 def submitted_text(record: RequestRecord) -> str | None:
-    """The text that was submitted, if it was one."""
+    """Return the text that was submitted, if the prompt was a text."""
     return record.prompt_text
 
 
 class PromptTexts:
-    """The text that was submitted, else that of the ids: made when it is first asked for, once for equal prompts.
+    """Cache of prompt texts: the submitted text, or the decoded ids, decoded on first use, once for equal prompts.
 
     Args:
         detokenize: Token ids to text.
@@ -29,7 +29,7 @@ class PromptTexts:
         self._texts: dict[tuple[int, ...], str | None] = {}
 
     def __call__(self, record: RequestRecord) -> str | None:
-        """Of a request's prompt; None, with a warning, if its tokenizer fails at it: the answers are not lost."""
+        """Return the text of a request's prompt; None, with a warning, if its tokenizer fails: results are kept."""
         if record.prompt_text is not None:
             return record.prompt_text
         tokens = record.prompt_tokens

@@ -1,4 +1,4 @@
-"""Prompts from flags, from JSON lines, and the shipped ones. Every line is checked before the first one runs."""
+"""Prompts from flags, JSON lines, and the package. Every line is checked before the first one runs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 STANDARD_INPUT = "-"
 _CONTENT_FIELDS = ("text", "token_ids")
 _IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
-MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; heeded with --num-tokens-from-file
+MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; used with --num-tokens-from-file
 
 
 @dataclass(frozen=True)
 class LineRules:
-    """How the lines of a prompt file are read.
+    """Rules for reading the lines of a prompt file.
 
     Attributes:
-        defaults: Settings of a prompt that brings none of its own.
-        ignores_unknown: Fields that are not known are passed over; otherwise they are errors, since a mistyped
-            `cache_salt` would let tenants share.
-        length_from_file: A line's `chatgpt_output_token_length` is the number of tokens that it generates.
-        most: Prompts to read, from the first on; None for all.
+        defaults: Settings of a prompt without its own.
+        ignores_unknown: Whether unknown fields are ignored; otherwise they are errors, since a mistyped `cache_salt`
+            would let tenants share.
+        length_from_file: Whether a line's `chatgpt_output_token_length` is the number of tokens that it generates.
+        most: Number of prompts to read, from the first on; None for all.
     """
 
     defaults: RequestParams
@@ -49,7 +49,7 @@ class LineRules:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to submit: text, token ids or as many random ones, the request's own settings, and where it was read."""
+    """Prompt to submit: text, token ids or a number of random ones, the request's settings, and its source."""
 
     content: str | tuple[int, ...] | RandomTokens
     params: RequestParams
@@ -58,11 +58,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as it is submitted, however often.
+    """Tokenized prompt, which may be submitted several times.
 
     Attributes:
-        tokens: What the engine would make of it.
-        text: What it was read as; None if it was read as token ids.
+        tokens: Token ids as the engine would make them.
+        text: Text that was read; None if token ids were read.
         params: The request's settings.
     """
 
@@ -74,13 +74,13 @@ class TokenizedPrompt:
 def read_prompts(
     run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None, *, seed: int = 0
 ) -> list[Prompt]:
-    """The prompts of a run: `--prompts`, else `--prompt-file`, else synthetic ones if asked for, or the shipped.
+    """Return the prompts of a run: `--prompts`, else `--prompt-file`, else synthetic or the shipped ones.
 
     Args:
-        run: Says where the prompts are.
-        defaults: Settings of a prompt that brings none of its own.
-        stdin: What "-" reads; the process's standard input if None.
-        seed: Of synthetic prompts.
+        run: Settings that name the prompts.
+        defaults: Settings of a prompt without its own.
+        stdin: Stream that "-" reads; the process's standard input if None.
+        seed: Seed of synthetic prompts.
 
     Raises:
         ConfigError: If the file cannot be read or is empty, or a line is wrong; names the line.
@@ -112,16 +112,16 @@ def read_prompts(
 
 
 def example_prompts(defaults: RequestParams) -> list[Prompt]:
-    """The shipped prompts: one long system prompt with several questions, and conversations turn by turn."""
+    """Return the shipped prompts: a long system prompt with several questions, and conversations turn by turn."""
     with (files("megatron_ext.offline") / "example_prompts.jsonl").open("rb") as file:
         return parse_lines(file, "example_prompts.jsonl", LineRules(defaults))
 
 
 def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Prompt]:
-    """Parse JSON lines; blank ones are passed over.
+    """Parse JSON lines; blank ones are skipped.
 
     Raises:
-        ConfigError: If there is no prompt, or for the first bad line: `name`, its number, and what is wrong.
+        ConfigError: There is no prompt, or a line is invalid: `name`, its number, and the reason.
     """
     prompts: list[Prompt] = []
     ignored: Counter[str] = Counter()
@@ -145,11 +145,11 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
 
 
 def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[TokenizedPrompt]:
-    """The prompts as token ids, which a model with this tokenizer and vocabulary can read, before the first one runs.
+    """Return the prompts as token ids, checked against tokenizer and vocabulary before the first one runs.
 
     Raises:
-        ConfigError: For the first prompt that has no token, an id that is none, or a form that answers cannot be given;
-            names where it was read.
+        ConfigError: A prompt has no token, an invalid id, or an unsupported response format; names the first such
+            prompt's source.
     """
     vocabulary, grammars, tokenized = Vocabulary(tokenizer, vocab_size), Grammars(tokenizer, vocab_size), []
     for prompt in prompts:
@@ -192,7 +192,7 @@ def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str
 def _sort_out_unknown(
     fields: dict[str, object], known: tuple[str, ...], rules: LineRules, ignored: Counter[str]
 ) -> None:
-    """Count the fields that are not known, or refuse the first of them."""
+    """Count the unknown fields, or refuse the first of them."""
     unknown = sorted(set(fields) - set(known))
     if unknown and not rules.ignores_unknown:
         raise ConfigError(
@@ -203,7 +203,7 @@ def _sort_out_unknown(
 
 
 def _megatrons_length(fields: dict[str, object], rules: LineRules) -> dict[str, int]:
-    """What Megatron's field says about the request: nothing without the flag, as there, but that it is a number."""
+    """Return the generation length of Megatron's field; without the flag, only check that it is a number."""
     if MEGATRONS_LENGTH not in fields:
         if rules.length_from_file:
             raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, and this line has none")
@@ -239,7 +239,7 @@ def _content(fields: dict[str, object]) -> str | tuple[int, ...]:
 
 
 def _is_broken(text: str) -> bool:
-    """Whether it has halves of surrogate pairs: JSON can say them, and bytes of another encoding become them."""
+    """Return whether the text has lone surrogates, from JSON escapes or from bytes of another encoding."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run on standard output at its end: prompts, answers, totals."""
+"""Console report at the end of a run: prompts, outputs, totals."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def print_report(
     prompt_text: PromptText = submitted_text,
     lost: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the requests, of many the first and last few, and totals of all below them.
+    """Print the requests, or the first and last few of many, and the totals of all.
 
     Args:
-        passes: What ran.
-        console: Where to print.
-        where: All of them are.
-        prompt_text: What prompts are shown as.
+        passes: Passes that ran.
+        console: Console to print on.
+        where: Path of the file with all requests.
+        prompt_text: Text of a prompt.
         lost: See `EngineStatistics.prefix_cache_lost`.
     """
     print_requests([record for one in passes for record in one.records], console, where, prompt_text)
@@ -36,7 +36,7 @@ def print_report(
 
 
 def summary(passes: Sequence[Pass]) -> list[str]:
-    """Lines of totals over all requests."""
+    """Return lines of totals over all requests."""
     records = [record for one in passes for record in one.records]
     failed = sum(record.status is not Status.COMPLETED for record in records)
     count = f"{len(records)} request{'' if len(records) == 1 else 's'}"
@@ -56,7 +56,7 @@ def summary(passes: Sequence[Pass]) -> list[str]:
 
 
 def what_was_lost(lost: Mapping[str, int] | None) -> list[str]:
-    """A line on what more memory would have saved; none if it would have saved nothing."""
+    """Return a line on the tokens that more memory would have saved; empty if there are none."""
     if not lost or not lost["requests"]:
         return []
     wants = {"snapshot slots": lost["tokens_for_want_of_slots"], "blocks": lost["tokens_for_want_of_blocks"]}

@@ -1,4 +1,4 @@
-"""Prompts and answers for a person: a line of numbers a request, its texts below it, the first and the last few."""
+"""Table of prompts and outputs: a line of numbers a request, its texts below it, the first and the last few."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 AT_EACH_END = 5
-_MAX = 2 * AT_EACH_END + 3  # as many are shown whole: it would not pay to leave out so few
+_MAX = 2 * AT_EACH_END + 3  # up to this many requests, none is left out
 _TEXT_LINES = 3
 _HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
 _WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
 _INDENT = " " * 8
 T = TypeVar("T")
-_MAX_READ = 4000  # characters of a text that are looked at
+_MAX_READ = 4000  # characters of a text that are read
 
 
 def print_requests(
@@ -31,10 +31,10 @@ def print_requests(
     """Print the table.
 
     Args:
-        records: All of them.
-        console: Of any width.
-        where: The file with all of them, if there is one.
-        prompt_text: Texts of those that are shown.
+        records: All requests.
+        console: Console of any width.
+        where: Path of the file with all requests, if there is one.
+        prompt_text: Text of a prompt that is shown.
     """
     first, left_out, last = first_and_last(records)
     _print(console, _columns(_HEADINGS, "ended"), "bold")
@@ -48,7 +48,7 @@ def print_requests(
 
 
 def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """The first few, those between, the last few; all are among the first if there are not many."""
+    """Return the first few, those between, and the last few; a short list is all first."""
     if len(items) <= _MAX:
         return items, (), ()
     return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]

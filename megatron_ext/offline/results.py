@@ -1,4 +1,4 @@
-"""The JSON of a run. Its keys are an interface: scripts and golden values rely on them."""
+"""JSON results of a run. Their keys are an interface: scripts and golden values rely on them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _THROUGHPUT = "throughput"
 
 
 def written(one: Pass, every: int) -> Iterator[tuple[int, RequestRecord]]:
-    """Each `every`th request of a pass and the last one, with its place in the pass."""
+    """Yield each `every`th request of a pass and the last one, with its index in the pass."""
     last = len(one.records) - 1
     return ((index, record) for index, record in enumerate(one.records) if index % every == 0 or index == last)
 
 
 def selected(results: Mapping[str, object], run: RunConfig) -> dict[str, object]:
-    """What of the file's keys is written."""
+    """Return the keys of the file that are written."""
     if run.throughput_check_only:
         return {_THROUGHPUT: results[_THROUGHPUT]}
     return {key: value for key, value in results.items() if run.record_throughput or key != _THROUGHPUT}
@@ -58,14 +58,14 @@ def build_results(
     prompt_text: PromptText = submitted_text,
     every: int = 1,
 ) -> dict[str, object]:
-    """Everything that `--output-path` holds.
+    """Return the contents of `--output-path`.
 
     Args:
-        engine: The engine that ran the passes.
-        passes: In order.
+        engine: Engine that ran the passes.
+        passes: All passes in order.
         model: Name of the model.
         with_events: Whether requests have the key `events`.
-        prompt_text: What `input_prompt` says.
+        prompt_text: Text of `input_prompt`.
         every: See `written`.
     """
     statistics = engine.statistics()
@@ -95,13 +95,13 @@ def build_results(
 def request_results(
     record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text, *, with_drafts: bool = False
 ) -> dict[str, object]:
-    """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed.
+    """Return the object of one request. Log-prob keys exist if log-probs were requested, null where not computed.
 
     Args:
-        record: How it ended.
-        with_events: Whether its events are told.
-        prompt_text: What `input_prompt` says.
-        with_drafts: Whether drafts are counted: there can be some.
+        record: Record of the request.
+        with_events: Whether its events are included.
+        prompt_text: Text of `input_prompt`.
+        with_drafts: Whether drafts are counted, i.e. speculation is on.
     """
     entry: dict[str, object] = {
         "input_prompt": prompt_text(record),
@@ -152,7 +152,7 @@ def _top_n(positions: Sequence[dict[int, float]] | None) -> list[dict[str, float
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors took on CUDA; on CPU the most that the whole process took."""
+    """Return the peak memory in bytes: of tensors on CUDA; of the whole process on CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -160,7 +160,7 @@ def peak_memory() -> int:
 
 
 def to_json(results: dict[str, object]) -> str:
-    """JSON that a diff can review: a line for each field and for each event, a list of numbers on one line."""
+    """Return reviewable JSON: a line for each field and for each event, a list of numbers on one line."""
     return _to_json(results, depth=0) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""A whole run without a server: load, submit the prompts, report. The work of `tools/run_inference.py`.
+"""Offline run: load, submit the prompts, report. Implements `tools/run_inference.py`.
 
-A signal before the first request ends it at once. While requests run, and while their results are written, it is only
-noted: the requests end as aborted, and the results are written as ever. Nothing is printed before they are.
+A signal before the first request ends the run at once. While requests run, and while results are written, a signal is
+only noted: requests end as aborted, and results are written as usual. Nothing is printed before they are.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 
 
 def run_offline(settings: InferenceSettings, interruption: Interruption | None = None) -> bool:
-    """Check everything that can be checked, load, run, write the results, print them.
+    """Check all settings, load, run, write the results, print them.
 
     Args:
-        settings: What the command line says.
-        interruption: Where signals arrive; None if nobody watches for them.
+        settings: Settings of the command line.
+        interruption: Signal handler; None for no handling of signals.
 
     Returns:
         Whether every request completed; with `--prefix-cache-compare` whether the cache changes nothing.
 
     Raises:
-        ConfigError: For a mistake of the user's; no request has run then.
-        OutputError: The requests ran, and the results could not be written, or not be printed.
+        ConfigError: The user made a mistake; no request has run.
+        OutputError: The requests ran, and the results could not be written or printed.
         Interrupted: A signal came; the message says what became of the requests.
     """
     interruption = interruption or Interruption()
@@ -78,7 +78,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
 
 
 def _follow(settings: InferenceSettings, parallel_context: ParallelContext, interruption: Interruption) -> None:
-    """The whole run of a rank other than 0."""
+    """Run a rank other than 0, from start to end."""
     states = (False, True) if settings.run.prefix_cache_compare else (settings.cache.enable_prefix_caching,)
     caches = [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states]
     follow(settings, parallel_context, interruption.keep_quiet, caches)
@@ -100,7 +100,7 @@ def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
 
 
 class _Offline:
-    """A loaded model and the prompts for it."""
+    """Loaded model and its prompts."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Offline:
         self._partial: PartialResults | None = None
 
     def run(self) -> bool:
-        """Run the prompts. Whether every request completed."""
+        """Run the prompts. Return whether every request completed."""
         engine = self._args.build_engine()
         states = engine.longest_request_state_bytes
         print_kv_cache_config(
@@ -145,7 +145,7 @@ class _Offline:
         return all(record.status is Status.COMPLETED for record in _records(passes))
 
     def compare(self) -> bool:
-        """Run the prompts with the cache off, then on. Whether the cache skipped something and changed nothing."""
+        """Run the prompts with the cache off, then on. Return whether the cache skipped tokens and changed nothing."""
         results: list[list[RequestRecord]] = []
         for is_on in (False, True):
             engine = self._args.build_engine(replace(self._settings.cache, enable_prefix_caching=is_on))
@@ -168,9 +168,9 @@ class _Offline:
         return not found
 
     def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
-        """Run the prompts, with what has ended on disk and on the screen after each step."""
+        """Run the prompts; after each step, ended requests are on disk and on the screen."""
         run = self._settings.run
-        self._remove_partial()  # of the run before, whose results are not those to be written
+        self._remove_partial()  # of the previous run, whose results are not written
         if run.output_path is not None:
             self._partial = PartialResults(
                 run.output_path,
@@ -208,7 +208,7 @@ class _Offline:
             self._partial = None
 
     def _write(self, engine: InferenceEngine, passes: Sequence[Pass]) -> str | None:
-        """Write the JSON if it is asked for. Why it could not be written; None if it was."""
+        """Write the JSON if requested. Return the error, or None."""
         run = self._settings.run
         if run.output_path is None:
             return None
@@ -221,7 +221,7 @@ class _Offline:
         return None
 
     def _results(self, engine: InferenceEngine, passes: Sequence[Pass]) -> dict[str, object]:
-        """In the form that is asked for."""
+        """Return the results in the requested format."""
         run = self._settings.run
         with_events, every = run.output_request_events, run.output_every_n_results
         if run.output_format == MEGATRON_FORMAT:
@@ -242,13 +242,13 @@ class _Offline:
         )
 
     def _where(self, problem: str | None) -> str | None:
-        """The file with all results, if there is one."""
+        """Return the path of the file with all results, if there is one."""
         return None if problem else self._settings.run.output_path
 
     def _end_if_asked(self, passes: Sequence[Pass], problem: str | None, what: str = "") -> None:
-        """End here if a signal has come; from now on one ends the program at once: nothing is lost any more.
+        """End here if a signal has come; from now on a signal ends the program at once, since all results are saved.
 
-        What is in no file is printed first.
+        Results that are in no file are printed first.
         """
         where = self._where(problem)
         if self._interruption.is_asked:
@@ -261,7 +261,7 @@ class _Offline:
         self._interruption.release(f"all are in {where}" if where else "the results were being printed")
 
     def _end(self, problem: str | None) -> None:
-        """Everything is done: say what could not be."""
+        """Raise the error of writing or printing, if there is one."""
         problem = problem or self._output.failure
         if problem is not None:
             raise OutputError(problem)

@@ -1,4 +1,4 @@
-"""Runs of a list of prompts through an engine: when each prompt is submitted, and the records that come back."""
+"""Passes over a list of prompts: times of submission, and the records of all requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_SLEEP = 0.1  # seconds
 
 @dataclass(frozen=True)
 class Pass:
-    """The prompts, once: their records in order of submission, the seconds and the engine's steps it took."""
+    """One pass over the prompts: records in order of submission, seconds, and the engine's steps."""
 
     records: tuple[RequestRecord, ...]
     seconds: float
@@ -32,10 +32,10 @@ class Pass:
 
 
 def check_schedule(run: RunConfig, prompt_count: int) -> None:
-    """See that the batches fit the prompts.
+    """Check that the batches fit the prompts.
 
     Raises:
-        ConfigError: If a batch would start behind the last prompt.
+        ConfigError: A batch would start after the last prompt.
     """
     beyond = [index for index in run.batch_boundaries if index >= prompt_count]
     if beyond:
@@ -51,15 +51,15 @@ def run_passes(
     on_step: Callable[[StepOutput], None],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[Pass]:
-    """Run the prompts `run.inference_repeat_n` times, one pass after the other; request ids go on counting.
+    """Run the prompts `run.inference_repeat_n` times, pass after pass; request ids continue across passes.
 
     Args:
-        client: Of an engine without requests; it does not step by itself.
-        prompts: At least one.
-        run: When to submit what.
+        client: Client of an engine without requests; it does not step by itself.
+        prompts: At least one prompt.
+        run: Schedule of the submissions.
         on_step: Called after each step with its output.
-        is_stopped: Asked between steps. Once it says so, what runs and what is still to be submitted, in this pass and
-            in those to come, is aborted: every request has a record, with what it has.
+        is_stopped: Polled between steps. Once it returns True, running and unsubmitted requests of all passes are
+            aborted: every request has a record with its output so far.
     """
     passes = []
     for _ in range(run.inference_repeat_n):
@@ -79,7 +79,7 @@ class _PassRun:
     """One pass: submit in order, step, and collect the records.
 
     Attributes:
-        steps: So far.
+        steps: Number of steps so far.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class _PassRun:
         self.steps = 0
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
-        """Submit and step until every request has ended, or until it is stopped."""
+        """Submit and step until every request has ended, or until the pass is stopped."""
         start = time.monotonic()
         rounds = 0
         while not is_stopped():
@@ -117,11 +117,11 @@ class _PassRun:
             rounds += 1
 
     def abort(self) -> None:
-        """End what runs, and what was to be submitted: the engine has each, so each has a record like the others."""
+        """Abort all requests, unsubmitted ones after submission, so that each has a record."""
         self._client.abort(request for request in self._requests if not request.record.done())
         while len(self._requests) < len(self._prompts):
             self._client.abort([self._submit()])
-        while self._client.is_busy:  # a step without anything to compute reports them
+        while self._client.is_busy:  # a step without work reports the aborted requests
             self._step()
 
     def records(self) -> tuple[RequestRecord, ...]:
@@ -129,7 +129,7 @@ class _PassRun:
         return tuple(request.record.result() for request in self._requests)
 
     def _submit(self) -> EngineRequest:
-        turn = len(self._requests)  # of each pass anew, so that a prompt meets its own prefix again
+        turn = len(self._requests)  # restarts with each pass, so that a prompt can match its own prefix
         prompt = self._prompts[turn]
         request = EngineRequest(prompt.tokens, prompt.params, prompt.text, turn)
         self._client.submit([request]).result()
@@ -143,12 +143,12 @@ class _PassRun:
 
     @staticmethod
     def _sleep(seconds: float) -> None:
-        """Until the next arrival, but not so long that a signal goes unnoticed."""
+        """Sleep until the next arrival, but not so long that a signal goes unnoticed."""
         time.sleep(min(max(0.0, seconds), _LONGEST_SLEEP))
 
 
 def _due(run: RunConfig, total: int, submitted: int, *, rounds: int, seconds: float, busy: bool) -> int:
-    """How many of `total` prompts are to have been submitted by now, `submitted` or more."""
+    """Return the number of prompts due by now, at least `submitted` and at most `total`."""
     if run.drain_between_batches:
         starts = [index for index in run.batch_boundaries if index > submitted]
         return submitted if busy else min([*starts, total])

@@ -1,4 +1,4 @@
-"""Prompts that are made up: random tokens, as many as come in a given time."""
+"""Synthetic prompts: random tokens, with a rate of arrivals."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron_ext.config.run import DEFAULT_PROMPT_TOKENS
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """The content of a prompt that is made up when the vocabulary is known.
+    """Content of a synthetic prompt, drawn when the vocabulary is known.
 
     Attributes:
-        count: Tokens.
-        seed: Of their choice.
+        count: Number of tokens.
+        seed: Seed of the tokens.
     """
 
     count: int
     seed: str
 
     def draw(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The tokens, out of those of a vocabulary."""
+        """Return the tokens, drawn from a vocabulary's ids."""
         return tuple(random.Random(self.seed).choices(ids, k=self.count))
 
 
 def synthetic_contents(run: RunConfig, seed: int) -> list[RandomTokens]:
-    """One for each prompt, of lengths that are evenly spread between the fewest and the most tokens."""
+    """Return a content for each prompt, with lengths uniform between the minimum and the maximum."""
     fewest, most = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
     lengths = random.Random(seed)
     return [RandomTokens(lengths.randint(fewest, most), seed=f"{seed} {index}") for index in range(run.synthetic_count)]
 
 
 def described(run: RunConfig, params: RequestParams) -> str:
-    """What they are, in a line."""
+    """Return a one-line description of the prompts."""
     fewest, most = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
     return (
         f"{run.synthetic_count} synthetic prompts of {fewest} to {most} random tokens, "

@@ -1,1 +1,2 @@
-"""The scheduler and its cache over recorded or made-up requests, in simulated time. No model, no torch."""
+"""Simulation of the scheduler and its cache on recorded or generated requests, in simulated time. No model, no torch.
+"""

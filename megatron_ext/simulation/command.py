@@ -1,4 +1,4 @@
-"""The command line of `tools/simulate_cache.py`."""
+"""Command line of `tools/simulate_cache.py`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Value = TypeVar("Value")
 
 
 def simulate(argv: Sequence[str] | None, console: Console) -> None:
-    """Parse, simulate, print and write.
+    """Parse the arguments, simulate, print and write the results.
 
     Raises:
-        ConfigError: What was asked for makes no sense, or a file cannot be read or written.
+        ConfigError: The arguments are invalid, or a file cannot be read or written.
     """
     arguments = _parser().parse_args(argv)
     if arguments.server is not None:
@@ -61,7 +61,7 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
 
 
 def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
-    """The recent requests of a server with its own memory, and beside it, with its own settings and others."""
+    """Simulate a server's recent requests with its own memory and settings, and with others for comparison."""
     key = None if arguments.api_key_file is None else read_text(arguments.api_key_file, _LONGEST_KEY).strip()
     server = ask_server(arguments.server, key, arguments.requests)
     shares = arguments.state_share or server.shares()
@@ -110,7 +110,7 @@ def _trace(arguments: argparse.Namespace) -> list[Turn]:
 def _heat_map(
     arguments: argparse.Namespace, model: CachedModel, settings: Settings, batch: Batch, machine: Machine
 ) -> Path:
-    """With the first settings: prompts of four prefixes in turns."""
+    """Compute the skipped share of alternating prompts with four prefixes, under the first settings."""
     shares = {}
     for shared in HEAT_LENGTHS:
         for own in HEAT_LENGTHS:
@@ -120,7 +120,7 @@ def _heat_map(
 
 
 def alternating(shared: int, own: int, count: int = _HEAT_REQUESTS) -> list[Turn]:
-    """Requests a second apart, whose first tokens are one of four prefixes in turns, and the others their own."""
+    """Return requests a second apart whose first tokens are one of four prefixes in turn, the rest unique."""
     ids = Ids()
     prefixes = [ids.take(shared) for _ in range(4)]
     return [Turn(i, float(i), (prefixes[i % 4], ids.take(own)), ids.take(1)) for i in range(count)]

@@ -1,7 +1,7 @@
-"""Several steps at once, where nothing happens in them but that each running request gets its next token.
+"""Fast forward: several uniform steps at once, in which each running request only gets its next token.
 
-For whoever knows the tokens before: the simulator. No request begins, ends, waits, fills a block, or needs one, so no
-step would plan, allocate, publish or evict anything; what is left of a step is done to the requests' own parts.
+Used by the simulator, which knows the tokens in advance. In these steps no request begins, ends, waits, fills a block,
+or needs one, so no step would plan, allocate, publish or evict anything; only the requests' own sequences are updated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_ext.scheduling.scheduler import Scheduler
 
 
 def uniform_steps(scheduler: Scheduler) -> int:
-    """How many of the next steps are of that kind; they do not look at what the tokens are.
+    """Return the number of next steps that are uniform, whatever their tokens are.
 
     Requests must end by count alone, and there must be no drafts.
     """
@@ -24,7 +24,7 @@ def uniform_steps(scheduler: Scheduler) -> int:
 
 
 def _alike(request: Request, size: int) -> int:
-    """Steps before the one that fills its last block, or brings its last token."""
+    """Return the steps before the one that fills the request's last block, or brings its last token."""
     sequence = request.sequence
     if not sequence.is_decoding or sequence.snapshots:
         return 0
@@ -33,7 +33,7 @@ def _alike(request: Request, size: int) -> int:
 
 
 def fast_forward(scheduler: Scheduler, tokens: Mapping[int, Sequence[int]]) -> None:
-    """The running requests, all of them, have got these tokens by request id: of as many steps that are alike."""
+    """Append the tokens of several uniform steps to all running requests; `tokens` is by request id."""
     for request in scheduler.queues.running:
         sequence, new = request.sequence, tokens[request.request_id]
         for token in new:

@@ -1,17 +1,17 @@
-"""Recorded traces: JSON lines of ours, with tokens or block hashes, and Mooncake's public block hashes.
+"""Formats of recorded traces: JSON lines of this package, with tokens or block hashes, and Mooncake's traces.
 
-Ours, a line a request:
+This package's format, a line a request:
 
     {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5]}
     {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,
      "answer_length": 40, "salt": "tenant"}
 
-With `answer_hashed` the hashes go on behind the prompt over its answer, as a server's `/prefix_cache/trace` has them.
+With `answer_hashed` the hashes cover the answer after the prompt, as in a server's `/prefix_cache/trace`.
 
-`time` is in seconds from the beginning; with `reply` it is the time from the end of the session's request before it.
-A hash stands for a block *and* everything before it or for the block alone, which makes no difference here.
+`time` is in seconds from the beginning; with `reply`, from the end of the session's previous request.
+A hash may cover a block alone or a block *and* everything before it; both work here.
 
-Mooncake's: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens.
+Mooncake's format: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ext.simulation.trace import MAX_IDS, Ids, Pieces, Turn, cut
 
 MOONCAKE_BLOCK = 512  # tokens
 LONGEST_LINE = 2**24  # bytes
-_FIRST_OWN_ID = MAX_IDS // 2  # explicit tokens lie below
+_FIRST_OWN_ID = MAX_IDS // 2  # explicit token ids are below
 _OUR_FIELDS = {"time", "session", "reply", "tokens", "block_hashes", "block_size", "length", "answer", "answer_length"}
 _OUR_FIELDS |= {"salt", "answer_hashed"}
 
@@ -37,14 +37,14 @@ Line = Mapping[str, object]
 
 
 class _Blocks:
-    """Tokens for hashes: equal ones have equal tokens."""
+    """Synthetic tokens of hashes: equal hashes have equal tokens."""
 
     def __init__(self) -> None:
         self.ids = Ids(_FIRST_OWN_ID)
         self._blocks: dict[Hashable, range] = {}
 
     def prompt(self, hashes: Sequence[Hashable], length: int, block_size: int) -> Pieces:
-        """So many tokens: those of the blocks, the last one cut, and own ones behind."""
+        """Return `length` tokens: those of the blocks, the last block cut, and unique ones after them."""
         pieces: list[range] = []
         left = length
         for one in hashes:
@@ -59,17 +59,17 @@ class _Blocks:
 
 
 def read_trace(path: Path, most: int | None = None) -> list[Turn]:
-    """The requests of a file, the first `most` of them; which format it is, its first line says.
+    """Return the first `most` requests of a file, whose first line determines the format.
 
     Raises:
-        ConfigError: It cannot be read, or a line makes no sense.
+        ConfigError: The file cannot be read, or a line is invalid.
     """
     with open_regular(path) as file:
         return read_requests(file, str(path), most)
 
 
 def read_requests(file: BinaryIO, name: str, most: int | None = None) -> list[Turn]:
-    """As `read_trace`, of what is open; errors call it by the name."""
+    """Return the first `most` requests of an open file, as `read_trace`; `name` is used in errors."""
     read: Callable[[Line, int], Turn] | None = None
     turns: list[Turn] = []
     for number, line in islice(_lines(file, name), most):

@@ -1,4 +1,4 @@
-"""Made-up traces: what real traffic looks like to a cache, a function a kind; equal seeds give equal traces."""
+"""Generated traces: typical traffic of a cache, one function for each kind; equal seeds give equal traces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_ext.simulation.trace import Ids, Pieces, Turn, cut
 
 @dataclass(frozen=True)
 class Size:
-    """How large a trace is.
+    """Size of a trace.
 
     Attributes:
-        requests: At least so many; whole sessions.
-        rate: Sessions that begin in a second.
+        requests: Minimum number of requests; sessions are whole.
+        rate: New sessions per second.
         scale: Factor of all lengths in tokens.
-        seed: Of everything random.
-        ids: Where tokens come from.
+        seed: Seed of all random numbers.
+        ids: Source of token ids.
     """
 
     requests: int = 1000
@@ -29,7 +29,7 @@ class Size:
 
 
 class _Source:
-    """Random lengths, waits and choices."""
+    """Source of random lengths, waits and choices."""
 
     def __init__(self, size: Size) -> None:
         self.random = random.Random(size.seed)
@@ -38,21 +38,21 @@ class _Source:
         self._now = 0.0
 
     def text(self, low: int, high: int) -> range:
-        """New tokens, as many as a number between two bounds says, longer ones being rarer."""
+        """Return new tokens of a log-uniform random length between two bounds."""
         length = low * (high / low) ** self.random.random()
         return self.ids.take(max(1, round(length * self._size.scale)))
 
     def begin(self, bursts: float = 1.0) -> float:
-        """When the next session begins."""
+        """Return the start of the next session."""
         self._now += self.random.expovariate(self._size.rate / bursts)
         return self._now
 
     def think(self, mean: float) -> float:
-        """Seconds until somebody goes on."""
+        """Return the seconds until the next turn of a session."""
         return self.random.expovariate(1 / mean)
 
     def zipf(self, count: int, exponent: float = 1.0) -> int:
-        """One of so many, the first ones far more often."""
+        """Return an index below `count` by Zipf's law: small ones are far more frequent."""
         weights = [(i + 1) ** -exponent for i in range(count)]
         return self.random.choices(range(count), weights)[0]
 
@@ -67,7 +67,7 @@ def _until(requests: int, sessions: Iterator[list[Turn]]) -> list[Turn]:
 
 
 def shared_prefixes(size: Size) -> list[Turn]:
-    """Long prompts of a few kinds (templates, few-shot examples), each request with an end of its own."""
+    """Long prompts of a few kinds (templates, few-shot examples), each request with a unique end."""
     source = _Source(size)
     prefixes = [source.text(1024, 8192) for _ in range(32)]
 
@@ -82,7 +82,7 @@ def shared_prefixes(size: Size) -> list[Turn]:
 
 
 def chat(size: Size) -> list[Turn]:
-    """Conversations under a few system prompts; people think for half a minute."""
+    """Conversations with a few system prompts, and a mean pause of half a minute between turns."""
     source = _Source(size)
     systems = [source.text(128, 2048) for _ in range(8)]
 
@@ -112,7 +112,7 @@ def _conversation(
 def agents(size: Size) -> list[Turn]:
     """Coding agents: one long prompt with tools for all, a repository each, many quick turns with outputs of tools.
 
-    One turn in eight goes back: what was said behind some point is replaced, and it goes on from there.
+    One turn in eight edits the history: the text after some point is replaced, and the session continues from there.
     """
     source = _Source(size)
     tools = source.text(4096, 6144)
@@ -131,7 +131,7 @@ def _agent(source: _Source, session: int, opening: Pieces, turns: int) -> list[T
     for i in range(turns):
         if len(history) > began + 4 and source.random.random() < 0.125:
             history = history[: source.random.randrange(began + 1, len(history))]
-            last = history[-1]  # edited somewhere inside
+            last = history[-1]  # edited at a random position
             history = cut(history, sum(map(len, history)) - source.random.randrange(len(last)))
         history = (*history, source.text(64, 1536))
         answer = source.text(16, 192)
@@ -141,7 +141,7 @@ def _agent(source: _Source, session: int, opening: Pieces, turns: int) -> list[T
 
 
 def rl_groups(size: Size) -> list[Turn]:
-    """Groups of eight samples of one prompt, a few groups at a time; a prompt comes once an epoch, of two."""
+    """Groups of eight samples of one prompt, a few groups at a time; each prompt comes once in each of two epochs."""
     source = _Source(size)
     prompts = [(source.text(256, 2048),) for _ in range(max(1, size.requests // 16))]
 
@@ -159,7 +159,7 @@ def rl_groups(size: Size) -> list[Turn]:
 
 
 def tenants(size: Size) -> list[Turn]:
-    """Many tenants by Zipf, each with a salt and a system prompt, short conversations."""
+    """Many tenants by Zipf's law, each with a salt and a system prompt, and short conversations."""
     source = _Source(size)
     systems = [source.text(512, 4096) for _ in range(64)]
 
@@ -175,7 +175,7 @@ def tenants(size: Size) -> list[Turn]:
 
 
 def mixed(size: Size) -> list[Turn]:
-    """All of them beside one another, an equal number of requests of each, with sessions and ids of their own."""
+    """Mixture of all kinds with an equal number of requests of each, and separate sessions and ids."""
     parts = [shared_prefixes, chat, agents, rl_groups, tenants]
     each = replace(size, requests=max(1, size.requests // len(parts)), rate=size.rate / len(parts))
     ids, turns = size.ids, []

@@ -1,4 +1,4 @@
-"""What a step takes: simulated seconds from operations and bytes at the rates of a machine."""
+"""Cost model of a step: simulated seconds from operations and bytes at the rates of a machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_ext.scheduling.chunk import Chunk
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that were measured, or are asked for.
+    """Measured or assumed rates of a machine.
 
     Attributes:
-        flops: Operations a second of a prefill.
-        bytes: Of memory a second, read in decode: the parameters once a step, the KV of each request.
-        parameter_bytes: Read in every step.
-        overhead: Seconds of a step beside that.
+        flops: Operations per second of a prefill.
+        bytes: Bytes per second of memory reads in decode: parameters once a step, KV of each request.
+        parameter_bytes: Parameter bytes read in every step.
+        overhead: Constant seconds of a step.
     """
 
     flops: float = 4e14
@@ -26,7 +26,7 @@ class Machine:
     overhead: float = 2e-3
 
     def seconds(self, chunks: Iterable[Chunk], costs: EntryCosts) -> float:
-        """Of a step: what takes longer, computing or reading, and what comes beside it."""
+        """Return the seconds of a step: the maximum of computing and reading, plus the overhead."""
         operations, read = 0.0, self.parameter_bytes
         for chunk in chunks:
             operations += costs.flops(chunk.start, chunk.end)
@@ -35,7 +35,8 @@ class Machine:
         return self.overhead + max(operations / self.flops, read / self.bytes)
 
     def decoding(self, starts: Sequence[int], costs: EntryCosts) -> Iterator[float]:
-        """Of step after step in which requests that stand at `starts` decode a token each; without an end."""
+        """Yield the seconds of successive steps in which requests at positions `starts` decode a token each; endless.
+        """
         count, block = len(starts), costs.block_size
         operations = sum(costs.flops(start, start + 1) for start in starts)
         read = self.parameter_bytes + sum(

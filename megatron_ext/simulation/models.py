@@ -1,4 +1,4 @@
-"""Models by name, as far as a cache knows them: what their tokens cost, and what blocks and states take."""
+"""Models by name, described by their cache costs: costs of tokens, and sizes of blocks and states."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ _NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
 
 class CachedModel(Protocol):
-    """What is asked of a model."""
+    """Interface of a model in the simulation."""
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most."""
+        """Maximum number of tokens of a sequence."""
 
     def costs(self, block_size: int) -> EntryCosts:
-        """With blocks of so many tokens."""
+        """Return the costs with blocks of this many tokens."""
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model by what its tokens cost, as a server says it.
+    """Model described by its token costs, as a server reports them.
 
     Attributes:
-        known: Its costs with some block size.
-        longest: Tokens of a sequence at most.
+        known: Costs at one block size.
+        longest: Maximum number of tokens of a sequence.
     """
 
     known: EntryCosts
     longest: int
 
     def costs(self, block_size: int) -> EntryCosts:
-        """With blocks of so many tokens."""
+        """Return the costs with blocks of this many tokens."""
         bytes_of_block = self.known.block_bytes * block_size // self.known.block_size
         return replace(self.known, block_size=block_size, block_bytes=bytes_of_block)
 
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """An architecture and the bytes of its types.
+    """Model described by its architecture and element sizes.
 
     Attributes:
-        config: Its layers; recurrent ones are Mamba-2.
-        element_bytes: Of parameters, keys, values and convolution states.
-        state_element_bytes: Of recurrent states.
+        config: Architecture; recurrent layers are Mamba-2.
+        element_bytes: Bytes of an element of parameters, keys, values and convolution states.
+        state_element_bytes: Bytes of an element of recurrent states.
     """
 
     config: ModelConfig
@@ -56,14 +56,14 @@ class SimulatedModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all attention layers."""
+        """Bytes of the keys and values of all attention layers, per token."""
         config = self.config
         layers = config.hybrid_override_pattern.count("*")
         return 2 * layers * config.query_groups * config.head_channels * self.element_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of one snapshot; 0 without recurrent layers."""
+        """Bytes of one snapshot; 0 without recurrent layers."""
         config = self.config
         inner = config.mamba_heads * config.mamba_head_dim
         convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
@@ -73,16 +73,16 @@ class SimulatedModel:
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most."""
+        """Maximum number of tokens of a sequence."""
         return self.config.max_position_embeddings
 
     def costs(self, block_size: int) -> EntryCosts:
-        """With blocks of so many tokens."""
+        """Return the costs with blocks of this many tokens."""
         return entry_costs(self.config, block_size, block_size * self.kv_bytes_per_token, self.state_bytes)
 
 
 def _nemotron() -> ModelConfig:
-    """Nemotron-H of 8 billion parameters."""
+    """Return Nemotron-H with 8 billion parameters."""
     return ModelConfig(
         hybrid_override_pattern=_NEMOTRON,
         hidden_size=4096,
@@ -100,7 +100,7 @@ def _nemotron() -> ModelConfig:
 
 
 def _llama() -> ModelConfig:
-    """Llama 3 of 8 billion parameters."""
+    """Return Llama 3 with 8 billion parameters."""
     return ModelConfig(
         hybrid_override_pattern="*-" * 32,
         hidden_size=4096,

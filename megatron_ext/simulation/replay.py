@@ -1,4 +1,4 @@
-"""A trace through the scheduler that serves: the same plans, the same cache, and tokens that the trace knows."""
+"""Replay of a trace through the real scheduler and cache, with the trace's tokens in place of a model."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from megatron_ext.simulation.trace import Turn, by_session
 
 @dataclass
 class Outcome:
-    """What a trace gave, by the place of each turn in it."""
+    """Outcome of a replay; lists are by the position of a turn in the trace."""
 
     prompt: list[int]  # tokens
     skipped: list[int] = field(default_factory=list)
-    ttft: list[float | None] = field(default_factory=list)  # simulated seconds; None for one that was not served
-    refused: int = 0  # longer than the model or the pool
+    ttft: list[float | None] = field(default_factory=list)  # simulated seconds; None if not served
+    refused: int = 0  # exceeding the model's maximum or the pool
     steps: int = 0
     seconds: float = 0.0  # simulated
     statistics: EngineStatistics | None = None  # at the end
 
     @property
     def skipped_share(self) -> float:
-        """Of all prompt tokens."""
+        """Share of all prompt tokens that were skipped."""
         return sum(self.skipped) / max(1, sum(self.prompt))
 
     def ttft_percentile(self, percent: float) -> float:
-        """Simulated seconds; 0 if nothing was served."""
+        """Return a percentile of the time to first token in simulated seconds; 0 if nothing was served."""
         served = sorted(one for one in self.ttft if one is not None)
         return served[min(len(served) - 1, int(len(served) * percent / 100))] if served else 0.0
 
@@ -50,15 +50,15 @@ class Replay:
     """One run of a trace.
 
     Args:
-        turns: Of all sessions.
-        limits: Of the scheduler; its costs are the model's.
-        policy: None caches nothing.
-        slots: Of snapshots; None for a model without recurrent layers.
-        machine: Says what a step takes.
+        turns: Turns of all sessions.
+        limits: Scheduler limits; their costs are the model's.
+        policy: Eviction policy; None disables the cache.
+        slots: Number of snapshot slots; None for a model without recurrent layers.
+        machine: Cost model of a step.
 
     Attributes:
-        coming: When turns arrive that are known by now, and their places in the trace; a heap.
-        outcome: So far.
+        coming: Heap of the known arrivals: time, and position in the trace.
+        outcome: Outcome so far.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Replay:
                 heappush(self.coming, (turn.time, place))
 
     def run(self) -> Outcome:
-        """To the end."""
+        """Run the whole trace."""
         queues = self.scheduler.queues
         while self.coming or len(queues):
             if not len(queues):
@@ -97,11 +97,11 @@ class Replay:
         return self.outcome
 
     def statistics(self) -> EngineStatistics:
-        """As an engine's."""
+        """Return the statistics in the form of an engine's."""
         return EngineStatistics.of(self.scheduler, ended=len(self._asked_at), steps=self.outcome.steps)
 
     def submit(self, place: int) -> None:
-        """A turn arrives now."""
+        """Submit the turn at this position of the trace."""
         turn = self._turns[place]
         params = _params(len(turn.answer), turn.salt)
         request = Request(Submission(place, turn.tokens(), params, arrival=len(self._asked_at), seed=0))
@@ -113,7 +113,7 @@ class Replay:
             self._go_on(place)
 
     def step(self) -> None:
-        """Plan and commit one step; time passes."""
+        """Schedule and commit one step, and advance the time."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         plan = scheduler.schedule()
         for request, _ in plan.failures:
@@ -127,10 +127,10 @@ class Replay:
             self._end(request)
 
     def fast_forward(self) -> bool:
-        """Take the steps before the next one in which anything happens, or somebody arrives, all at once.
+        """Take all uniform steps before the next event or arrival at once.
 
         Returns:
-            Whether there are any.
+            Whether there were any.
         """
         scheduler, running = self.scheduler, self.scheduler.queues.running
         most = uniform_steps(scheduler)
@@ -151,7 +151,7 @@ class Replay:
         return self._turns[request.request_id].answer[known : known + count]
 
     def _sample(self, chunks: Sequence[Chunk]) -> dict[int, int]:
-        """What the trace says that comes next."""
+        """Return the trace's next tokens for the chunks that yield one."""
         sampled = {}
         for chunk in chunks:
             if chunk.yields_token:
@@ -166,14 +166,14 @@ class Replay:
         self._go_on(request.request_id)
 
     def _go_on(self, place: int) -> None:
-        """The session's next turn comes when somebody has thought."""
+        """Schedule the arrival of the session's next turn, after its pause."""
         reply = self._replies.get(place)
         if reply is not None:
             heappush(self.coming, (self._now + self._turns[reply].time, reply))
 
 
 def _replies(turns: Sequence[Turn]) -> dict[int, int]:
-    """Which turn answers the end of which, by their places."""
+    """Return the position of the reply to each turn, by the turn's position."""
     places = {id(turn): place for place, turn in enumerate(turns)}
     return {
         places[id(before)]: places[id(turn)]

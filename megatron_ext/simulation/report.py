@@ -1,4 +1,4 @@
-"""What a sweep says: a table, JSON, and pictures where matplotlib can be imported."""
+"""Report of a sweep: a table, JSON, and plots if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.simulation.sweep import PLACEMENTS, SPACING, Advice, Point, Se
 
 
 def table_of(points: Sequence[Point]) -> Table:
-    """A row a point, in their order: skipped and lost tokens as shares of all prompts'."""
+    """Return a table with a row for each point; skipped and lost tokens are shares of all prompt tokens."""
     names = "GiB states block mode policy guesses blocks slots refused skipped lost ttft-p50 p90 p99".split()
     table = Table(*names, box=None, pad_edge=False)
     for point in points:
@@ -37,7 +37,7 @@ def table_of(points: Sequence[Point]) -> Table:
 
 
 def lines_of(advice: Sequence[Advice]) -> list[str]:
-    """What to say of it: the curve, a line for each memory, and the flags."""
+    """Return the lines of the advice: the curve, a line for each memory size, and the flags."""
     lines = []
     for one in advice:
         best, given = one.best, one.given
@@ -54,7 +54,7 @@ def lines_of(advice: Sequence[Advice]) -> list[str]:
 def results(
     trace: Mapping[str, object], points: Sequence[Point], advice: Sequence[Advice], machine: Mapping[str, float]
 ) -> dict[str, object]:
-    """Everything, for JSON."""
+    """Return all results for JSON."""
     return {
         "trace": dict(trace),
         "machine": dict(machine),
@@ -68,10 +68,10 @@ def results(
 
 
 def draw(points: Sequence[Point], folder: Path) -> list[Path]:
-    """Skipped tokens over memory, and times to first token, a line for each setting beside the memory.
+    """Plot skipped tokens and times to first token over memory, a line for each combination of the other settings.
 
     Raises:
-        ConfigError: There is no matplotlib, or the folder cannot be written.
+        ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
     pyplot = _pyplot()
     lines: dict[str, list[Point]] = {}
@@ -86,7 +86,7 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
 
 
 def _placement(settings: Settings) -> str:
-    """Of the snapshots that nobody asked for, where that is not the default."""
+    """Return the placement of opportunistic checkpoints; empty for the default."""
     usual = (settings.placement, settings.spacing) == (PLACEMENTS[0], SPACING)
     return "" if usual else f", {settings.placement} {settings.spacing}"
 
@@ -103,7 +103,7 @@ def _picture(pyplot, lines: Mapping[str, Sequence[Point]], name: str, label: str
 
 
 def draw_heat_map(shares: Mapping[tuple[int, int], float], path: Path) -> Path:
-    """Skipped share over shared (rows) and own tokens (columns) of prompts."""
+    """Plot the skipped share over shared (rows) and own tokens (columns) of prompts."""
     pyplot = _pyplot()
     shared, own = (sorted({pair[i] for pair in shares}) for i in range(2))
     figure, axes = pyplot.subplots(figsize=(7, 5))
@@ -115,7 +115,7 @@ def draw_heat_map(shares: Mapping[tuple[int, int], float], path: Path) -> Path:
     return _save(pyplot, figure, path)
 
 
-def _save(pyplot, figure, path: Path) -> Path:  # type: ignore[no-untyped-def]  # a module, and what it made
+def _save(pyplot, figure, path: Path) -> Path:  # type: ignore[no-untyped-def]  # a module and its figure
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -126,7 +126,7 @@ def _save(pyplot, figure, path: Path) -> Path:  # type: ignore[no-untyped-def]  
     return path
 
 
-def _pyplot():  # type: ignore[no-untyped-def]  # a module of a package that need not be there
+def _pyplot():  # type: ignore[no-untyped-def]  # a module of an optional package
     try:
         import matplotlib
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a running server says of itself: its recent requests as a trace, its model's costs, and its settings (SI-4)."""
+"""State of a running server for a simulation: recent requests as a trace, model costs, and settings (SI-4)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megatron_ext.simulation.trace import Turn
 
 TIMEOUT = 60.0  # seconds
 LONGEST_ANSWER = 2**28  # bytes
-SHARES = (0.2, 0.5, 0.8)  # of the memory for snapshots, beside the server's own
+SHARES = (0.2, 0.5, 0.8)  # of the memory for snapshots, in addition to the server's own
 MEMORIES = (0.5, 1.0, 2.0)  # times the server's
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, as far as a simulation of it goes.
+    """Server as seen by a simulation.
 
     Attributes:
-        turns: Its recent requests.
-        model: Its costs.
-        settings: As it runs.
-        batch: What its steps may have.
+        turns: Recent requests.
+        model: Costs of the model.
+        settings: Current settings.
+        batch: Limits of its steps.
     """
 
     turns: list[Turn]
@@ -42,25 +42,25 @@ class RunningServer:
     batch: Batch
 
     def shares(self) -> list[float]:
-        """Of the memory for snapshots, to be tried."""
+        """Shares of the memory for snapshots to simulate."""
         own = self.settings.state_share
         return sorted({own, *SHARES}) if self.model.known.state_bytes else [0.0]
 
     def memories(self) -> list[float]:
-        """GiB, to be tried."""
+        """Memory sizes to simulate, in GiB."""
         return [factor * self.settings.memory_gib for factor in MEMORIES]
 
 
 def ask_server(url: str, key: str | None, most: int | None = None) -> RunningServer:
-    """Fetch it all.
+    """Fetch trace, costs and settings from a server.
 
     Args:
-        url: Of the server, without a path.
-        key: Of an administrator; None where there are no keys.
-        most: Requests.
+        url: URL of the server, without a path.
+        key: Key of an administrator; None for a server without keys.
+        most: Maximum number of requests.
 
     Raises:
-        ConfigError: It does not answer, refuses, caches nothing, or has served nothing yet.
+        ConfigError: The server does not answer, refuses, has no cache, or has served nothing yet.
     """
     state = json.loads(_get(url, "/prefix_cache", key))
     if state["settings"]["policy"] is None:
@@ -70,7 +70,7 @@ def ask_server(url: str, key: str | None, most: int | None = None) -> RunningSer
 
 
 def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
-    """What `/prefix_cache` says, and the trace."""
+    """Build the server's description from `/prefix_cache` and the trace."""
     costs = EntryCosts(**cast("dict[str, float]", state["costs"]))  # type: ignore[arg-type]  # ints among them
     geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
     of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes

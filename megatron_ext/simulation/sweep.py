@@ -1,4 +1,4 @@
-"""One trace through many settings that take the same bytes, side by side; and which of them would do best."""
+"""Sweep of one trace over many settings of equal memory, and advice on the best."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megatron_ext.simulation.trace import Turn
 
 GIB = 1024**3
 MODES = ("kernel", "align")
-PLACEMENTS = ("learned", "even", "off")  # of snapshots that nobody asked for
+PLACEMENTS = ("learned", "even", "off")  # of opportunistic checkpoints
 SPACING = OpportunisticRules().spacing
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One point of a sweep.
+    """Settings of one point of a sweep.
 
     Attributes:
-        memory_gib: Of blocks and snapshot slots together; live states are apart, and the same for all.
-        state_share: Of it for snapshots; without recurrent layers it is of no concern.
-        block_size: Tokens.
+        memory_gib: Memory of blocks and snapshot slots together; running states are separate, and equal for all points.
+        state_share: Share of it for snapshots; without effect if there are no recurrent layers.
+        block_size: Tokens of a block.
         policy: Name of the eviction policy.
         mode: See `SnapshotMode`.
         placement: One of `PLACEMENTS`.
-        spacing: Blocks for each of those snapshots, on average at least.
+        spacing: Minimum average number of blocks for each opportunistic checkpoint.
     """
 
     memory_gib: float
@@ -48,7 +48,7 @@ class Settings:
 
     @property
     def opportunistic(self) -> OpportunisticRules:
-        """For a scheduler."""
+        """Rules of opportunistic checkpoints for a scheduler."""
         return OpportunisticRules(
             0 if self.placement == "off" else None, self.spacing, is_learned=self.placement == PLACEMENTS[0]
         )
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Batch:
-    """What steps may have, the same for all points."""
+    """Limits of a step, equal for all points."""
 
     max_requests: int = 64
     max_tokens: int = 8192
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Point:
-    """What settings gave."""
+    """Result of one point."""
 
     settings: Settings
     blocks: int
@@ -83,15 +83,15 @@ class Point:
     ttft_p99: float
     seconds: float
     steps: int
-    wall_seconds: float  # that the simulation took
+    wall_seconds: float  # wall time of the simulation
 
     @property
     def skipped_share(self) -> float:
-        """Of all prompt tokens."""
+        """Share of all prompt tokens that were skipped."""
         return self.skipped_tokens / max(1, self.prompt_tokens)
 
     def to_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the point as a dict for JSON."""
         return dataclasses.asdict(self) | {"skipped_share": self.skipped_share}
 
 
@@ -104,15 +104,15 @@ def grid(
     placements: Sequence[str] = PLACEMENTS[:1],
     spacings: Sequence[int] = (SPACING,),
 ) -> list[Settings]:
-    """All of them with all."""
+    """Return all combinations of the values."""
     return [Settings(*one) for one in product(memories, shares, block_sizes, policies, modes, placements, spacings)]
 
 
 def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
-    """What the memory holds: the scheduler's limits, and snapshot slots (None without recurrent layers).
+    """Return the scheduler limits and snapshot slots (None without recurrent layers) for a memory size.
 
     Raises:
-        ConfigError: It does not hold a block, or a step is too small for `align`.
+        ConfigError: The memory is smaller than a block, or a step is too small for `align`.
     """
     costs = model.costs(settings.block_size)
     total, share = settings.memory_gib * GIB, settings.state_share if costs.state_bytes else 0.0
@@ -142,7 +142,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
 
 
 def run_point(turns: Sequence[Turn], model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Point:
-    """One simulation."""
+    """Run one simulation."""
     limits, slots = limits_of(model, settings, batch)
     began = time.perf_counter()
     outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine).run()
@@ -181,7 +181,7 @@ def sweep(
     machine: Machine,
     progress: Callable[[Point], None] = lambda point: None,
 ) -> Iterator[Point]:
-    """Point by point; without recurrent layers, or slots for states, those that are the same run once."""
+    """Run all points in order; points that are equal without recurrent layers or state slots run once."""
     seen: dict[tuple[object, ...], Point] = {}
     for one in settings:
         limits, slots = limits_of(model, one, batch)
@@ -195,13 +195,13 @@ def sweep(
 
 @dataclass(frozen=True)
 class Advice:
-    """What would have skipped most of a trace in so much memory.
+    """Settings that would have skipped most of a trace, for one memory size.
 
     Attributes:
-        best: The point.
-        flags: Of the command line, for it.
-        gain: Skipped tokens over those with `given`, of which there is taken to be one at least.
-        given: What it is compared with.
+        best: Best point.
+        flags: Command line flags of the best point.
+        gain: Skipped tokens relative to those of `given`, taken as at least one.
+        given: Point of comparison.
     """
 
     best: Point
@@ -215,12 +215,12 @@ DEFAULT = Settings(0.0, DEFAULT_STATE_SHARE, 64, EvictionPolicyName.LRU.value)
 
 
 def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[Advice]:
-    """For each memory the settings that skip most; of equal ones the shorter wait for first tokens.
+    """Return the best settings for each memory size: most skipped tokens, then shortest time to first token.
 
     Args:
-        points: Of a sweep.
-        given_settings: What it is compared with, or what comes closest to that of the same memory. By default those of
-            the package: blocks of 64 tokens, `lru`, `kernel`, a fifth of the memory for snapshots.
+        points: Points of a sweep.
+        given_settings: Settings of comparison, or the closest ones of the same memory. By default those of the package:
+            blocks of 64 tokens, `lru`, `kernel`, a fifth of the memory for snapshots.
     """
     advice = []
     for memory in sorted({point.settings.memory_gib for point in points}):
@@ -244,7 +244,7 @@ def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, in
 
 
 def _flags(point: Point) -> tuple[str, ...]:
-    """Blocks and slots by their numbers, which mean the same whatever else a buffer holds."""
+    """Return the flags with numbers of blocks and slots, which do not depend on other contents of a buffer."""
     prefix, settings = "--inference-dynamic-batching", point.settings
     flags = [
         f"{prefix}-block-size {settings.block_size}",

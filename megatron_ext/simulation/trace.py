@@ -1,4 +1,4 @@
-"""What is simulated: turns of sessions; their tokens in pieces, mostly ranges of ids, so that a million fit."""
+"""Traces: turns of sessions, with tokens in pieces, mostly ranges of ids, so that a million turns fit in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Turn:
     """One request.
 
     Attributes:
-        session: Whose; the turns of a session come one after the other.
-        time: Seconds: from the beginning, or, of a reply, from the end of the session's previous turn.
-        prompt: Ids of its tokens, in pieces.
+        session: Session of the turn; turns of a session follow each other.
+        time: Seconds from the beginning or, for a reply, from the end of the session's previous turn.
+        prompt: Ids of the prompt's tokens, in pieces.
         answer: Ids of the tokens that will be generated; at least one.
         is_reply: See `time`.
-        salt: Of its cache keys.
+        salt: Salt of its cache keys.
     """
 
     session: int
@@ -34,25 +34,25 @@ class Turn:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens."""
+        """Number of prompt tokens."""
         return sum(map(len, self.prompt))
 
     def tokens(self) -> tuple[int, ...]:
-        """Of the prompt."""
+        """Return the prompt's tokens."""
         return tuple(chain.from_iterable(self.prompt))
 
 
 class Ids:
-    """Token ids that nobody has had yet."""
+    """Source of unused token ids."""
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
 
     def take(self, count: int) -> range:
-        """So many, in a row.
+        """Return `count` consecutive unused ids.
 
         Raises:
-            ConfigError: There are none left.
+            ConfigError: The ids are exhausted.
         """
         self._next += count
         if self._next > MAX_IDS:
@@ -61,7 +61,7 @@ class Ids:
 
 
 def cut(pieces: Iterable[Sequence[int]], length: int) -> Pieces:
-    """The first `length` tokens."""
+    """Return the first `length` tokens."""
     kept: list[Sequence[int]] = []
     for piece in pieces:
         if length <= 0:
@@ -72,7 +72,7 @@ def cut(pieces: Iterable[Sequence[int]], length: int) -> Pieces:
 
 
 def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
-    """The turns of each session, in their order."""
+    """Return the turns of each session, in order."""
     sessions: dict[int, list[Turn]] = {}
     for turn in turns:
         sessions.setdefault(turn.session, []).append(turn)
@@ -80,7 +80,7 @@ def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
 
 
 def describe(turns: Sequence[Turn]) -> dict[str, int]:
-    """Sizes of a trace."""
+    """Return the sizes of a trace."""
     return {
         "requests": len(turns),
         "sessions": len({turn.session for turn in turns}),
