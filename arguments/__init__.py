@@ -1,4 +1,4 @@
-"""The command line: argparse groups, each bound to one frozen dataclass of `megatron_ext.config`."""
+"""Command line: argparse groups, each bound to one frozen dataclass of `megatron_ext.config`."""
 
 from arguments.coordinator import build_coordinator_parser, parse_coordinator_arguments
 from arguments.parser import build_parser, build_server_parser, parse_arguments, parse_server_arguments

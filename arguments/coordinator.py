@@ -1,4 +1,4 @@
-"""The command line of `tools/run_coordinator.py`: its own flags, and those of the replicas that it launches."""
+"""Command line of `tools/run_coordinator.py`: its own flags, and those of the replicas that it launches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROUTING = FlagGroup(
         ),
     ),
 )
-_NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # of servers alone
+_NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # server flags only
 
 
 def _ours(group: FlagGroup) -> FlagGroup:
@@ -62,13 +62,13 @@ def _ours(group: FlagGroup) -> FlagGroup:
 
 OUR_LIMITS, OUR_ACCESS = _ours(LIMITS), _ours(ACCESS)
 GROUPS = (COORDINATOR, ROUTING, OUR_LIMITS, OUR_ACCESS)
-# What holds for a coordinator holds for the replicas that it launches. An API key goes to them by the environment.
+# Flags of a coordinator that also apply to the replicas that it launches. The environment passes the API key.
 _SHARED = ("api_key_file", "admin_key_file", "max_body_mb", "shutdown_timeout", "log_level")
 _SHARED_SWITCHES = ("hide_cache_counts", "enable_admin_routes", "access_log")
 
 
 def build_coordinator_parser(prog: str | None = None) -> CommandLine:
-    """The parser of the coordinator's own flags. It raises `ConfigError` where argparse would exit."""
+    """Return the parser of the coordinator's own flags. It raises `ConfigError` where argparse would exit."""
     parser = CommandLine(
         prog=prog,
         description="An OpenAI server in front of replicas of run_server.py, which sends requests to where their "
@@ -84,10 +84,10 @@ def build_coordinator_parser(prog: str | None = None) -> CommandLine:
 
 
 def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> CoordinatorSettings:
-    """Parse an argument list; what belongs to the replicas is parsed as `run_server.py` will.
+    """Parse an argument list; flags of the replicas are parsed as `run_server.py` will.
 
     Raises:
-        ConfigError: For anything that can be known to be wrong before a file is opened or a process started.
+        ConfigError: For any error that can be detected before a file is opened or a process started.
     """
     parser = build_coordinator_parser(prog)
     parsed, others = parser.parse_known_args(argv)
@@ -114,7 +114,7 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
 
 
 def _passed_on(values: FieldValues) -> list[str]:
-    """What was given to the coordinator and holds for its replicas, as flags."""
+    """Return the coordinator's flags that also apply to its replicas."""
     words: list[str] = []
     for group in GROUPS:
         for flag in group.flags:

@@ -1,4 +1,4 @@
-"""One flag, one field: what argparse and the YAML file need to know comes from the dataclass.
+"""Flags bound to dataclass fields: argparse and the YAML reader take types and defaults from the dataclass.
 
 A flag's type is its field's annotation, its default is the field's default. Neither is written twice.
 """
@@ -16,22 +16,22 @@ from typing import Any
 
 from megatron_ext.config.annotations import FieldType, MismatchError
 
-_LONGEST_NEAR_MISS = 100  # characters; similarity costs their square
+_LONGEST_NEAR_MISS = 100  # characters; the cost of similarity is quadratic
 _LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A field of a dataclass as a flag.
+    """Flag bound to a field of a dataclass.
 
     Attributes:
         field: Name of the dataclass's field.
-        help: What it does. Says where the value comes from if the field's default is None.
+        help: Effect of the flag. Names the source of the value if the default of the field is None.
         name: The flag, with its dashes; "" if it is the field's name with dashes.
         aliases: Other spellings, with their dashes.
-        choices: The values allowed, or None for any.
-        metavar: How `--help` shows the value; a tuple where there are two.
-        is_repeated: Of a list of texts: each one has the flag before it.
+        choices: Allowed values, or None for any.
+        metavar: Value as shown by `--help`; a tuple of two for two values.
+        is_repeated: Whether a list of texts is given as one flag per text.
     """
 
     field: str
@@ -44,22 +44,22 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """The flag as typed: `--num-layers`."""
+        """Flag as typed: `--num-layers`."""
         return self.name or "--" + self.field.replace("_", "-")
 
     @property
     def key(self) -> str:
-        """The flag without dashes in front and with dashes inside: `num-layers`. The key in a YAML file."""
+        """Flag without dashes in front and with dashes inside: `num-layers`. The key in a YAML file."""
         return normalize_key(self.option)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key and those of the aliases."""
+        """Key of the flag and those of its aliases."""
         return (self.key, *(normalize_key(alias) for alias in self.aliases))
 
 
 class _WordsAction(argparse.Action):
-    """So many words, apart or in one argument with blanks between them, as Megatron's scripts quote them."""
+    """Action that takes a number of words, as separate arguments or in one quoted argument, as Megatron does."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, kind: FieldType, **options: Any) -> None:
         super().__init__(option_strings, dest, **options)
@@ -83,18 +83,18 @@ class _WordsAction(argparse.Action):
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """The flags of one dataclass."""
+    """Flags of one dataclass."""
 
     title: str
     config: type
     flags: tuple[Flag, ...]
 
     def kind(self, flag: Flag) -> FieldType:
-        """What the flag's field may be."""
+        """Return the type of the flag's field."""
         return FieldType.of(_hints(self.config)[flag.field])
 
     def default(self, flag: Flag) -> object:
-        """The default of the flag's field."""
+        """Return the default of the flag's field."""
         (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
         return field.default
 
@@ -119,10 +119,10 @@ class FlagGroup:
                 add(type=_argparse_type(kind), metavar=metavar)
 
     def parse_value(self, flag: Flag, value: object) -> object:
-        """The value of a YAML file, read as the flag's text would be.
+        """Return a value of a YAML file, parsed like the flag's text.
 
         Raises:
-            ValueError: With what is wrong, fit to follow the flag's name and a colon.
+            ValueError: The value is invalid; the message can follow the flag's name and a colon.
         """
         kind = self.kind(flag)
         if kind.item is bool or (kind.is_tuple and kind.item is str):
@@ -154,19 +154,19 @@ def _hints(config: type) -> Mapping[str, object]:
 
 
 def normalize_key(name: str) -> str:
-    """`--top_k`, `top-k` and `top_k` are one key."""
+    """Return the key of a name: `--top_k`, `top-k` and `top_k` are equal."""
     return name.lstrip("-").replace("_", "-")
 
 
 def closest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
-    """The one of the known names that was probably meant, if any is like it.
+    """Return the known name that was probably meant, or None.
 
-    Names that differ in dashes, underscores and case only are alike; so are one and a part of it between dashes.
+    Names that differ only in dashes, underscores and case match; so do a name and a part of it between dashes.
 
     Args:
-        name: That is not known.
-        known: Those that are.
-        others: Those that are, too, and are less likely to have been meant.
+        name: Unknown name.
+        known: Known names.
+        others: Known names that are less likely to have been meant.
     """
     if len(name) > _LONGEST_NEAR_MISS:
         return None
@@ -185,15 +185,15 @@ def shorten(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value that a user gave, in one line."""
+    """Return a user's value in one line."""
     return shorten(repr(value))
 
 
 def _parse(kind: FieldType, text: str) -> object:
-    """One value, or whole numbers with commas between them.
+    """Parse one value, or integers separated by commas.
 
     Raises:
-        ValueError: It is neither; with the text and what it is not.
+        ValueError: The text is neither; the message has the text and the expected type.
     """
     try:
         return tuple(kind.parse(part) for part in text.split(",")) if kind.is_tuple else kind.parse(text)

@@ -1,4 +1,4 @@
-"""Every flag of the command line, in the groups of `--help`."""
+"""All flags of the command line, in the groups of `--help`."""
 
 from __future__ import annotations
 

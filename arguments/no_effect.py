@@ -1,4 +1,4 @@
-"""Flags that have no effect for want of another flag, or beside one that decides over them."""
+"""Flags without effect, because another flag is missing or overrides them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from arguments.parsed_flags import ParsedFlags
 
 @dataclass(frozen=True)
 class NoEffect:
-    """When a flag has no effect.
+    """Condition under which a flag has no effect.
 
     Attributes:
-        key: Of the flag.
-        without: It needs one of these.
-        beside: Any of these decides over it.
+        key: Key of the flag.
+        without: Keys of flags of which one is needed.
+        beside: Keys of flags that override the flag.
     """
 
     key: str
@@ -23,7 +23,7 @@ class NoEffect:
     beside: tuple[str, ...] = ()
 
     def holds(self, values: Mapping[str, object]) -> bool:
-        """Whether it has none among these values."""
+        """Return whether the flag is given but has no effect among these values."""
         if not values.get(self.key):
             return False
         lacks = bool(self.without) and not any(values.get(key) for key in self.without)
@@ -47,7 +47,7 @@ _SYNTHETIC = ("num-tokens-to-prompt", "incoming-requests-duration")
 
 
 def note_no_effect(parsed: ParsedFlags) -> None:
-    """Note which of the flags that are given have no effect."""
+    """Note which of the given flags have no effect."""
     for one in NO_EFFECT:
         if one.holds(parsed.values):
             parsed.without_effect.note(f"--{one.key}")
@@ -56,7 +56,7 @@ def note_no_effect(parsed: ParsedFlags) -> None:
 
 
 def _rate_has_no_effect(values: Mapping[str, object]) -> bool:
-    """Whether there is a rate that says neither when prompts come nor how many synthetic ones there are."""
+    """Return whether a rate is given that neither schedules prompts nor determines the number of synthetic ones."""
     rate = values.get(_RATE)
     is_counted = any(values.get(key) for key in _SYNTHETIC) and not any(values.get(key) for key in _PROMPTS)
     overruled = any(values.get(key) for key in (_STEP, _DRAIN))

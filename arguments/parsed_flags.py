@@ -1,4 +1,4 @@
-"""What a command line or a file gives, before it becomes settings."""
+"""Parsed flags of a command line or a file, before they become settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from arguments.megatron.table import WithoutEffect
 
 @dataclass
 class ParsedFlags:
-    """Flags that are given, in one place.
+    """Flags given in one source.
 
     Attributes:
-        values: By key; a flag that is not given has none.
-        without_effect: What was accepted, and has no effect.
-        environment: Variables that are to be set for this process.
+        values: Values by key; a flag that is not given has no entry.
+        without_effect: Accepted flags without effect.
+        environment: Environment variables to set for this process.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class ParsedFlags:
     environment: dict[str, str] = field(default_factory=dict)
 
     def over(self, other: ParsedFlags) -> ParsedFlags:
-        """What this and `other` give together; where both give a flag, this decides."""
+        """Return the union of these flags and `other`; these take precedence."""
         together = WithoutEffect(
             other.without_effect.options | self.without_effect.options,
             list(dict.fromkeys([*other.without_effect.warnings, *self.without_effect.warnings])),

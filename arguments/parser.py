@@ -1,4 +1,4 @@
-"""From an argument list to the dataclasses: flag > YAML file > what the checkpoint says > default."""
+"""Parsing of an argument list into dataclasses: flag > YAML file > checkpoint > default."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from megatron_ext.errors import ConfigError, MachineError
 
 
 class CommandLine(argparse.ArgumentParser):
-    """argparse's parser, which raises `ConfigError` where that would print its usage and exit."""
+    """argparse parser that raises `ConfigError` where argparse would print its usage and exit."""
 
     known: Sequence[str] = ()  # flags, as they are typed
-    known_without_effect: Sequence[str] = ()  # the same of Megatron's
+    known_without_effect: Sequence[str] = ()  # Megatron's flags
 
     def error(self, message: str) -> NoReturn:
-        """Refuse."""
+        """Raise the message as `ConfigError`."""
         raise ConfigError(message)
 
-    def parse_args(  # type: ignore[override]  # the base's is overloaded
+    def parse_args(  # type: ignore[override]  # overloaded in the base
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As the base's, and an unknown flag is answered with the one that was probably meant."""
+        """Parse as the base class does, and suggest a known flag for an unknown one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unrecognized(unknown, self.known, self.known_without_effect))
@@ -60,7 +60,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def build_parser(prog: str | None = None) -> CommandLine:
-    """The parser of `run_inference.py`. It raises `ConfigError` where argparse would print its usage and exit."""
+    """Return the parser of `run_inference.py`. It raises `ConfigError` where argparse would exit."""
     return _build(
         GROUPS,
         TABLE,
@@ -73,7 +73,7 @@ def build_parser(prog: str | None = None) -> CommandLine:
 
 
 def build_server_parser(prog: str | None = None) -> CommandLine:
-    """The parser of `run_server.py`, with errors as in `build_parser`."""
+    """Return the parser of `run_server.py`, with errors as in `build_parser`."""
     return _build(
         SERVER_GROUPS,
         SERVER_TABLE,
@@ -85,7 +85,7 @@ def build_server_parser(prog: str | None = None) -> CommandLine:
 
 
 def unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequence[str]) -> str:
-    """What to say of flags that nobody knows, with those that were probably meant."""
+    """Return the error for unknown flags, with the known flags that were probably meant."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     for flag in flags:
         family = family_of(flag)
@@ -115,13 +115,13 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
         prog: Name of the program for `--help`.
 
     Raises:
-        ConfigError: For anything that can be known to be wrong before a file other than the YAML one is opened.
+        ConfigError: For any error that can be detected before a file other than the YAML one is opened.
     """
     return _settings(_given(build_parser(prog), argv, GROUPS, TABLE))
 
 
 def settings_of(values: FieldValues) -> InferenceSettings:
-    """The settings of a run whose flags have these values, by key; over those of the YAML file that they may name.
+    """Return the settings of a run with these flag values, by key, which override a YAML file that they name.
 
     Raises:
         ConfigError: As `parse_arguments`.
@@ -148,7 +148,7 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
 
 
 def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> ServerSettings:
-    """Parse an argument list of `run_server.py`; the rest as in `parse_arguments`."""
+    """Parse an argument list of `run_server.py`; otherwise as `parse_arguments`."""
     given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
     values = given.values
     settings = ServerSettings(
@@ -176,7 +176,7 @@ def _given(
     groups: Sequence[FlagGroup],
     table: Sequence[MegatronGroup],
 ) -> ParsedFlags:
-    """The flags that are given: on the command line, else in the YAML file."""
+    """Return the flags from the command line, else from the YAML file."""
     return _completed(_parse(parser, argv), parser, groups, table)
 
 
@@ -191,7 +191,7 @@ def _parse(parser: CommandLine, words: Sequence[str] | None) -> ParsedFlags:
 def _completed(
     given: ParsedFlags, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
 ) -> ParsedFlags:
-    """The same in flags of ours, over those of the YAML file that it may name."""
+    """Translate flags into this package's, and add those of the YAML file that they name."""
     given = translate(given)
     if "model-config" in given.values:
         megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}
@@ -199,7 +199,7 @@ def _completed(
         known = known_flags((*groups, SYNONYMS))
         try:
             given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
-        except ConfigError as error:  # the file is this machine's
+        except ConfigError as error:  # the file is on this machine
             raise MachineError(str(error)) from error
     describe_layers(given)
     note_no_effect(given)
@@ -211,16 +211,16 @@ def _start(given: ParsedFlags) -> StartNotes:
 
 
 def _check_model(settings: InferenceSettings | ServerSettings) -> None:
-    """See what is wrong with a model of flags before anything is loaded."""
+    """Check the flags of a model before anything is loaded."""
     if settings.source.load is None and settings.source.load_hf is None:
         check_flags(settings.model_overrides)
 
 
 def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGroup, Flag]]:
-    """Every flag with its group, by key."""
+    """Return every flag with its group, by key."""
     return {key: (group, flag) for group in groups for flag in group.flags for key in flag.keys}
 
 
 def fields_of(group: FlagGroup, values: FieldValues) -> FieldValues:
-    """The fields of a group's dataclass that are given, by the keys of their flags."""
+    """Return the given fields of a group's dataclass, from values by flag key."""
     return {flag.field: values[flag.key] for flag in group.flags if flag.key in values}

@@ -1,4 +1,4 @@
-"""Flags of the server: where it listens, what it bounds, and who may ask."""
+"""Flags of the server: address, limits, and access."""
 
 from __future__ import annotations
 

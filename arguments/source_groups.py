@@ -1,4 +1,4 @@
-"""Flags that say where a model comes from, and its tokenizer."""
+"""Flags of the model's and the tokenizer's source."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A YAML file of flags: `--model-config`, a mapping of flags to values or one of Megatron-LM's.
+"""YAML file of flags: `--model-config`, a mapping of flags to values or one of Megatron-LM's.
 
-Whoever wrote it, reading it takes work in proportion to its size, which is bounded (SE-1).
+Reading a file, even a hostile one, takes work in proportion to its size, which is bounded (SE-1).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def read_flags(
     """Read the flags of a YAML file.
 
     Args:
-        path: The file: one mapping from flag names, with dashes or underscores, to values; or as `yaml_form` says.
-        known: The flags there are, by key.
-        megatrons: Those of Megatron's that set nothing, by key.
-        parse: Of an argument list.
+        path: The file: one mapping from flag names, with dashes or underscores, to values; or as in `yaml_form`.
+        known: Known flags, by key.
+        megatrons: Megatron's flags without a field, by key.
+        parse: Parser of an argument list.
 
     Raises:
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.
@@ -70,10 +70,10 @@ def read_flags(
 def _flag_of(
     key: str, known: Mapping[str, tuple[FlagGroup, Flag]], megatrons: Mapping[str, MegatronFlag]
 ) -> tuple[FlagGroup, Flag]:
-    """The flag of a key.
+    """Return the flag of a key.
 
     Raises:
-        ConfigError: There is none, or the file cannot hold it.
+        ConfigError: The key is unknown, or its flag is not allowed in a file.
     """
     if key in known and key != _OWN_KEY:
         return known[key]
@@ -86,19 +86,19 @@ def _flag_of(
 
 
 class _Unfit(yaml.MarkedYAMLError):
-    """YAML, but not what a file of flags looks like."""
+    """Raised for YAML that is not a file of flags."""
 
 
 class _FlagLoader(yaml.SafeLoader):
-    """A loader that composes no more than a file of flags has: a mapping of values and of lists of values."""
+    """YAML loader limited to files of flags: a mapping of values and of lists of values."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._count = self._depth = 0
-        self._is_deeper = False  # what is composed stands under a key of Megatron's form
+        self._is_deeper = False  # composing below a key of Megatron's form
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
-        """Compose one node; what is in it comes through here too."""
+        """Compose one node, and recursively the nodes in it."""
         event = self.peek_event()
         self._count += 1
         self._depth += 1
@@ -113,10 +113,10 @@ class _FlagLoader(yaml.SafeLoader):
         return node
 
     def value_of(self, node: yaml.Node) -> object:
-        """A scalar, or a list of scalars: an alias is one more time the same object, so nothing multiplies.
+        """Return a scalar, or a list of scalars: an alias is the same object again, so expansion cannot multiply.
 
         Raises:
-            ValueError: Anything else.
+            ValueError: The node is something else.
         """
         if node.tag not in _PLAIN_TAGS:
             raise ValueError(f"of the kind {node.tag!r}, which no flag takes")
@@ -132,7 +132,7 @@ class _FlagLoader(yaml.SafeLoader):
 
 
 def _top_level(path: str) -> tuple[_FlagLoader, yaml_form.Pairs]:
-    """The file's top-level mapping, in its order, and what makes values of its nodes."""
+    """Return the file's loader, which converts nodes to values, and the pairs of its top-level mapping in order."""
     try:
         text = read_text(path, LONGEST_FILE)
     except ConfigError as error:

@@ -1,1 +1,1 @@
-"""Megatron-LM's launch scripts: flags that have no field of ours, and YAML files of its functional tests."""
+"""Compatibility with Megatron-LM's launch scripts: flags without a field here, and YAML files of its tests."""

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are accepted, and have no effect here: each group says why."""
+"""Flags of Megatron-LM that are accepted and have no effect here: each group gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a model has, as Megatron-LM's flags say it: a pattern, a count of GPT's layers, or shares of kinds."""
+"""Layer patterns from Megatron-LM's flags: a pattern, a count of GPT layers, or ratios of kinds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
 
 
 def describe_layers(given: ParsedFlags) -> None:
-    """Make a pattern of what is given, in place: all of it, from the command line and the file.
+    """Replace the given flags by a layer pattern, in place; they come from both the command line and the file.
 
-    A pattern decides over a count and over shares of kinds, as it does in Megatron. How many layers the model of a
-    checkpoint has is for whoever reads it to compare.
+    A pattern overrides a count and ratios of kinds, as in Megatron. The reader of a checkpoint compares its number of
+    layers.
 
     Raises:
-        ConfigError: It makes no pattern.
+        ConfigError: The flags give no pattern.
     """
     values: dict[str, Any] = given.values
     ratios = [values.pop(name, 0.0) for name in _RATIOS]
@@ -71,7 +71,7 @@ def _allocated(count: int | None, attention: float, mlp: float) -> str:
         raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} are shares of --{_COUNT}; give it too")
     if min(attention, mlp) < 0 or not attention + mlp <= 1:
         raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} must be shares, of 1 together at most")
-    # Imported where it is needed: it brings torch along, which takes seconds.
+    # Imported late: it imports torch, which takes seconds.
     from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
     return "".join(allocate_layers(_checked_count(count), attention, mlp))

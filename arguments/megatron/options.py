@@ -1,4 +1,4 @@
-"""Megatron-LM's flags in argparse: added from the table, and collected as they are given."""
+"""Megatron-LM's flags in argparse: added from the table, and collected when given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup
 from arguments.megatron.table import TABLE, WithoutEffect
 
-DEST = "without effect"  # of argparse's namespace; no flag's key has a blank
+DEST = "without effect"  # name in argparse's namespace; no flag's key has a blank
 _TITLES = {
     Effect.ACCEPTED: "Megatron's, accepted without effect",
     Effect.RESTRICTED: "Megatron's",
@@ -18,7 +18,7 @@ _TITLES = {
 
 
 class _TakeAction(argparse.Action):
-    """Checks what a flag is given, and notes that it has no effect."""
+    """Action that checks the values of a flag, and notes that it has no effect."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, flag: MegatronFlag, **options: Any) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **options)
@@ -38,10 +38,10 @@ class _TakeAction(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser, groups: Sequence[MegatronGroup] = TABLE) -> list[str]:
-    """Add the flags of a table to a parser; families stay out, since argparse knows whole names only.
+    """Add the flags of a table to a parser; families are left out, since argparse knows whole names only.
 
     Returns:
-        The flags that were added.
+        Flags that were added.
     """
     added = []
     for one in groups:
@@ -60,13 +60,13 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
     """Note a flag of a YAML file.
 
     Args:
-        flag: Of the table.
-        value: As read: true for a flag alone, a value, or a list of values.
-        into: Where it is collected.
+        flag: Record of the flag.
+        value: Parsed value: true for a flag alone, a value, or a list of values.
+        into: Collector of flags without effect.
 
     Raises:
-        ConfigError: It is refused, or its values are.
-        ValueError: A value where there is none, or none where there is one.
+        ConfigError: The flag or its values are refused.
+        ValueError: The number of values does not fit the flag.
     """
     if flag.effect is Effect.REFUSED:
         flag.check([])
@@ -83,12 +83,12 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
 
 def _nargs(flag: MegatronFlag) -> int | str | None:
     if flag.effect is Effect.REFUSED:
-        return "*"  # whatever it is given, the reason is what is said
+        return "*"  # any values: the error is the reason
     return {0: 0, 1: None, None: "+"}[flag.count]
 
 
 def _shown(flag: MegatronFlag, within: MegatronGroup) -> dict[str, Any]:
-    """Metavar and help, as `add_argument` takes them."""
+    """Return metavar and help, as arguments of `add_argument`."""
     shown: dict[str, Any] = {} if within.common_reason else {"help": flag.why.replace("%", "%%")}
     if flag.allowed:
         shown["metavar"] = "{" + ",".join(flag.allowed) + "}"

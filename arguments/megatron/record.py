@@ -1,6 +1,6 @@
-"""What is said of one of Megatron-LM's flags that sets no field of ours: a record, and what follows from it.
+"""Records of Megatron-LM's flags that set no field of this package, and their effects.
 
-The records are data, in `accepted`, `restricted` and `refused`; nothing is done for one flag alone.
+The records are data, in `accepted`, `restricted` and `refused`; no flag has code of its own.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from megatron_ext.errors import ConfigError
 
 
 class Effect(enum.Enum):
-    """What becomes of a flag that is given."""
+    """Effect of a flag that is given."""
 
     ACCEPTED = enum.auto()  # and has no effect
-    RESTRICTED = enum.auto()  # accepted with the values that say what is so anyway, refused with others
+    RESTRICTED = enum.auto()  # accepted with values that match this package's behaviour, refused with others
     REFUSED = enum.auto()
 
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """One flag.
+    """Record of one flag.
 
     Attributes:
-        name: As typed. One that ends with `*` stands for every flag that begins so; only a refused one may.
-        effect: What becomes of it.
-        why: Why it has no effect, or is refused, or what the allowed values are; follows the flag's name and a colon.
-        count: Values that it takes: 0, 1, or None for one and more. Of a refused flag it does not matter.
-        allowed: Of a restricted flag: the values that are accepted. Numbers are equal however they are written.
-        refused: Of an accepted flag: values that are refused nevertheless, and why.
-        warned: Of an accepted flag: values that deserve a line of their own, and that line.
+        name: Flag as typed. A name that ends with `*` stands for every flag with this prefix; only a refused one may.
+        effect: Effect of the flag.
+        why: Reason for having no effect or being refused, or the allowed values; follows the flag's name and a colon.
+        count: Number of values: 0, 1, or None for one and more. Ignored for a refused flag.
+        allowed: Accepted values of a restricted flag. Numbers are equal however they are written.
+        refused: Values of an accepted flag that are refused nevertheless, with reasons.
+        warned: Values of an accepted flag that need a warning, with that line.
     """
 
     name: str
@@ -44,22 +44,22 @@ class MegatronFlag:
 
     @property
     def is_family(self) -> bool:
-        """Whether it stands for every flag that begins so."""
+        """True if the record stands for every flag with its prefix."""
         return self.name.endswith("*")
 
     def covers(self, option: str) -> bool:
-        """Whether it says what becomes of that flag."""
+        """Return whether the record applies to a flag."""
         return option.startswith(self.name[:-1]) if self.is_family else option == self.name
 
     def check(self, words: Sequence[str], option: str | None = None) -> None:
-        """See whether the flag may be given with these values.
+        """Check whether the flag may be given with these values.
 
         Args:
-            words: Its values.
-            option: How it was typed; its name if missing.
+            words: Values of the flag.
+            option: Flag as typed; its name if missing.
 
         Raises:
-            ConfigError: It is refused, or the values are; with the reason.
+            ConfigError: The flag or its values are refused; with the reason.
         """
         typed = " ".join((option or self.name, *words))
         if self.effect is Effect.REFUSED:
@@ -71,13 +71,13 @@ class MegatronFlag:
                 raise ConfigError(f"{typed} is refused: {reason}")
 
     def warning(self, words: Sequence[str]) -> str | None:
-        """What is to be said of these values besides that the flag has no effect."""
+        """Return the warning of these values, or None."""
         return next((f"{self.name} {value}: {line}" for value, line in self.warned if value in words), None)
 
 
 @dataclass(frozen=True)
 class MegatronGroup:
-    """Flags that stand together in `--help`: with one effect, for one reason."""
+    """Flags that form a section of `--help`: with equal effect, for one reason."""
 
     title: str
     effect: Effect
@@ -85,21 +85,21 @@ class MegatronGroup:
 
     @property
     def common_reason(self) -> str | None:
-        """Why, if it is the same for all."""
+        """Reason of all flags, if it is the same; otherwise None."""
         reasons = {flag.why for flag in self.flags}
         return reasons.pop() if len(reasons) == 1 else None
 
 
 def group(title: str, effect: Effect, why: str, *, bare: str = "", one: str = "", many: str = "") -> MegatronGroup:
-    """A group of flags about which the same is to be said.
+    """Return a group of flags with the same effect and reason.
 
     Args:
-        title: For `--help`.
-        effect: Of all.
+        title: Title in `--help`.
+        effect: Effect of all flags.
         why: See `MegatronFlag`.
-        bare: Names of flags without a value, with blanks between them.
-        one: Of flags with one value.
-        many: Of flags with one and more values.
+        bare: Names of flags without a value, separated by blanks.
+        one: Names of flags with one value.
+        many: Names of flags with one and more values.
     """
     counts: tuple[tuple[int | None, str], ...] = ((0, bare), (1, one), (None, many))
     flags = tuple(MegatronFlag(name, effect, why, count) for count, names in counts for name in names.split())

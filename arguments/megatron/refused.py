@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are refused: what they ask for changes results, and is missing here."""
+"""Flags of Megatron-LM that are refused: they request features that change results and are missing here."""
 
 from __future__ import annotations
 

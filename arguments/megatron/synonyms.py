@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that say what flags of ours say, in other words."""
+"""Flags of Megatron-LM that are synonyms of this package's flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Synonyms:
-    """What they may be given."""
+    """Values of the synonyms."""
 
     pretrained_checkpoint: str | None = None
     disable_chunked_prefill: bool = False
@@ -33,17 +33,17 @@ SYNONYMS = FlagGroup(
         Flag("hybrid_mlp_ratio", "Share of MLP layers, likewise"),
     ),
 )
-# What ours say of the same: (key, value) behind each flag that is given as true.
+# Equivalent of each flag that is given as true: (key, value).
 _MEANINGS: Mapping[str, tuple[str, Any]] = {
     "disable-chunked-prefill": ("enable-chunked-prefill", False),
     "use-rotary-position-embeddings": ("position-embedding-type", "rope"),
 }
-# Megatron's own stacks of hybrid models, in whose place ours stand.
+# Megatron's own layer specs of hybrid models, replaced by this package's.
 _STACKS = {("mamba_layer_specs", "mamba_stack_spec"), ("hybrid_layer_specs", "hybrid_stack_spec")}
 
 
 def translate(given: ParsedFlags) -> ParsedFlags:
-    """The same with flags of ours, from one source: a command line or a file.
+    """Translate synonyms into this package's flags, in one source: a command line or a file.
 
     Raises:
         ConfigError: Two flags contradict each other.

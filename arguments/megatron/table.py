@@ -1,4 +1,4 @@
-"""All of Megatron-LM's flags that set no field of ours, and what becomes of those that are given."""
+"""Table of all Megatron-LM flags that set no field of this package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arguments.megatron.refused import REFUSED, RESTRICTED
 
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:
-    """What the command line of a run says of all requests, and each request says for itself where there is a server."""
+    """Return records of a run's request flags, which the server ignores: there, each request has its own values."""
 
     def record(flag: Flag, name: str) -> MegatronFlag:
         kind = group.kind(flag)
@@ -30,21 +30,21 @@ SERVER_TABLE = (*TABLE, _of_requests(SAMPLING))
 
 
 def records(groups: Sequence[MegatronGroup] = TABLE) -> Iterator[MegatronFlag]:
-    """Every record, in order."""
+    """Yield every record, in order."""
     return (flag for one in groups for flag in one.flags)
 
 
 def family_of(option: str) -> MegatronFlag | None:
-    """What is said of every flag that begins as this one does, if anything."""
+    """Return the record of the flag's family, or None."""
     return next((flag for flag in records() if flag.is_family and flag.covers(option)), None)
 
 
 @dataclass
 class WithoutEffect:
-    """What was accepted and has no effect, as it is collected.
+    """Collector of accepted flags without effect.
 
     Attributes:
-        options: The flags, in the order in which they were given, each once.
+        options: Flags, in the order in which they were given, each once.
         warnings: Lines about some of their values.
     """
 
@@ -52,10 +52,10 @@ class WithoutEffect:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, flag: MegatronFlag, words: Sequence[str]) -> None:
-        """A flag is given.
+        """Add a given flag.
 
         Raises:
-            ConfigError: It is refused, or its values are.
+            ConfigError: The flag or its values are refused.
         """
         flag.check(words)
         self.note(flag.name)
@@ -64,11 +64,11 @@ class WithoutEffect:
             self.warnings.append(warning)
 
     def note(self, option: str) -> None:
-        """A flag, or something else that was given, has no effect."""
+        """Note a flag or another setting without effect."""
         self.options[option] = None
 
     def lines(self) -> tuple[str, ...]:
-        """What is to be said at the start: one line for all, and those about values."""
+        """Return the lines for the start of a run: one for all flags, and those about values."""
         if not self.options:
             return tuple(self.warnings)
         return (f"accepted, and without effect here: {', '.join(self.options)}", *self.warnings)

@@ -1,6 +1,6 @@
-"""What a value in one of Megatron-LM's YAML files is as arguments of a command line.
+"""Conversion of a value in Megatron-LM's YAML files to command line arguments.
 
-There a shell script makes flags of the file: variables are put in, and each value passes through `xargs`.
+Megatron's shell script makes flags of the file: variables are substituted, and each value passes through `xargs`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _BLANKS = " \t\n"
-# In a word of xargs: a backslash and what follows it, a text in quotes, or characters that are nothing special.
+# Parts of a word of xargs: a backslash and the next character, a quoted text, or ordinary characters.
 _PART = re.compile(
     r"""\\(?P<escaped>.)|"(?P<double>[^"\n]*)"|'(?P<single>[^'\n]*)'|(?P<plain>[^\\"' \t\n]+)""", re.DOTALL
 )
 
 
 def with_variables(text: str, environment: Mapping[str, str]) -> str:
-    """The text with `${NAME}` replaced by the environment's value.
+    """Return the text with `${NAME}` replaced by the environment's value.
 
     Raises:
-        ValueError: A variable is not set; names it.
+        ValueError: A variable is not set; names the variable.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -33,10 +33,10 @@ def with_variables(text: str, environment: Mapping[str, str]) -> str:
 
 
 def as_xargs(text: str) -> str:
-    """What `xargs` makes of a text: words without their quotes, one blank between them.
+    """Return the text as `xargs` would pass it: words without their quotes, one blank between them.
 
-    A backslash stands for the character after it, but for inside quotes. A text in which a quote is not closed is
-    left as it is: xargs refuses it, and an apostrophe is no mistake.
+    A backslash escapes the next character, except inside quotes. A text with an unclosed quote is unchanged: xargs
+    refuses it, but an apostrophe is not a mistake.
     """
     words: list[str] = []
     position, in_word = 0, False
@@ -55,7 +55,7 @@ def as_xargs(text: str) -> str:
 
 
 def arguments_of(text: str) -> list[str]:
-    """The arguments that a value becomes: itself, with its blanks; each word of a `[list of words]`."""
+    """Return the arguments of a value: the value itself, with its blanks, or each word of a `[list of words]`."""
     text = as_xargs(text)
     if text.startswith("[") and text.endswith("]"):
         return text[1:-1].split()

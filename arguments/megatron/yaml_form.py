@@ -1,7 +1,7 @@
-"""A YAML file as Megatron-LM's functional tests have them: flags under `MODEL_ARGS`, and what surrounds the run.
+"""YAML files in the form of Megatron-LM's functional tests: flags under `MODEL_ARGS`, and settings of the run.
 
-Each flag is parsed as the command line would be that Megatron's shell script makes of it, so that nothing is said
-twice. Scripts in the file are refused, since a file runs no code (SE-1).
+Each flag is parsed like the command line that Megatron's shell script makes of it, so that no rule is written twice.
+Scripts in the file are refused, since a file runs no code (SE-1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFUSED = {
 }
 TOP_LEVEL = (FLAGS, VARIABLES, MODE, *_PASSED_OVER, *_REFUSED)
 _OURS = "inference"
-# Variables that libraries read when they start, and that neither name a file nor a module to load.
+# Variables that libraries read at start, and that do not name a file or a module to load.
 EXPORTED = frozenset(
     "CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS MAMBA_DETERMINISTIC NCCL_ALGO NCCL_DEBUG NCCL_NVLS_ENABLE "
     "NCCL_PROTO NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FLASH_ATTN NVTE_FUSED_ATTN "
@@ -41,20 +41,20 @@ _NULL, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool"))
 
 
 def is_megatrons(pairs: Pairs) -> bool:
-    """Whether a file's top-level mapping is of Megatron's form."""
+    """Return whether a file's top-level mapping has Megatron's form."""
     return any(key.value in TOP_LEVEL for key, _ in pairs)
 
 
 def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
-    """What the file gives.
+    """Return the flags of a file.
 
     Args:
-        path: Of the file, for messages.
-        pairs: Its top-level mapping.
-        parse: Of an argument list.
+        path: Path of the file, for messages.
+        pairs: Top-level mapping of the file.
+        parse: Parser of an argument list.
 
     Raises:
-        ConfigError: A key or a value that is wrong, or that cannot be; names file and line.
+        ConfigError: A key or a value is wrong or unsupported; names file and line.
     """
     given = ParsedFlags()
     for key, value in pairs:
@@ -78,7 +78,7 @@ def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A key of a mapping, and its value."""
+    """Key of a mapping, and its value."""
 
     where: str  # the line, for messages
     name: str
@@ -111,10 +111,10 @@ def _flag(path: str, entry: _Entry, parse: Parse) -> ParsedFlags:
 
 
 def _words(node: yaml.Node) -> list[str] | None:
-    """The arguments behind a flag; none for a flag alone, None for a flag that is dropped.
+    """Return the arguments after a flag; empty for a flag alone, None for a flag that is dropped.
 
     Raises:
-        ValueError: A value that is none, or a variable that is not set.
+        ValueError: The value is not valid, or a variable is not set.
     """
     if isinstance(node, yaml.SequenceNode):
         if not all(isinstance(item, yaml.ScalarNode) for item in node.value):

@@ -15,7 +15,7 @@ class EventSource:
 
     Attributes:
         endpoint: Address to subscribe to, as ZeroMQ spells it.
-        replay: Address of replays; None if there is none.
+        replay: Address of replays; None without replays.
         topic: Topic of the events.
     """
 
@@ -25,7 +25,7 @@ class EventSource:
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Whether the addresses are reachable on their own machine only."""
+        """True if the addresses are reachable on their own machine only."""
         return any(one is not None and one.startswith("ipc://") for one in (self.endpoint, self.replay))
 
 

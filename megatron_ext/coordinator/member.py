@@ -88,11 +88,11 @@ class Member:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a call waits for bytes from the replica."""
+        """True if a call waits for bytes from the replica."""
         return any(call.is_waiting for call in self.calls)
 
     def take_beat(self, beat: Heartbeat) -> None:
-        """Record a heartbeat. It is no sign of life of the engine if a call waits and no step has ended."""
+        """Record a heartbeat. It does not count as a sign of life if a call waits and no step has ended."""
         last, self.beat = self.beat, beat
         self.is_silent, self.problem = False, ""
         has_stepped = last is None or last.instance != beat.instance or last.steps != beat.steps

@@ -62,7 +62,7 @@ class FleetMetrics(Collector):
             self._moved.labels(url, reason).inc()
 
     def decision_seconds(self, url: str) -> float | None:
-        """Return the mean seconds of decisions for this replica; None if there are none."""
+        """Return the mean seconds of decisions for this replica; None without decisions."""
         count, seconds = self._taken.get(url, (0, 0.0))
         return seconds / count if count else None
 

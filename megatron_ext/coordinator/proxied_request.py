@@ -31,7 +31,7 @@ class ProxiedRequest:
 
     @property
     def _is_routed(self) -> bool:
-        """Whether the router has the request; it is removed when its replica leaves."""
+        """True if the router has the request; it is removed when its replica leaves."""
         return self._number in self._fleet.in_flight
 
     def prefilled(self) -> None:

@@ -23,7 +23,7 @@ class Retries:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the request may be sent to another replica."""
+        """True if the request may be sent to another replica."""
         return self._lost < MAX_LOST
 
     def lost(self, url: str, error: CallFailed) -> None:

@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the tokens first differ at a tie; the texts after it are not compared."""
+        """True if the tokens first differ at a tie; the texts after it are not compared."""
         return self.first_token is None and self.off.generated_tokens != self.on.generated_tokens
 
 

@@ -56,7 +56,7 @@ def summary(passes: Sequence[Pass]) -> list[str]:
 
 
 def what_was_lost(lost: Mapping[str, int] | None) -> list[str]:
-    """Return a line on the tokens that more memory would have saved; empty if there are none."""
+    """Return a line on the tokens that more memory would have saved; empty if it would have saved nothing."""
     if not lost or not lost["requests"]:
         return []
     wants = {"snapshot slots": lost["tokens_for_want_of_slots"], "blocks": lost["tokens_for_want_of_blocks"]}

@@ -1,2 +1,1 @@
-"""Simulation of the scheduler and its cache on recorded or generated requests, in simulated time. No model, no torch.
-"""
+"""Simulation of the scheduler and its cache on recorded or generated requests. No model, no torch."""

@@ -35,8 +35,7 @@ class Machine:
         return self.overhead + max(operations / self.flops, read / self.bytes)
 
     def decoding(self, starts: Sequence[int], costs: EntryCosts) -> Iterator[float]:
-        """Yield the seconds of successive steps in which requests at positions `starts` decode a token each; endless.
-        """
+        """Yield seconds of successive steps in which requests at `starts` decode a token each; endless."""
         count, block = len(starts), costs.block_size
         operations = sum(costs.flops(start, start + 1) for start in starts)
         read = self.parameter_bytes + sum(

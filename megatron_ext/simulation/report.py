@@ -126,7 +126,7 @@ def _save(pyplot, figure, path: Path) -> Path:  # type: ignore[no-untyped-def]  
     return path
 
 
-def _pyplot():  # type: ignore[no-untyped-def]  # a module of an optional package
+def _pyplot():  # type: ignore[no-untyped-def]  # an optional package
     try:
         import matplotlib
     except ImportError as error:

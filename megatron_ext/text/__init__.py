@@ -1,1 +1,1 @@
-"""Text of requests: pieces as tokens come, stop words, streams."""
+"""Text processing: tokenizers, chat templates, detokenization, stop words, grammars."""

@@ -1,4 +1,4 @@
-"""Words that must not be generated, as tokens."""
+"""Token sequences of words that must not be generated."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 
 
 def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
-    """The ways in which a word can be tokens: as it stands, and behind a space where that makes it begin otherwise.
+    """Return the tokenizations of a word: as it stands, and after a space if that changes its first token.
 
-    Other ways to cut it are not ruled out. vLLM's `bad_words` mean the same, but for words that have another number of
-    tokens behind a space.
+    Other ways to split the word are not excluded. vLLM's `bad_words` behave alike, except for words whose number of
+    tokens changes after a space.
 
     Args:
-        tokenizer: Of the model.
-        word: Not empty.
+        tokenizer: Tokenizer of the model.
+        word: Non-empty word.
 
     Raises:
-        ConfigError: The tokenizer makes no token of it, or cannot read it.
+        ConfigError: The tokenizer makes no token of the word, or cannot read it.
     """
     plain = _tokens(tokenizer, word)
     if not plain:
@@ -29,7 +29,7 @@ def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Without what the tokenizer puts around a text."""
+    """Return the ids of a text without tokens added around it."""
     if isinstance(tokenizer, TextTokenizer):
         return tuple(tokenizer.tokenize_plain(text))
     return tuple(tokenizer.tokenize(text))

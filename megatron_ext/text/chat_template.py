@@ -1,7 +1,7 @@
-"""Conversations as text, by the Jinja template that comes with a chat model's tokenizer.
+"""Chat templates: rendering of conversations by the Jinja template of a model's tokenizer.
 
-Templates are programs that come with a checkpoint: they run in the sandbox that transformers runs them in, with the
-same helpers, and in a process of their own (`template_rendering`).
+Templates are programs from a checkpoint: they run in the same sandbox as in transformers, with the same helpers, and in
+a separate process (`template_rendering`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LONGEST_TEMPLATE = 1024**2  # bytes
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_DEFAULT_TEMPLATE = "default"  # of several
-# What templates and their helpers are given by others than the caller.
+_DEFAULT_TEMPLATE = "default"  # name of the default of several
+# Template variables that callers cannot set.
 _RESERVED = frozenset(
     (
         *("messages", "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
@@ -37,13 +37,13 @@ _TOOLS = re.compile(r"\btools\b")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a template is told beside the messages.
+    """Template options beside the messages.
 
     Attributes:
-        add_generation_prompt: End with what begins the model's answer.
-        continue_final_message: End where the last message's content does, so that the model goes on with it.
-        tools: Functions that the model may call, as OpenAI describes them.
-        variables: Of the template's own.
+        add_generation_prompt: Whether to end with the beginning of the model's answer.
+        continue_final_message: Whether to end with the last message's content, so that the model continues it.
+        tools: Functions that the model may call, in OpenAI's form.
+        variables: Variables of the template itself.
     """
 
     add_generation_prompt: bool = True
@@ -52,10 +52,10 @@ class ChatOptions:
     variables: Mapping[str, object] = field(default_factory=dict)
 
     def check(self, template: str) -> None:
-        """See that a template can be told all that.
+        """Check that the template accepts these options.
 
         Raises:
-            ConfigError: Tools for one that takes none; variables that are not the caller's; two ends.
+            ConfigError: There are tools but the template takes none, reserved variables, or two contradictory ends.
         """
         reserved = sorted(_RESERVED & set(self.variables))
         if reserved:
@@ -69,10 +69,10 @@ class ChatOptions:
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The template in a directory: a file of its own, else the one in `tokenizer_config.json`; None without one.
+    """Return the template of a directory: a separate file, else from `tokenizer_config.json`; None without one.
 
     Raises:
-        ConfigError: Something that is no template, or several without a default.
+        ConfigError: The value is not a template, or there are several without a default.
     """
     file, config = directory / TEMPLATE_FILE, directory / _TOKENIZER_CONFIG
     if os.path.lexists(file):
@@ -93,7 +93,7 @@ def _default_of(templates: list[Any], config: Path) -> Any:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Texts of the special tokens that templates may use, as {"bos_token": "<s>", ...}."""
+    """Return the texts of special tokens that templates may use, as {"bos_token": "<s>", ...}."""
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKEN_FILES:
         fields = read_json(directory / name) if os.path.lexists(directory / name) else {}
@@ -112,17 +112,17 @@ def render_chat(
     special_tokens: Mapping[str, str],
     options: ChatOptions,
 ) -> str:
-    """The text of a conversation.
+    """Render a conversation.
 
     Args:
-        template: Jinja.
-        messages: Each with a role, and a content or tool calls; further fields are up to the template.
+        template: Jinja template.
+        messages: Messages with a role, and a content or tool calls; other fields are passed to the template.
         special_tokens: See `read_special_tokens`.
-        options: What else the template is told.
+        options: Template options.
 
     Raises:
-        ConfigError: Messages that are none, or that the template refuses; options that it cannot be told; a template
-            that is broken, recurses without end, takes more than 5 s of CPU time, or makes more than 64 MB of text.
+        ConfigError: Messages are invalid or refused by the template, options are not accepted, or the template is
+            broken, recurses without end, takes more than 5 s of CPU time, or makes more than 64 MB of text.
     """
     chat = _checked(messages)
     options.check(template)
@@ -135,7 +135,7 @@ def render_chat(
 
 
 def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """The messages without fields that are None: other programs write those for fields that are not there."""
+    """Return the messages without fields that are None, which some clients send for absent fields."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError('messages must be a list of at least one, as in [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):

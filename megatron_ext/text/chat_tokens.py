@@ -1,10 +1,10 @@
-"""Conversations as token ids: special tokens that a message spells stay text.
+"""Tokenization of conversations: special tokens spelled in a message stay text.
 
-A conversation that spells none is rendered and tokenized as ever. Otherwise it is rendered with stand-ins
-(`control_tokens`) and tokenized by a copy of the tokenizer in which special tokens have other names, which nobody can
-guess. What the rendered text spells becomes these names; the stand-ins become what they stand for, which names no token
-any more. Normalizers, the spaces that tokens swallow, and the tokens put around a text are those of the original, so
-the copy gives the ids of the original to a text without stand-ins.
+A conversation that spells none is rendered and tokenized as usual. Otherwise it is rendered with stand-ins
+(`control_tokens`) and tokenized by a copy of the tokenizer whose special tokens have secret random names. Special
+tokens spelled in the rendered text are replaced by these names; stand-ins are replaced by their texts, which match no
+token any more. Normalizers, the spaces that tokens absorb, and the tokens added around a text are those of the
+original, so the copy gives the ids of the original for a text without stand-ins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ext.text.chat_template import read_special_tokens
 from megatron_ext.text.control_tokens import AddedToken, ControlTokens
 from megatron_ext.text.rust_panics import CANNOT_ENCODE, panics_as_errors
 
-if TYPE_CHECKING:  # importing it takes seconds
+if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -33,7 +33,7 @@ Messages = Sequence[Mapping[str, object]]
 
 
 def marked_special(directory: Path) -> set[str]:
-    """Texts of the tokens that the files beside a tokenizer mark as special, or give a role."""
+    """Return the texts of tokens that the files of a tokenizer mark as special or give a role."""
     config = directory / TOKENIZER_CONFIG
     added = read_json(config).get("added_tokens_decoder") if os.path.lexists(config) else None
     entries = added.values() if isinstance(added, dict) else ()
@@ -43,11 +43,11 @@ def marked_special(directory: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation, rendered.
+    """Rendered conversation.
 
     Attributes:
-        text: As the model reads it.
-        ids: Makes token ids of it, which takes longer.
+        text: Text that the model reads.
+        ids: Computes the token ids, which takes longer.
     """
 
     text: str
@@ -55,7 +55,7 @@ class RenderedChat:
 
 
 class _Normalizer(Protocol):
-    """The part of a tokenizer of `tokenizers` that changes a text before anything else does."""
+    """Normalizer of a tokenizer of `tokenizers`: the first transformation of a text."""
 
     def normalize_str(self, text: str) -> str: ...
 
@@ -68,17 +68,17 @@ def _normal_form(normalizer: _Normalizer, text: str) -> str:
 def _whole(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can say that, and no tokenizer can read it
+    except UnicodeEncodeError:  # lone surrogate, valid in JSON
         raise ConfigError("a message has half of a surrogate pair, which is no character") from None
     return text
 
 
 class ChatTokens:
-    """Conversations by one tokenizer.
+    """Tokenizer of conversations.
 
     Args:
-        tokenizer: Of `tokenizers` or of transformers, as it was read.
-        special: Which of its added tokens are special beside those that it marks itself, as texts and ids.
+        tokenizer: Tokenizer of `tokenizers` or of transformers, as loaded.
+        special: Additional special tokens, beside those that the tokenizer marks, as texts and ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Collection[str | int | None]) -> None:
@@ -101,7 +101,7 @@ class ChatTokens:
             for token_id, one in added.items()
         ]
         self._control = ControlTokens(tokens, None if normalizer is None else partial(_normal_form, normalizer))
-        self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
+        self._renamed: RenamedTokenizer | None = None  # created on first use, from the tokenizer as loaded
 
     def render(
         self,
@@ -111,16 +111,16 @@ class ChatTokens:
         *,
         parse_control: bool,
     ) -> RenderedChat:
-        """A conversation as a text, and how to make ids of it.
+        """Render a conversation, with a function that computes its ids.
 
         Args:
-            messages: Each with a role.
-            render: The chat template.
-            tokenize: What the tokenizer makes of a whole text.
-            parse_control: Whether special tokens that contents spell are these tokens, whoever says them.
+            messages: Messages with a role.
+            render: Renders messages with the chat template.
+            tokenize: Tokenizes a whole text.
+            parse_control: Whether special tokens spelled in any content become these tokens.
 
         Raises:
-            ConfigError: Half of a character; what `render` and `ControlTokens.protect` raise.
+            ConfigError: The text has a lone surrogate; and errors of `render` and `ControlTokens.protect`.
         """
         plain = _whole(render(messages))
         whole = RenderedChat(plain, partial(tokenize, plain))
@@ -129,7 +129,7 @@ class ChatTokens:
             return whole
         marked = render(protected)
         count = self._control.count
-        if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # nothing is spelled after all
+        if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # no content spells a special token
             return whole
         return RenderedChat(plain, partial(self._encode, marked, stand_ins))
 
@@ -143,14 +143,14 @@ class ChatTokens:
 
 
 class RenamedTokenizer:
-    """A copy of a tokenizer whose special tokens have names that nobody can guess.
+    """Copy of a tokenizer whose special tokens have secret random names.
 
     Args:
-        serialized: A `tokenizer.json`.
-        control: Its special tokens.
+        serialized: Contents of a `tokenizer.json`.
+        control: Special tokens of the tokenizer.
 
     Raises:
-        ConfigError: A tokenizer that cannot be rebuilt with them.
+        ConfigError: The tokenizer cannot be rebuilt with the names.
     """
 
     def __init__(self, serialized: str, control: ControlTokens) -> None:
@@ -171,7 +171,7 @@ class RenamedTokenizer:
                 raise _cannot_be_told(f"{text!r} has another id under another name")
 
     def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
-        """Ids of a rendered text: what it spells is a special token, what stand-ins stand for is text."""
+        """Return the ids of a rendered text: special tokens for spelled ones, text for stand-ins."""
         text = self._control.rename(marked, self._names).translate(stand_ins)
         with panics_as_errors(CANNOT_ENCODE):
             (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
@@ -185,7 +185,7 @@ def _cannot_be_told(why: str) -> ConfigError:
 
 
 def renamed(serialized: str, names: Mapping[str, str]) -> str:
-    """A `tokenizer.json` in which tokens have other names and the same ids."""
+    """Return a `tokenizer.json` in which tokens have other names and the same ids."""
     content = json.loads(serialized)
     for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -197,22 +197,22 @@ def renamed(serialized: str, names: Mapping[str, str]) -> str:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:  # none makes a special token any more, or goes on from one
+    if "merges" in model:  # drop merges that produce or extend a special token
         model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]
     return json.dumps(content, ensure_ascii=False)
 
 
 def _pieces(merge: str | Sequence[str]) -> set[str]:
-    """Both parts of a merge and what it makes; older files have them in one text with a space between."""
+    """Return both parts of a merge and its result; older files store the parts in one text with a space between."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
 
 
 def encode_in_python(tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
-    """Ids of a rendered text by a tokenizer of transformers that is written in Python.
+    """Return the ids of a rendered text by a transformers tokenizer written in Python.
 
-    It cuts a text at its added tokens too and tokenizes what is between them piece by piece, so this is what it does
-    itself, but for the spaces that tokens may swallow.
+    Such a tokenizer also splits a text at its added tokens and tokenizes the parts between them, so the ids are its
+    own, except for spaces that tokens may absorb.
     """
     added = tokenizer.added_tokens_encoder
     ids: list[int] = []

@@ -1,9 +1,9 @@
-"""Special tokens in the texts of a conversation: where they are spelled, and what stands in for them.
+"""Special tokens spelled in the texts of a conversation, and their stand-ins.
 
 A chat template writes special tokens around contents, and then the whole text is tokenized: a content that spells one
-of them would end its turn. So before the template is rendered, each spelling in a content is replaced by a *stand-in*:
-one character of Unicode's private use area that the conversation does not have. What spells a special token in the
-rendered text is then the template's own, or the assistant's. `chat_tokens` makes ids of it.
+of them would end its turn. Therefore each spelling in a content is replaced by a *stand-in* before the template is
+rendered: one character of Unicode's private use area that does not occur in the conversation. Any special token spelled
+in the rendered text is then from the template or the assistant. `chat_tokens` computes the ids.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from megatron_ext.errors import ConfigError
 
 ASSISTANT = "assistant"
 _STAND_INS = range(0xE000, 0xF900)  # the private use area
-_UNTOUCHED_FIELDS = ("role",)  # templates compare it with words
+_UNTOUCHED_FIELDS = ("role",)  # templates compare it with constants
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in texts as it is spelled, before the model of the tokenizer sees them."""
+    """Token that is found in texts by its spelling, before the tokenizer's model runs."""
 
     text: str
     token_id: int
     is_special: bool
     is_normalized: bool = False  # found in the normalized text
-    is_single_word: bool = False  # found between what belongs to no word
+    is_single_word: bool = False  # found only between non-word characters
 
 
 class ControlTokens:
-    """Finds special tokens in texts.
+    """Finder of special tokens in texts.
 
     Args:
         added: All added tokens: a longer one that is not special hides a special one.
-        normalize: The tokenizer's normalizer; None if it has none, or no special token is looked for behind it.
+        normalize: The tokenizer's normalizer; None if it has none, or no special token is searched after it.
     """
 
     def __init__(self, added: Iterable[AddedToken], normalize: Callable[[str], str] | None = None) -> None:
@@ -53,13 +53,13 @@ class ControlTokens:
         self._normalized = {normalize(text).strip() for text in behind} - {""} if normalize else set()
 
     def protect(self, messages: Sequence[Mapping[str, object]]) -> tuple[list[dict[str, object]], dict[int, str]]:
-        """The messages with stand-ins in all texts but the assistant's, and what each stand-in stands for.
+        """Return the messages with stand-ins in all texts except the assistant's, and the text of each stand-in.
 
-        Beside whole spellings these are a beginning at the end of a text and a rest at its begin, which the template's
-        own text could complete.
+        Beside whole spellings, a first part at the end of a text and a last part at its start are replaced, since the
+        template's own text could complete them.
 
         Raises:
-            ConfigError: A role that spells a special token; a conversation that has all characters for private use.
+            ConfigError: A role spells a special token, or the conversation uses all private use characters.
         """
         for message in messages:
             role = str(message["role"])
@@ -78,7 +78,7 @@ class ControlTokens:
         return protected, stand_ins.texts
 
     def count(self, text: str) -> int:
-        """How often a text spells special tokens, before and after it is normalized."""
+        """Return the number of special tokens that a text spells, before and after normalization."""
         found = sum(match.group() in self.special for match in self._pattern.finditer(text))
         if not self._normalized:
             return found
@@ -86,7 +86,7 @@ class ControlTokens:
         return found + sum(normalized.count(token) for token in self._normalized)
 
     def rename(self, text: str, names: Mapping[str, str]) -> str:
-        """The text with special tokens under other names."""
+        """Return the text with special tokens under other names."""
         return self._pattern.sub(lambda match: names.get(match.group(), match.group()), text)
 
     def _finds(self, text: str) -> bool:
@@ -113,7 +113,7 @@ class ControlTokens:
         return protected
 
     def _protect_ends(self, text: str, stand_ins: _StandIns) -> str:
-        """Templates take away the spaces around a content, so its ends are what is inside of them."""
+        """Replace partial spellings at both ends of a text, inside of surrounding spaces, which templates strip."""
         body = text.strip()
         rest = next((body[:n] for n in self._lengths(body) if body[:n] in self._rests), "")
         beginning = next((body[-n:] for n in self._lengths(body) if body[-n:] in self._beginnings), "")
@@ -133,7 +133,7 @@ class ControlTokens:
         return range(min(len(text), self._longest), 0, -1)
 
     def _is_spelled_differently(self, text: str) -> bool:
-        """Whether normalization makes a special token of it."""
+        """Return whether normalization makes a special token of the text."""
         normalized = self._normal_form(text)
         return any(token in normalized for token in self._normalized)
 
@@ -144,7 +144,7 @@ def _spelling(token: AddedToken) -> str:
 
 
 class _StandIns:
-    """Characters that a conversation does not have."""
+    """Stand-ins: characters that do not occur in a conversation."""
 
     def __init__(self, messages: Sequence[Mapping[str, object]]) -> None:
         self._messages = messages
@@ -153,11 +153,11 @@ class _StandIns:
 
     @property
     def texts(self) -> dict[int, str]:
-        """What each of them stands for, as `str.translate` takes it."""
+        """Texts of the stand-ins, in the form of `str.translate`."""
         return {ord(character): text for text, character in self._of.items()}
 
     def of(self, text: str) -> str:
-        """The stand-in of a text; an empty text needs none."""
+        """Return the stand-in of a text; an empty text needs none."""
         if text and text not in self._of:
             if self._free is None:
                 used = set(json.dumps(self._messages, ensure_ascii=False, default=str))

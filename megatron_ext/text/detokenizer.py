@@ -1,23 +1,23 @@
-"""The text of a growing list of tokens, in pieces that no later token changes."""
+"""Incremental detokenization: pieces of text that no later token changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character, and for bytes that are none
+INCOMPLETE = "\ufffd"  # decoded for incomplete characters and for invalid bytes
 LONGEST_CHARACTER = 4  # bytes in UTF-8, so at most as many tokens
-PATIENCE = 16  # tokens that may wait for the end of a character before they are looked at more closely
+PATIENCE = 16  # tokens without a complete character before they are split
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What some tokens add to the text, for good.
+    """Final text of some tokens.
 
     Attributes:
-        visible: With special tokens.
-        plain: Without them; the plain pieces put together are the text that is given back. None if not asked for.
-        end: Tokens from the first one to the end of the piece.
+        visible: Text with special tokens.
+        plain: Text without special tokens; concatenated, the output text. None if not requested.
+        end: Number of tokens up to the end of the piece.
     """
 
     visible: str
@@ -26,31 +26,31 @@ class Piece:
 
 
 class IncrementalDetokenizer:
-    """Decodes new tokens with the piece before them as context; a token's cost does not grow with the text.
+    """Decoder of new tokens with the previous piece as context; the cost of a token does not grow with the text.
 
     The context is needed because some tokenizers write a space, or half a character, that depends on it. It ends with
-    the piece before; if that shows nothing, the last piece that shows something stands before it. Where plain text is
-    asked for, special tokens show nothing.
+    the previous piece; if that is empty text, it starts with the last non-empty piece. If plain text is requested,
+    special tokens count as empty.
 
     Args:
         detokenize: Token ids, and `skip_special_tokens`, to text.
-        with_plain: Whether pieces have plain text; without it half as much is decoded.
+        with_plain: Whether pieces have plain text, which doubles the decoding.
     """
 
     def __init__(self, detokenize: Callable[..., str], *, with_plain: bool = True) -> None:
         self._detokenize = detokenize
         self._with_plain = with_plain
-        self._window: list[int] = []  # the context, then the tokens that no piece has yet
-        self._dropped = 0  # tokens before and within the context that the window has no more
-        self._shown_length = 0  # of the context, up to the end of its last piece that shows something
+        self._window: list[int] = []  # the context, then the tokens without a piece
+        self._dropped = 0  # tokens removed from the window, before or within the context
+        self._shown_length = 0  # of the context, up to the end of its last non-empty piece
         self._context_length = 0
         self.tail = ""
 
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
-        """The pieces that `tokens`, which follow those fed before, complete.
+        """Return the pieces that `tokens`, which follow those fed before, complete.
 
-        Afterwards `tail` is the visible text of the tokens that have no piece yet; it may end with `INCOMPLETE`, and
-        later tokens may change it.
+        Afterwards `tail` is the visible text of the tokens without a piece; it may end with `INCOMPLETE`, and later
+        tokens may change it.
         """
         pieces = []
         for token in tokens:
@@ -78,9 +78,9 @@ class IncrementalDetokenizer:
         return None
 
     def _accept(self, visible: str, length: int) -> Piece:
-        """The first `length` tokens of the window add `visible`, and are the next ones' context."""
+        """Append the piece `visible` of the window's first `length` tokens, which become the next context."""
         plain = self._plain(length)[len(self._plain(self._context_length)) :] if self._with_plain else None
-        # What shows nothing is no context: some decoders take the first space of a text away.
+        # Empty text cannot be context: some decoders strip the first space of a text.
         shown = visible if plain is None else plain
         kept = 0 if shown else self._shown_length
         del self._window[kept : self._context_length]
@@ -90,13 +90,13 @@ class IncrementalDetokenizer:
         return Piece(visible, plain, self._dropped + self._context_length)
 
     def _settle(self, text: str) -> tuple[int, str] | None:
-        """The last place in the window that no character reaches across any more, and the text up to it.
+        """Find the last token boundary in the window that no character crosses, and the text up to it.
 
         Args:
-            text: Of the whole window, which ends with no whole character.
+            text: Text of the whole window, which ends with an incomplete character.
 
         Returns:
-            None if there is no such place among the last few tokens.
+            None if there is no such boundary among the last few tokens.
         """
         latest = len(self._window) - (LONGEST_CHARACTER - 1)
         for length in range(latest, latest - LONGEST_CHARACTER, -1):

@@ -1,7 +1,7 @@
-"""Forms that answers must have, compiled for one tokenizer by the library llguidance (the extra `grammar`).
+"""Grammar-constrained output: response formats compiled for a tokenizer by llguidance (the extra `grammar`).
 
-A *matcher* follows the tokens of one answer and computes the mask of its next token. What its grammar costs is bounded,
-while it is compiled and at each token, in the library's own units ("fuel"), so that no schema takes long. The library
+A *matcher* follows the tokens of one output and computes the mask of its next token. The cost of a grammar is bounded,
+during compilation and at each token, in the library's own units ("fuel"), so that no schema takes long. The library
 releases the interpreter's lock while it compiles and while it computes a mask.
 """
 
@@ -23,37 +23,37 @@ from megatron_ext.text.tokenizer import Tokenizer, ends_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_COMPILED = 64  # grammars that are kept for the next request with the same form
+MAX_COMPILED = 64  # grammars cached for later requests with equal response formats
 _LONGEST_REASON = 300  # characters
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # as `json.dumps` writes one
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # escapes as `json.dumps` writes them
 _ANY_OBJECT = '{"type": "object"}'
-# Between the parts of JSON nothing or one space: a small model would go on with blanks until its tokens are used up.
-# A name that is spelled with an escaped letter would pass for another property than the one that it is.
+# At most one space between the parts of JSON: a small model could generate blanks up to its limit.
+# A property name with an escaped letter would be taken for another property.
 _JSON_OPTIONS = {
     "whitespace_pattern": " ?",
     "json_allowed_escapes": 'bfnrt"\\',
     "lenient": False,
     "coerce_one_of": False,
 }
-# About 20 ms to compile, 20 ms a token and 40 MB a matcher, at most; the library's defaults allow for ten times that.
+# At most about 20 ms to compile, 20 ms a token and 40 MB a matcher; a tenth of the library's defaults.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_lexer_states": 25_000,
     "max_grammar_size": 250_000,
-    "verbose_errors": False,  # they would quote answers, and nothing of those belongs into a log
+    "verbose_errors": False,  # they would quote outputs, which must not be logged
 }
 
 
 class Matcher:
-    """The state of one answer in its grammar. Not safe in several threads at once.
+    """State of one output in its grammar. Not thread-safe.
 
     Args:
-        matcher: The library's.
-        tokenizer: The library's.
+        matcher: The library's matcher.
+        tokenizer: The library's tokenizer.
         mask: The library's mask of the next token, if it is known.
-        seconds: Processor time that the latest mask took; 0 before the first.
+        seconds: Processor time of the latest mask; 0 before the first.
 
     Attributes:
         seconds: See above.
@@ -69,14 +69,14 @@ class Matcher:
         self.seconds = seconds
 
     def copy(self) -> Matcher:
-        """An independent matcher in the same state."""
+        """Return an independent matcher in the same state."""
         return Matcher(self._matcher.deep_copy(), self._tokenizer, self._mask, self.seconds)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """These tokens follow.
+        """Advance by tokens.
 
         Raises:
-            ValueError: They cannot, or it became too much for the library's limits.
+            ValueError: The tokens violate the grammar, or the library's limits were exceeded.
         """
         if tokens:
             self._mask = None
@@ -84,13 +84,13 @@ class Matcher:
             raise ValueError(_reason(self._matcher.get_error()))
 
     def allowed(self, ends: Sequence[int]) -> bytes:
-        """Which tokens may come next: a bit for each id, the lowest first.
+        """Return the mask of the next token: a bit for each id, the lowest first.
 
         Args:
-            ends: Tokens that end the answer. They may come where it is complete, and nowhere else.
+            ends: Tokens that end the output. They are allowed exactly where the output is complete.
 
         Raises:
-            ValueError: None may, or it became too much for the library's limits.
+            ValueError: No token is allowed, or the library's limits were exceeded.
         """
         if self._mask is None:
             started = time.thread_time()
@@ -112,11 +112,11 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles forms for one model; safe in several threads.
+    """Compiler of response formats for one model; thread-safe.
 
     Args:
-        tokenizer: Of the model.
-        model_size: Ids of the model, padding included.
+        tokenizer: Tokenizer of the model.
+        model_size: Vocabulary size of the model, padding included.
     """
 
     def __init__(self, tokenizer: Tokenizer, model_size: int) -> None:
@@ -126,11 +126,11 @@ class Grammars:
         self._compiled: OrderedDict[ResponseFormat, Matcher] = OrderedDict()
 
     def check(self, form: ResponseFormat | None) -> None:
-        """See that answers can be given this form; it is compiled then.
+        """Compile a response format, or report why it cannot be satisfied.
 
         Raises:
-            ConfigError: They cannot: the library or a tokenizer that it can read is missing, or the form has what the
-                library lacks, which the error names.
+            ConfigError: The library or a readable tokenizer is missing, or the response format has features that the
+                library lacks; the error names them.
         """
         if form is not None:
             self._compile(form)
@@ -166,7 +166,7 @@ class Grammars:
         except ValueError as error:
             raise _refused(form, str(error)) from None
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        begun = matcher.deep_copy()  # what it learns of the grammar would be part of each copy
+        begun = matcher.deep_copy()  # its cached grammar states would be part of each copy
         started = time.thread_time()
         mask = begun.compute_bitmask()
         if not matcher.is_error() and any(mask) and not begun.is_error():
@@ -175,10 +175,10 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """The library's view of the vocabulary.
+        """Return the library's view of the vocabulary.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The tokenizer has none.
         """
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("response_format needs the package llguidance, which is not there; install [grammar]")

@@ -1,7 +1,7 @@
-"""Tokenizers of Megatron-LM that are not Hugging Face's, through megatron-core's classes and their libraries.
+"""Megatron-LM tokenizers other than Hugging Face's, through megatron-core's classes and their libraries.
 
 `TikTokenizer` needs the package tiktoken, the SentencePiece kinds need sentencepiece; the package's extra `tokenizers`
-brings both. GPT-2's byte pairs are read by `tokenizers`: megatron-core's class for them asks the network.
+installs both. GPT-2's byte pairs are read by `tokenizers`: megatron-core's class for them uses the network.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_a
 from megatron_ext.text.tokenizer_files import LONGEST_FILE
 
 DEFAULT_PATTERN, DEFAULT_SPECIAL_TOKENS = "v2", 1000
-TIKTOKEN_IDS = 2**17  # that a TikTokenizer has unless it is told otherwise, its special ones included
-_END_OF_TEXT = "<|endoftext|>"  # of GPT-2
+TIKTOKEN_IDS = 2**17  # default of a TikTokenizer, special tokens included
+_END_OF_TEXT = "<|endoftext|>"  # end of document of GPT-2
 _BYTES = 256  # the first tokens of a TikTokenizer's file
 
 
 class TikTokenizer:
-    """Byte pairs cut by a pattern, behind so many special tokens; `</s>`, token 2, ends a document.
+    """Byte pair tokenizer with a splitting pattern, after a number of special tokens; `</s>`, token 2, ends a document.
 
-    A text that spells a special token means it, as in Megatron.
+    Special tokens spelled in a text become these tokens, as in Megatron.
 
     Args:
-        path: A list in JSON of objects with `rank`, `token_bytes` in base64, and `token_str`.
-        pattern: How a text is cut before pairs are merged, `v1` or `v2`.
-        special_tokens: Ids before those of the file.
-        vocab_size: Most ids; of a longer file the rest is cut off.
+        path: JSON list of objects with `rank`, `token_bytes` in base64, and `token_str`.
+        pattern: Pattern that splits a text before pairs are merged, `v1` or `v2`.
+        special_tokens: Number of ids before those of the file.
+        vocab_size: Maximum number of ids; further entries of the file are dropped.
 
     Raises:
-        ConfigError: The package is missing, or the file is none.
+        ConfigError: The package is missing, or the file is invalid.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TikTokenizer:
             self._wrapped = TikTokenTokenizer(
                 str(path), num_special_tokens=special_tokens, pattern=pattern, vocab_size=size
             )
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it asserts what it reads
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it asserts
             raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: {_reason(error)}") from error
         self.files, self.pattern, self.special_tokens = (path,), pattern, special_tokens
         self.vocab_size, self.token_ids = size, range(size)
@@ -67,24 +67,24 @@ class TikTokenizer:
         self.bos: int | None = self._wrapped.bos_id
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, without a beginning of a document."""
+        """Return the ids of a text, without a beginning of document."""
         return list(self._wrapped.text_to_ids(text))
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids. Bytes that are no character together become U+FFFD."""
+        """Return the text of ids. Invalid bytes become U+FFFD."""
         shown = [token for token in ids if token >= self.special_tokens] if skip_special_tokens else ids
         text: str = self._wrapped.tokenizer.decode(shown)
         return text
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model, as Llama 2 has; it puts no beginning of a document before a text, as in Megatron.
+    """SentencePiece model, as of Llama 2; adds no beginning of document, as in Megatron.
 
     Args:
-        path: The model.
+        path: Model file.
 
     Raises:
-        ConfigError: The package is missing, or the file is none.
+        ConfigError: The package is missing, or the file is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,11 +105,11 @@ class SentencePieceTokenizer:
         self.bos: int | None = _token_or_none(pieces.bos_id())
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, without a beginning of a document."""
+        """Return the ids of a text, without a beginning of document."""
         return list(self._wrapped.text_to_ids(text))
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; control tokens as they are spelled, if they are asked for."""
+        """Return the text of ids; control tokens are spelled out unless skipped."""
         if skip_special_tokens:
             return str(self._wrapped.ids_to_text(list(ids)))
         parts: list[str] = []
@@ -123,14 +123,14 @@ class SentencePieceTokenizer:
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte pairs; `<|endoftext|>` ends a document.
+    """GPT-2's byte pair tokenizer; `<|endoftext|>` ends a document.
 
     Args:
         vocab_file: `vocab.json`.
         merge_file: `merges.txt`.
 
     Raises:
-        ConfigError: Files that are none.
+        ConfigError: The files are invalid.
     """
 
     bos: int | None = None
@@ -157,13 +157,13 @@ class Gpt2Tokenizer:
         self.token_ids: range | frozenset[int] = range(len(ids)) if len(ids) == self.vocab_size else ids
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         with panics_as_errors(CANNOT_ENCODE):
             (encoding,) = self._wrapped.encode_batch_fast([text])  # `encode` keeps Python's lock
         return list(encoding.ids)
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         with panics_as_errors(CANNOT_DECODE):
             return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
 
@@ -181,7 +181,7 @@ def _require_file(path: Path) -> None:
 
 
 def _entries(path: Path) -> int:
-    """Tokens in a TikTokenizer's file."""
+    """Return the tokens of a TikTokenizer's file."""
     if path.suffix != ".json":
         raise ConfigError(f"{path} is no vocabulary of a TikTokenizer; Megatron reads those that end with .json")
     try:

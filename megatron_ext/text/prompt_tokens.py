@@ -1,4 +1,4 @@
-"""Prompts as token ids: as their tokenizer gives them, with at most one beginning of a document."""
+"""Tokenization of prompts, with at most one beginning of document."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron_ext.text.tokenizer import Tokenizer
 
 
 def tokenize_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
-    """Ids of a text as its tokenizer gives them, with at most one beginning of a document.
+    """Return the ids of a text as its tokenizer gives them, with at most one beginning of document.
 
     Args:
-        tokenizer: Of the model.
-        text: A prompt.
-        add_bos: Begin with that token though the tokenizer does not.
+        tokenizer: Tokenizer of the model.
+        text: Prompt.
+        add_bos: Whether to add the beginning of document if the tokenizer does not.
 
     Raises:
-        ConfigError: `add_bos`, and the tokenizer has no such token; what the tokenizer cannot read.
+        ConfigError: `add_bos` is set but the tokenizer has no such token, or it cannot read the text.
     """
     if add_bos and tokenizer.bos is None:
         raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
@@ -25,14 +25,14 @@ def tokenize_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -
 
 
 def begin_once(tokens: Sequence[int], bos: int | None, *, add_bos: bool = False) -> list[int]:
-    """The tokens with one beginning of a document, if they have any or it is to be added.
+    """Return the tokens with exactly one beginning of document, if they have any or it is to be added.
 
     A text that spells it, as chat templates do, may get a second one from the tokenizer.
 
     Args:
-        tokens: Of a prompt.
-        bos: The token that begins a document, None if there is none.
-        add_bos: Begin with it in any case; `bos` is not None then.
+        tokens: Tokens of a prompt.
+        bos: Token that begins a document; None if there is no such token.
+        add_bos: Whether to add it in any case; `bos` is not None then.
     """
     spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
     beginning = [] if bos is None or not (add_bos or spelled) else [bos]

@@ -1,7 +1,7 @@
-"""Panics of libraries written in Rust, as errors of the checkpoint whose files they met.
+"""Panics of libraries written in Rust, converted to errors of the checkpoint whose files caused them.
 
-`tokenizers` compiles the regular expressions of a `tokenizer.json` and panics where one of them gives up on a text.
-pyo3 makes of a panic an exception that derives from BaseException and cannot be imported: every library has its own.
+`tokenizers` compiles the regular expressions of a `tokenizer.json` and panics if one of them fails on a text. pyo3
+raises a panic as an exception that derives from BaseException and cannot be imported: each library has its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODULE, _NAME = "pyo3_runtime", "PanicException"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether pyo3 has made an exception of a panic."""
+    """Return whether an exception is a panic, as pyo3 raises it."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == (_MODULE, _NAME)
 
@@ -34,7 +34,7 @@ def panics_as_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # a panic is no Exception; all others are raised again
+    except BaseException as error:  # a panic is not an Exception; all others are raised again
         if not is_panic(error):
             raise
         reason = " ".join(str(error).split())

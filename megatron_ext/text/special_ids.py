@@ -1,4 +1,4 @@
-"""Which tokens end and begin a document, as the files beside a tokenizer say it."""
+"""Tokens that begin and end a document, from the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 
-IdOf = Callable[[str], int | None]  # of a token by its text
+IdOf = Callable[[str], int | None]  # id of a token's text
 
-# Read for end and beginning of a document, in this order; the last two hold ids, the others texts.
+# Sources of the end and beginning of a document, in this order; the last two hold ids, the others texts.
 _TEXT_SOURCES = (("tokenizer_config.json", "{}_token"), ("special_tokens_map.json", "{}_token"))
 _ID_SOURCES = (("generation_config.json", "{}_token_id"), ("config.json", "{}_token_id"))
-# A bare tokenizer.json does not say which of its special tokens ends a document: these names do, everywhere we know.
+# A bare tokenizer.json does not say which special token ends a document: these names are the usual ones.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens around a document; None where there is none. `ends` are all that end one, `eod` first."""
+    """Ids of the tokens around a document; None if absent. `ends` are all that end one, `eod` first."""
 
     eod: int | None = None
     bos: int | None = None
@@ -29,13 +29,13 @@ class SpecialIds:
 
 
 def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
-    """End and beginning of a document, from the tokenizer's files, else from the model's.
+    """Return end and beginning of a document, from the tokenizer's files, else from the model's.
 
-    Where the model's files list several ends, all of them end a document, and where the tokenizer's name none the first
-    one is `eod`. Without any word on the end, a special token with a usual name is it.
+    If the model's files list several ends, all of them end a document, and if the tokenizer names none, the first one
+    is `eod`. If no file names the end, a special token with a usual name is the end.
 
     Args:
-        directory: Where the files are.
+        directory: Directory of the files.
         id_of: Text of a token to its id, or None.
 
     Raises:
@@ -62,7 +62,7 @@ def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
 
 
 def _listed_ids(directory: Path, role: str) -> list[int]:
-    """What the first of the model's files that says anything says: one id or several."""
+    """Return the ids of a role from the first of the model's files that names any."""
     for file, key in _ID_SOURCES:
         value = _value(directory / file, key.format(role))
         ids = [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]

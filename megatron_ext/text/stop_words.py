@@ -1,4 +1,4 @@
-"""Stop words, matched on text: the same words stop a request however they were cut into tokens."""
+"""Stop words, matched on text, independent of their tokenization."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, Pi
 
 
 class StopWordMatcher:
-    """Follows a growing list of tokens and finds the first stop word in its text.
+    """Incremental search for the first stop word in the text of a growing list of tokens.
 
-    Only text that was not searched before is, and the few characters before it in which a word may begin.
+    Only new text is searched, and the few characters before it in which a word may begin.
 
     Args:
         stop_words: Non-empty strings.
@@ -19,20 +19,20 @@ class StopWordMatcher:
 
     def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
         self._stop_words = stop_words
-        self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may be there already
+        self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may already be in the text
         self._detokenize = detokenize
         self._text = IncrementalDetokenizer(detokenize, with_plain=False)
         self._tokens: list[int] = []
-        self._old_end = 0  # tokens of the pieces that no word can begin in any more
-        self._recent: list[Piece] = []  # the others
+        self._old_end = 0  # tokens of the pieces in which no word can begin any more
+        self._recent: list[Piece] = []  # the other pieces
         self._searched = 0  # characters of the recent pieces and the tail
 
     def feed(self, tokens: Sequence[int], *, ignore: bool = False) -> str | None:
-        """The text before the first stop word, or None if there is none yet.
+        """Return the text before the first stop word, or None if no word is complete yet.
 
         Args:
-            tokens: Those that have come since the last call.
-            ignore: Pass over the stop words that are complete by now, for good.
+            tokens: Tokens since the last call.
+            ignore: Whether stop words that are complete by now are ignored for good.
         """
         for token in tokens:
             self._tokens.append(token)
@@ -49,21 +49,21 @@ class StopWordMatcher:
         return ("".join(piece.visible for piece in self._recent) + self._text.tail).rstrip(INCOMPLETE)
 
     def _first_hit(self, text: str) -> int | None:
-        """Where the first word begins whose end was not searched before."""
+        """Return the start of the first word whose end was not searched before."""
         starts = {word: max(0, self._searched - len(word) + 1) for word in self._stop_words}
         return min((hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0), default=None)
 
     def _forget_old(self) -> None:
-        """Let go of the pieces that were searched and end before any place where an unfinished word can begin."""
+        """Drop pieces that were searched and end before any position where an unfinished word can begin."""
         while self._recent and self._searched - len(self._recent[0].visible) >= self._reach:
             old = self._recent.pop(0)
             self._old_end = old.end
             self._searched -= len(old.visible)
 
     def _text_before(self, length: int) -> str:
-        """The whole text up to the first `length` searchable characters, less its special tokens.
+        """Return the whole text up to the first `length` searchable characters, without special tokens.
 
-        Of the piece that is cut the beginning stays, unless the piece is a special token.
+        The beginning of the last, cut piece is kept, unless the piece is a special token.
         """
         start, end = 0, self._old_end
         for piece in self._recent:

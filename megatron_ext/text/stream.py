@@ -1,4 +1,4 @@
-"""The text of a growing list of tokens, sent in parts as soon as they are certain."""
+"""Streamed text of a growing list of tokens, sent as soon as it is final."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class TextStream:
-    """Parts of a request's text: put together they are the text of its record, to the character.
+    """Parts of a request's text: concatenated, they equal the text of its record.
 
-    Held back are tokens whose bytes are no whole character yet, and tokens that may turn out to be the beginning of a
-    stop word.
+    Tokens with incomplete characters are held back, and so are tokens that may begin a stop word.
 
     Args:
-        stop_words: Non-empty strings; there may be none.
+        stop_words: Non-empty strings; may be empty.
         detokenize: Token ids, and `skip_special_tokens`, to text.
     """
 
@@ -29,7 +28,7 @@ class TextStream:
         self._sent: list[str] = []
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """What can be sent now. `tokens` have come since the last call, and none of them ended the request."""
+        """Return the text that can be sent now. `tokens` are new, and none of them ended the request."""
         parts = []
         for piece in self._text.feed(tokens):
             self._held.append(piece)
@@ -37,14 +36,14 @@ class TextStream:
         return self._send("".join(parts))
 
     def finish(self, text: str) -> str:
-        """What is left of `text`, the text of the request's record."""
+        """Return the unsent rest of `text`, the text of the request's record."""
         sent = "".join(self._sent)
         if not text.startswith(sent):
             logger.warning("a stream sent %d characters with which the text of %d does not begin", len(sent), len(text))
         return self._send(text[len(sent) :])
 
     def _release(self) -> list[str]:
-        """Let go of the pieces that end before whatever may be the beginning of a stop word."""
+        """Release the pieces that end before a possible beginning of a stop word."""
         text = "".join(piece.visible for piece in self._held)
         certain = len(text) - max((_overlap(text, word) for word in self._stop_words), default=0)
         parts = []
@@ -62,6 +61,6 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Characters at the end of `text` with which `word` begins and goes on."""
+    """Return the length of the longest end of `text` that is a proper beginning of `word`."""
     longest = min(len(text), len(word) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(word[:length])), 0)

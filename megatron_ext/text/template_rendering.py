@@ -1,8 +1,8 @@
-"""Chat templates are rendered in processes of their own, which end when a template takes too long or too much memory.
+"""Chat template rendering in separate processes, which are ended if a template uses too much time or memory.
 
-A template is a program that comes with a checkpoint, and a single call of C (`'a' * 10**9`, `10 ** 10 ** 9`, a filter
-over a long text) can be neither interrupted nor bounded from within. So a process renders whose CPU time and memory the
-kernel bounds. It stays for the next conversation; one that comes while all are busy starts another, up to `MOST`.
+A template is a program from a checkpoint, and a single C call (`'a' * 10**9`, `10 ** 10 ** 9`, a filter over a long
+text) can be neither interrupted nor bounded from within. Therefore a process renders, and the kernel bounds its CPU
+time and memory. The process is reused; if all are busy, another is started, up to `MOST`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _REMEDY = "shorten the messages, or give the checkpoint another template"
 
 
 class TemplateProcess:
-    """One process that renders; used by one thread at a time."""
+    """Process that renders; used by one thread at a time."""
 
     def __init__(self) -> None:
-        # A session of its own: a Ctrl-C is for the parent, whose end closes the pipes, and that ends this one.
+        # A separate session: Ctrl-C reaches the parent only, whose end closes the pipes and thereby ends the child.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, *sys.path],
             stdin=subprocess.PIPE,
@@ -46,20 +46,20 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be asked."""
+        """True if the process is running."""
         return self._process.poll() is None
 
     def render(self, request: bytes, cpu_seconds: float) -> str:
-        """Text of a conversation.
+        """Render a conversation.
 
         Args:
-            request: A pickled `Rendering`.
-            cpu_seconds: Of it.
+            request: Pickled `Rendering`.
+            cpu_seconds: CPU limit in the request.
 
         Raises:
             ConfigError: The template refuses the messages, is broken, or takes too much.
@@ -71,7 +71,7 @@ class TemplateProcess:
         except (EOFError, OSError):
             raise CheckpointError(_ended(self._process.wait(), cpu_seconds)) from None
         finally:
-            if not is_whole:  # also if a signal interrupts this thread: the answer would be the next one's
+            if not is_whole:  # also if a signal interrupts this thread: the next request would get this answer
                 self.close()
         if kind == NO_MEMORY:
             raise CheckpointError(f"the chat template needs more than {MEMORY >> 20} MB of memory; {_REMEDY}")
@@ -81,7 +81,7 @@ class TemplateProcess:
         return text
 
     def _ask(self, request: bytes, cpu_seconds: float) -> tuple[int, bytes]:
-        """Kind and text of the answer; an EOFError or OSError if the process has ended."""
+        """Return kind and text of the answer; raises EOFError or OSError if the process has ended."""
         process = self._process
         assert process.stdin is not None, "it is a pipe"
         assert process.stdout is not None, "it is a pipe"
@@ -97,19 +97,19 @@ class TemplateProcess:
         return kind, data
 
     def close(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             try:
                 if pipe is not None:
                     pipe.close()
-            except OSError:  # what was not written has no reader any more
+            except OSError:  # unwritten data of a process that has ended
                 continue
         self._process.wait()
 
 
 def _ended(code: int, cpu_seconds: float) -> str:
-    """Why a process is gone, by its exit code as subprocess has it."""
+    """Return why a process has ended, by its exit code as subprocess gives it."""
     if code == -signal.SIGPROF:
         return f"the chat template takes more than {cpu_seconds:g} s of CPU time; {_REMEDY}"
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
@@ -117,29 +117,29 @@ def _ended(code: int, cpu_seconds: float) -> str:
 
 
 class TemplateRenderer:
-    """Renders conversations in at most `MOST` processes. May be called from any thread."""
+    """Renderer of conversations in at most `MOST` processes. Thread-safe."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Have no process, as at first: in a forked child those that there were are the parent's."""
+        """Reset to no processes: in a forked child, existing ones belong to the parent."""
         self._may_render = threading.BoundedSemaphore(MOST)
-        self._idle: list[TemplateProcess] = []  # the last one to be used is the next one: it is in the caches
+        self._idle: list[TemplateProcess] = []  # last in, first out: the last one used is in the CPU caches
         self._changing = threading.Lock()
 
     def start(self) -> None:
-        """Start a process, if there is none, without waiting for it."""
+        """Start a process unless one is idle, without waiting for it."""
         with self._changing:
             if not self._idle:
                 self._idle.append(TemplateProcess())
 
     def render(self, request: Rendering) -> str:
-        """Text of a conversation.
+        """Render a conversation.
 
         Raises:
-            ConfigError: The template refuses the messages, is broken, or takes too much; messages that are nested too
-                deeply, or hold what cannot be sent to another process.
+            ConfigError: The template refuses the messages, is broken, or takes too much; or messages are nested too
+                deeply, or cannot be pickled.
         """
         try:
             data = pickle.dumps(request)
@@ -164,10 +164,10 @@ class TemplateRenderer:
                 return TemplateProcess()
             if process.is_running:
                 return process
-            process.close()  # ended by others while it was idle
+            process.close()  # killed while it was idle
 
     def close(self) -> None:
-        """End those that are idle."""
+        """Kill the idle processes."""
         with self._changing:
             idle, self._idle = self._idle, []
         for process in idle:

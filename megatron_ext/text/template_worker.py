@@ -1,7 +1,7 @@
-"""The process that renders chat templates, with a bound on CPU time and memory: `template_rendering` starts it.
+"""Process that renders chat templates, with limits on CPU time and memory; started by `template_rendering`.
 
-Requests are pickles of the process that started it, answers a kind and a text: nothing that a template makes is
-unpickled. Little is imported here, since a first conversation waits for it.
+Requests are pickles from the parent process, answers a kind and a text: output of a template is never unpickled.
+Imports are kept few, since the first conversation waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 CPU_SECONDS = 5.0  # for one conversation
 LONGEST_TEXT = 64 * 2**20  # bytes of UTF-8
-MEMORY = 2**30  # bytes beside what the process has after its imports
+MEMORY = 2**30  # bytes in addition to those after the imports
 ANSWER = struct.Struct(">BQ")  # kind of an answer, bytes of its text
 QUESTION = struct.Struct(">dQ")  # CPU seconds and bytes of a request
 TEXT, REFUSED, NO_MEMORY = range(3)  # kinds of answers
@@ -29,14 +29,14 @@ ENCODING = ("utf-8", "surrogatepass")
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation to render.
+    """Conversation to render.
 
     Attributes:
-        template: Jinja.
-        messages: As `render_chat` has checked them.
-        options: Further arguments of transformers' `render_jinja_template`.
-        variables: Those of the template.
-        cpu_seconds: After which the process is ended.
+        template: Jinja template.
+        messages: Messages as checked by `render_chat`.
+        options: Other arguments of transformers' `render_jinja_template`.
+        variables: Variables of the template.
+        cpu_seconds: CPU time after which the process is killed.
     """
 
     template: str
@@ -47,7 +47,7 @@ class Rendering:
 
 
 def render(request: Rendering) -> tuple[int, str]:
-    """Kind of the answer and its text: the rendered conversation, or what is wrong with the template."""
+    """Return the kind of the answer and its text: the rendered conversation, or the template's error."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -66,7 +66,7 @@ def render(request: Rendering) -> tuple[int, str]:
         )
     except MemoryError:
         return NO_MEMORY, ""
-    except Exception as error:  # Python may refuse to compile what Jinja makes of a template with anything
+    except Exception as error:  # compiling Jinja's Python code may raise anything
         return REFUSED, f"the chat template is broken: {type(error).__name__}: {_reason(error)}"
     return TEXT, text
 
@@ -95,12 +95,12 @@ def _answer(request: bytes) -> tuple[int, bytes]:
 def _bound_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     bound, hard = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard == resource.RLIM_INFINITY or bound < hard:  # else there is a tighter one
+    if hard == resource.RLIM_INFINITY or bound < hard:  # otherwise the existing limit is tighter
         resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the other end closes. The kernel ends a process whose request takes too long: SIGPROF."""
+    """Answer requests until the parent closes the pipe. The kernel kills a process that takes too long: SIGPROF."""
     import transformers.utils.chat_template_utils  # noqa: F401  # before memory is measured
 
     _bound_memory()
@@ -118,7 +118,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serve over standard input and output, which nothing else in this process may use."""
+    """Serve over standard input and output, which no other code in this process may use."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, answers)

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
 
-_BESIDE = "beside"  # the role under which tools and variables are looked through for special tokens
+_BESIDE = "beside"  # role under which tools and variables are searched for special tokens
 
 
 class Tokenizer(Protocol):
-    """What engine, controller and tools use; megatron-core's names."""
+    """Tokenizer interface of engine, controller and tools, with megatron-core's names."""
 
     eod: int | None  # ends a document, None if the tokenizer has no such token
-    bos: int | None  # begins one
+    bos: int | None  # begins a document
     vocab_size: int  # ids are below it
 
     @property
     def token_ids(self) -> range | frozenset[int]:
-        """Those that are tokens; a file may leave gaps."""
+        """Ids that have a token; a file may leave gaps."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer itself adds."""
+        """Return the ids of a text, with the special tokens that the tokenizer itself adds."""
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
 
 
 def _fields(beside: Mapping[str, Any]) -> FieldValues:
-    """Of `ChatOptions`, from what stood beside the messages."""
+    """Return fields of `ChatOptions` from the protected parts beside the messages."""
     return {name: beside[name] for name in ("tools", "variables")}
 
 
 def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """All tokens that end a document, of any tokenizer; `eod` is the first one."""
+    """Return all tokens that end a document, of any tokenizer; `eod` is the first one."""
     ends: tuple[int, ...] = getattr(tokenizer, "ends", ())
     return ends or (() if tokenizer.eod is None else (tokenizer.eod,))
 
 
 class NullTokenizer:
-    """Texts are ids separated by spaces. There is no end of document.
+    """Tokenizer of ids separated by spaces, without an end of document.
 
     Args:
-        vocab_size: Ids are below it.
+        vocab_size: Exclusive upper bound of ids.
     """
 
     eod: int | None = None
@@ -65,7 +65,7 @@ class NullTokenizer:
         self.vocab_size, self.token_ids = vocab_size, range(vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text such as "17 4 4".
+        """Return the ids of a text such as "17 4 4".
 
         Raises:
             ConfigError: A word is not an id of the vocabulary.
@@ -79,21 +79,21 @@ class NullTokenizer:
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Ids as text; none is special."""
+        """Return ids as text; no id is special."""
         return " ".join(str(token_id) for token_id in ids)
 
 
 class TextTokenizer:
-    """A Hugging Face tokenizer: `tokenizer.json` through `tokenizers`, anything else through `transformers`.
+    """Hugging Face tokenizer: `tokenizer.json` through `tokenizers`, other formats through `transformers`.
 
     Args:
-        path: A directory, or a `tokenizer.json`, whose neighbours are read for the special tokens.
+        path: Directory, or a `tokenizer.json` with the files of its special tokens next to it.
 
     Raises:
-        ConfigError: Nothing there, or no tokenizer in it.
+        ConfigError: The path does not exist, or has no tokenizer.
     """
 
-    _chat_tokens: ChatTokens | None = None  # when the first conversation comes
+    _chat_tokens: ChatTokens | None = None  # created with the first conversation
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
@@ -113,38 +113,38 @@ class TextTokenizer:
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
         self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
-        # Read now: what is in the directory later is another tokenizer's.
+        # Read now: the directory may later hold another tokenizer.
         self._special_tokens = read_special_tokens(directory)
         self._chat_template = _chat_template_or_error(directory)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer itself adds."""
+        """Return the ids of a text, with the special tokens that the tokenizer itself adds."""
         return self._backend.encode(text)
 
     def tokenize_plain(self, text: str) -> list[int]:
-        """Ids of a text, without the special tokens that the tokenizer itself adds; those that it spells are tokens."""
+        """Return the ids of a text without added special tokens; special tokens spelled in it become tokens."""
         return self._backend.encode(text, add_special_tokens=False)
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids, without special tokens unless they are asked for."""
+        """Return the text of ids, without special tokens unless requested."""
         return self._backend.decode(ids, skip_special_tokens)
 
     @property
     def serialized(self) -> str | None:
-        """As a `tokenizer.json`; None of one that has no such form."""
+        """Contents of a `tokenizer.json`; None if the tokenizer has no such form."""
         return self._backend.serialized
 
     @property
     def longest_token(self) -> int:
-        """Characters that one token stands for at most, so that n characters are at least n / `longest_token` tokens.
+        """Maximum number of characters of one token, so that n characters are at least n / `longest_token` tokens.
 
-        Characters that the tokenizer drops, such as spaces that repeat, are not counted.
+        Characters that the tokenizer drops, such as repeated spaces, are not counted.
         """
         return self._backend.longest_token
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
+        """Jinja template of the tokenizer; None if the model is not a chat model.
 
         Raises:
             ConfigError: See `read_chat_template`.
@@ -154,25 +154,25 @@ class TextTokenizer:
         return self._chat_template
 
     def prepare_chat(self) -> None:
-        """Start the process that renders conversations, if there is a template, without waiting for it."""
+        """Start the process that renders conversations if there is a template, without waiting for it."""
         if isinstance(self._chat_template, str):
             RENDERER.start()
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, *, options: ChatOptions | None = None
     ) -> str:
-        """A conversation as a prompt.
+        """Return a conversation as a prompt.
 
-        Most templates write the beginning of a document, which `tokenize` may then put before it once more. The engine
-        sees to it that a prompt begins with one (`InferenceController.tokenize_prompt`).
+        Most templates write the beginning of document, which `tokenize` may then add again. The engine ensures that a
+        prompt begins with a single one (`InferenceController.tokenize_prompt`).
 
         Args:
-            messages: As in [{"role": "user", "content": "Hello"}].
-            add_generation_prompt: End with what begins the model's answer.
-            options: All that a template can be told, in place of that one.
+            messages: Messages as in [{"role": "user", "content": "Hello"}].
+            add_generation_prompt: Whether to end with the beginning of the model's answer.
+            options: All template options; replaces `add_generation_prompt`.
 
         Raises:
-            ConfigError: No template, messages that are none, or that the template refuses.
+            ConfigError: There is no template, or messages are invalid or refused by it.
         """
         if self.chat_template is None:
             raise ConfigError(f"{self._directory} has no chat template; give the prompt as text")
@@ -187,7 +187,7 @@ class TextTokenizer:
         parse_control: bool = False,
         options: ChatOptions | None = None,
     ) -> list[int]:
-        """Ids of a conversation, with the special tokens that the tokenizer itself adds; the rest as `render_chat`."""
+        """Return the ids of a conversation, with special tokens that the tokenizer adds; otherwise as `render_chat`."""
         return self.render_chat(messages, add_generation_prompt, parse_control=parse_control, options=options).ids()
 
     def render_chat(
@@ -198,17 +198,17 @@ class TextTokenizer:
         parse_control: bool = False,
         options: ChatOptions | None = None,
     ) -> RenderedChat:
-        """A conversation as a text that knows which special tokens in it are text.
+        """Return a conversation as rendered text, in which spelled special tokens can be told from real ones.
 
         Args:
             messages: As for `apply_chat_template`.
-            add_generation_prompt: The same.
-            parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
-                assistant's contents only, and text in the others', in tools and in variables; see `chat_tokens`.
+            add_generation_prompt: As for `apply_chat_template`.
+            parse_control: Whether special tokens spelled in any content become these tokens. Otherwise only those in
+                the assistant's contents do; those in other contents, tools and variables stay text; see `chat_tokens`.
             options: As for `apply_chat_template`.
 
         Raises:
-            ConfigError: As `apply_chat_template`; a role that spells a special token.
+            ConfigError: As `apply_chat_template`; or a role spells a special token.
         """
         chosen = options or ChatOptions(add_generation_prompt)
 
@@ -226,7 +226,7 @@ class TextTokenizer:
 
 
 def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
-    """The template, or what is wrong with it: whoever needs no chats need not hear of it."""
+    """Return the template or its error, which matters only for chats."""
     try:
         return read_chat_template(directory)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What does the work of `TextTokenizer`: `tokenizers` for a `tokenizer.json`, `transformers` for older formats."""
+"""Backends of `TextTokenizer`: `tokenizers` for a `tokenizer.json`, `transformers` for older formats."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_ext.text.tokenizer_files import LONGEST_FILE, VOCABULARIES, check_
 
 
 class _Backend:
-    """A tokenizer that was read.
+    """Loaded tokenizer of a library.
 
     Args:
-        wrapped: The library's object.
-        vocabulary: Its tokens and their ids, added ones included.
+        wrapped: Object of the library.
+        vocabulary: Ids by token, added tokens included.
     """
 
     def __init__(self, wrapped: Any, vocabulary: Mapping[str, int]) -> None:
@@ -27,7 +27,7 @@ class _Backend:
 
 
 class FastBackend(_Backend):
-    """`tokenizer.json` by itself."""
+    """Backend of a `tokenizer.json`."""
 
     def __init__(self, file: Path) -> None:
         import tokenizers
@@ -38,35 +38,35 @@ class FastBackend(_Backend):
                 tokenizer = tokenizers.Tokenizer.from_str(text)
             except Exception as error:  # `tokenizers` raises bare Exception
                 raise ConfigError(f"{file} is no tokenizer: {error}") from error
-        # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
+        # Saved truncation and padding are for training batches: a prompt is neither truncated nor padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         super().__init__(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer adds or without."""
-        # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
+        """Return the ids of a text, with or without the special tokens that the tokenizer adds."""
+        # `encode` holds Python's lock: 8 MB of text stopped all threads for 7 to 20 s.
         with panics_as_errors(CANNOT_ENCODE):
             (encoding,) = self.wrapped.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         with panics_as_errors(CANNOT_DECODE):
             return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def serialized(self) -> str:
-        """As a `tokenizer.json`."""
+        """Contents of a `tokenizer.json`."""
         return self.wrapped.to_str()
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token's text."""
+        """Return the id of a token's text."""
         return self.wrapped.token_to_id(token)
 
 
 class AutoBackend(_Backend):
-    """A directory of an older format."""
+    """Backend of a directory in an older format."""
 
     def __init__(self, directory: Path) -> None:
         if not has_tokenizer(directory):
@@ -78,33 +78,33 @@ class AutoBackend(_Backend):
         with panics_as_errors(f"{directory}: the tokenizer cannot be read"):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-            except Exception as error:  # of files that others wrote transformers may raise anything
+            except Exception as error:  # transformers may raise anything for untrusted files
                 reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
                 raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         super().__init__(tokenizer, tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer adds or without."""
+        """Return the ids of a text, with or without the special tokens that the tokenizer adds."""
         with panics_as_errors(CANNOT_ENCODE):
             return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
         with panics_as_errors(CANNOT_DECODE):
             return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     @property
     def serialized(self) -> str | None:
-        """As a `tokenizer.json`; None of one that is written in Python."""
+        """Contents of a `tokenizer.json`; None for a tokenizer written in Python."""
         return self.wrapped.backend_tokenizer.to_str() if self.wrapped.is_fast else None
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token's text."""
+        """Return the id of a token's text."""
         return self.wrapped.get_vocab().get(token)
 
 
 def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:
-    """What all ids are below, and the ids."""
+    """Return the exclusive upper bound of the ids, and the ids."""
     known = frozenset(ids)
     size = 1 + max(known, default=-1)
     return size, range(size) if len(known) == size else known

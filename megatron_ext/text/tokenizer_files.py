@@ -1,4 +1,4 @@
-"""The files that a tokenizer consists of: which there are, how to copy them, what of them may be opened."""
+"""Tokenizer files: their names, copies, and checks before they are opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.text.chat_template import TEMPLATE_FILE
 TOKENIZER_FILE = "tokenizer.json"
 _DESCRIPTION = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
-# What a directory may hold of a tokenizer: saved with a checkpoint, and enough to rebuild it.
+# All files of a tokenizer: saved with a checkpoint, and sufficient to rebuild it.
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     _DESCRIPTION,
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     TEMPLATE_FILE,
     GENERATION_FILE,
 )
-# A directory with one of these has a tokenizer; the others only describe one.
+# A directory with one of these has a tokenizer; other files only describe it.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 _DECODED = (
     _DESCRIPTION,
@@ -41,20 +41,20 @@ LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
 
 
 class Describable(Protocol):
-    """What a tokenizer says of itself."""
+    """Interface of a tokenizer that can be described."""
 
     eod: int | None
     bos: int | None
 
     def tokenize_plain(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens of the tokenizer's own."""
+        """Return the ids of a text, without special tokens added by the tokenizer."""
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Return the text of ids."""
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
+    """Return whether a directory holds a vocabulary that `TextTokenizer` can read."""
     return any((directory / name).is_file() for name in VOCABULARIES)
 
 
@@ -69,11 +69,11 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
 
 
 def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:
-    """Say which special tokens a bare `tokenizer.json` has, for whoever opens the directory with transformers.
+    """Write the special tokens of a bare `tokenizer.json` to a file that transformers reads.
 
     Args:
-        directory: Where the tokenizer's files are; one that says it already is left alone.
-        tokenizer: Made of them.
+        directory: Directory of the tokenizer's files; unchanged if it has this file already.
+        tokenizer: Tokenizer of these files.
     """
     file = directory / _DESCRIPTION
     if not (directory / TOKENIZER_FILE).is_file() or file.exists():
@@ -87,13 +87,13 @@ def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:
 
 
 def check_files(directory: Path) -> bool:
-    """What transformers may open is regular and not too long, and what it decodes is not nested deep.
+    """Check that files for transformers are regular and not too long, and that its JSON is not nested deeply.
 
     Returns:
         Whether the tokenizer comes with code. transformers may have a class for it nevertheless.
 
     Raises:
-        ConfigError: It names the file.
+        ConfigError: A file fails a check; names the file.
     """
     for entry in sorted(directory.iterdir()):
         if not entry.is_dir():

@@ -1,4 +1,4 @@
-"""Which token ids are text: a model's vocabulary may be padded, and a tokenizer's ids may have gaps."""
+"""Vocabulary: token ids that have text. A model's vocabulary may be padded, and a tokenizer's ids may have gaps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_ext.errors import ConfigError
 
 
 class Vocabulary:
-    """The ids of a model that have a token in its tokenizer, which is never asked for the text of others.
+    """Ids of a model that have a token in its tokenizer, which is never called with other ids.
 
-    In prompts such an id is refused, and where a model generates it, it reads as nothing.
+    Other ids are refused in prompts, and generated ones decode to empty text.
 
     Args:
-        tokenizer: Its `token_ids` are the ids that have a token, a range or a set; without this attribute those below
-            its `vocab_size` have, and without that one all of the model's.
-        model_size: Ids of the model, padding included.
+        tokenizer: Tokenizer. Its `token_ids`, a range or a set, have a token; without this attribute those below its
+            `vocab_size`, and without that one all of the model's.
+        model_size: Vocabulary size of the model, padding included.
     """
 
     def __init__(self, tokenizer: Any, model_size: int) -> None:
@@ -29,13 +29,13 @@ class Vocabulary:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Those that have a token, in order."""
+        """Ids that have a token, in order."""
         if isinstance(self._ids, range):
             return self._ids
         return sorted(token for token in self._ids if token < self._model_size)
 
     def has_tokens(self, ids: Sequence[int]) -> bool:
-        """Whether every id is one of the model's, and has a token."""
+        """Return whether every id is one of the model's, and has a token."""
         if not ids:
             return True
         if isinstance(self._ids, range):
@@ -43,7 +43,7 @@ class Vocabulary:
         return max(ids) < self._model_size and self._ids.issuperset(ids)
 
     def check_biased(self, ids: Sequence[int]) -> None:
-        """See that logits of these ids can be changed.
+        """Check that logits of these ids can be changed.
 
         Raises:
             ConfigError: An id is outside the model's vocabulary.
@@ -56,7 +56,7 @@ class Vocabulary:
             )
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """See that a prompt of these ids can be served.
+        """Check that a prompt of these ids can be served.
 
         Raises:
             ConfigError: An id is outside the model's vocabulary, or has no token in the tokenizer.
@@ -76,18 +76,18 @@ class Vocabulary:
         )
 
     def decoder(self, *, skips_special: bool = True) -> Callable[..., str]:
-        """`detokenize`; without the skip special tokens show in whatever is asked for."""
+        """Return `detokenize`, or a variant that always shows special tokens."""
         return self.detokenize if skips_special else self._detokenize_all
 
     def _detokenize_all(self, ids: Sequence[int], **_: object) -> str:
         return self.detokenize(ids, skip_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int], **options: object) -> str:
-        """Text of the ids that have a token.
+        """Return the text of the ids that have a token.
 
         Args:
-            ids: Any.
-            options: Of the tokenizer.
+            ids: Any ids.
+            options: Options of the tokenizer.
         """
         if not self.has_tokens(ids):
             ids = [token for token in ids if token < self._model_size and token in self._ids]
