@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Say whether this interpreter can have the package's dependencies, before anything is installed.
+"""Check that the package's dependencies support this interpreter, before anything is installed.
 
-Any Python 3 can run this file, and nothing but its standard library is needed: `make setup` asks it first.
+Any Python 3 can run this file, with nothing but its standard library: `make setup` runs it first.
 """
 
 import platform
@@ -11,27 +11,27 @@ import sysconfig
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-# What the wheels of megatron-core 0.16.1, torch 2.13.0 and llguidance 1.9.1 are for; elsewhere pip would have to
+# Platforms of the wheels of megatron-core 0.16.1, torch 2.13.0 and llguidance 1.9.1; elsewhere pip would have to
 # compile the first.
 MACHINES = ("x86_64", "aarch64")
 OLDEST_GLIBC = (2, 31)
 
 
 def supported(pyproject=PYPROJECT):
-    """The first supported Python and the first that is not: ((3, 10), (3, 14)), from `requires-python`."""
+    """Return the first supported Python and the first unsupported one, ((3, 10), (3, 14)), from `requires-python`."""
     found = re.search(r'^requires-python = ">=(\d+)\.(\d+),<(\d+)\.(\d+)"', pyproject.read_text("utf-8"), re.MULTILINE)
     first_major, first, end_major, end = map(int, found.groups())
     return (first_major, first), (end_major, end)
 
 
 def python_problem(implementation, version, is_free_threaded, bounds):
-    """What is wrong with an interpreter, or None.
+    """Return the reason why an interpreter is not supported, or None.
 
     Args:
-        implementation: "CPython" and its like.
-        version: Of the language, (major, minor).
-        is_free_threaded: Whether it was built without the global lock.
-        bounds: As `supported` says.
+        implementation: Name such as "CPython".
+        version: Version of the language, (major, minor).
+        is_free_threaded: Whether the interpreter was built without the global lock.
+        bounds: Result of `supported`.
     """
     first, end = bounds
     allowed = f"Python {_dotted(first)} to {end[0]}.{end[1] - 1}"
@@ -45,12 +45,12 @@ def python_problem(implementation, version, is_free_threaded, bounds):
 
 
 def platform_problem(system, machine, libc):
-    """What is wrong with a machine, or None.
+    """Return the reason why a machine is not supported, or None.
 
     Args:
-        system: "Linux" and its like.
-        machine: "x86_64" and its like.
-        libc: Name and version of the C library, ("glibc", "2.36"); of others the name is empty.
+        system: Name such as "Linux".
+        machine: Name such as "x86_64".
+        libc: Name and version of the C library, ("glibc", "2.36"); the name is empty for other libraries.
     """
     wheels = f"Linux on {' or '.join(MACHINES)} with glibc {_dotted(OLDEST_GLIBC)} or newer"
     name, version = libc
@@ -66,13 +66,13 @@ def _dotted(version):
 
 
 def main(argv):
-    """Print what is wrong, in one line.
+    """Print the problem, in one line.
 
     Args:
-        argv: "--any-platform" to look at the Python alone.
+        argv: "--any-platform" to check only the Python.
 
     Returns:
-        The exit code: 0 nothing is wrong, 1 something is.
+        Exit code: 0 without a problem, 1 with one.
     """
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     problem = python_problem(platform.python_implementation(), sys.version_info[:2], free_threaded, supported())

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Compile every Triton kernel for sm_80 and sm_90, on any machine: registers, spills and shared memory, as a table.
 
-Run: `python tools/compile_kernels.py`, or with `--quick` one configuration of each. Exit code 1 if one cannot be
-compiled, spills, or wants more shared memory than its device has; 2 if nothing can be compiled here.
+Run: `python tools/compile_kernels.py`, or with `--quick` one configuration of each. Exit code 1 if a kernel cannot be
+compiled, spills, or needs more shared memory than its device has; 2 if nothing can be compiled here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE, PROBLEMS, CANNOT = 0, 1, 2
 
 
 def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
-    """The row of a case by its place in the list, or None; and what is wrong with it, or None."""
+    """Return the table row of a case by its index, or None; and its error, or None."""
     from megatron_ext.ops.triton import aot
 
     case = list(aot.cases(all_kernels(), quick=quick))[index]
@@ -39,7 +39,7 @@ def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
 
 
 def compile_all(count: int, quick: bool) -> Iterator[tuple[Row | None, str | None]]:
-    """`compile_one` of all: the few of a short selection here, many on every core."""
+    """Yield `compile_one` of all cases: a short selection in this process, many on every core."""
     if quick:
         yield from (compile_one(index, quick) for index in range(count))
         return
@@ -48,7 +48,7 @@ def compile_all(count: int, quick: bool) -> Iterator[tuple[Row | None, str | Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile, print the table, and then what is wrong."""
+    """Compile all kernels, print the table, and then the errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one configuration of each kernel, for the newest device")
     quick = parser.parse_args(argv).quick

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Why a prompt does not hit what another one left in the cache: where they part, to the token, and what that costs.
+"""Explain why a prompt misses another one's cached prefix: the first token that differs, and the cost of it.
 
 Run: `python tools/explain_prefix.py A B`. A is served first, then B. A file is text, or JSON: a list of token ids, or
 an object with `text` or `token_ids`, as a line of a prompt file.
@@ -31,10 +31,10 @@ EMBEDDED_MODEL = Path(__file__).parents[1] / "megatron_ext/models/embedded_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, serve without computing, and print.
+    """Read the prompts, serve them without computing, and print the explanation.
 
     Returns:
-        The exit code: 0 done, 2 bad usage.
+        Exit code: 0 done, 2 bad usage.
     """
     parser = argparse.ArgumentParser(prog="explain_prefix.py", description=__doc__)
     parser.add_argument("first", type=Path, metavar="A", help="prompt that was served before")
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
-    """Token ids of a file.
+    """Return the token ids of a file.
 
     Raises:
-        ConfigError: It cannot be read, or has no tokens.
+        ConfigError: The file cannot be read, or has no tokens.
     """
     text = read_text(path, LONGEST_PROMPT)
     content: object = text
@@ -69,7 +69,7 @@ def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
         try:
             content = json.loads(text)
         except (ValueError, RecursionError):
-            content = text  # it only looks like JSON
+            content = text  # not JSON after all
     if isinstance(content, dict):
         content = content.get("token_ids", content.get("text"))
     if isinstance(content, str):
@@ -86,7 +86,7 @@ def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
 
 
 def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: int, *, is_hybrid: bool) -> Explanation:
-    """What is to be said of `second` where `first` was served before it, and nothing else."""
+    """Return the explanation of `second` after only `first` has been served."""
     longest = max(len(first), len(second)) + 1
     limits = SchedulerLimits(
         block_size=block_size,

@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Wheels for a machine that has torch and no index: what this project needs there and does not find.
+"""Fetch wheels for a machine that has torch and no package index: this project's missing requirements.
 
 On that machine: `python3 -m pip list --format=freeze > present.txt`. Here, with that file:
 
     python -m tools.fetch_wheels --present present.txt --python 3.12 --folder wheels
 
-and there, beside a checkout of this project:
+and there, next to a checkout of this project:
 
     python3 -m pip install --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=$PWD:site python3 -m benchmarks.gpu
 
-Versions are those of constraints.txt; what the machine has is left as it is wherever it will do. torch is never taken
-along. `--peer DIR` makes a folder with megatron-core 0.19.2 and the Triton kernels of mamba-ssm and causal-conv1d, for
-`benchmarks.gpu --megatron-0-19 DIR`; nothing of it is installed, compiled or run.
+Versions are those of constraints.txt; packages of the machine are kept if their versions are sufficient. torch is never
+fetched. `--peer DIR` makes a folder with megatron-core 0.19.2 and the Triton kernels of mamba-ssm and causal-conv1d,
+for `benchmarks.gpu --megatron-0-19 DIR`; nothing of it is installed, compiled or run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.oracles import LIBRARIES, Library, unpack
 from tools.oracles import download as fetch
 from tools.pins import GLIBC_TAGS, NEWER_GLIBC, PROJECT, Wheel, applies, find_wheels, pins_for, pythons, read_pins
 
-NEVER = frozenset({"torch", "triton"})  # large, and made for the machine's driver
+NEVER = frozenset({"torch", "triton"})  # large, and specific to the machine's driver
 TAGS = (*GLIBC_TAGS, *NEWER_GLIBC.values())
 ALSO = Library(
     "causal-conv1d",
@@ -52,10 +52,10 @@ PEER: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Download, and say what.
+    """Download, and print the result.
 
     Returns:
-        The exit code.
+        Exit code.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--present", type=Path, help="what `pip list --format=freeze` says there; default: torch alone")
@@ -78,13 +78,13 @@ def main() -> int:
 
 
 def present_in(text: str) -> dict[str, str]:
-    """Versions by project, of lines such as `numpy==2.5.2`; other lines, of checkouts and files, say nothing."""
+    """Return versions by project, from lines such as `numpy==2.5.2`; lines of checkouts and files are ignored."""
     lines = (line.partition("==") for line in text.splitlines() if not line.startswith(("#", "-")))
     return {canonicalize_name(name.strip()): version.strip() for name, equal, version in lines if equal}
 
 
 def carried(python: str, machine: str, present: Mapping[str, str]) -> list[str]:
-    """The pins of what is missing there."""
+    """Return the pins of the packages that are missing on the machine."""
     pins = [pin for pin in pins_for(python, read_pins()) if Requirement(pin).name not in NEVER]
     wheels = find_wheels(python, pins, machine, TAGS)
     roots = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
@@ -94,18 +94,18 @@ def carried(python: str, machine: str, present: Mapping[str, str]) -> list[str]:
 def missing(
     python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requirement], present: Mapping[str, str]
 ) -> list[str]:
-    """What is needed for a run without extras, and neither there nor there in a version that will do.
+    """Return the projects needed for a run without extras whose version on the machine is missing or insufficient.
 
-    What is there is taken to have what it needs.
+    Packages on the machine are assumed to have their requirements.
 
     Args:
-        python: Whose markers count.
-        wheels: What can be carried, by project.
-        roots: What this project requires.
-        present: Versions of what is there.
+        python: Version of Python for markers.
+        wheels: Wheels that can be fetched, by project.
+        roots: Requirements of this project.
+        present: Versions of the packages on the machine.
 
     Raises:
-        ValueError: Something is needed that nobody has.
+        ValueError: A requirement is neither on the machine nor pinned.
     """
     todo, found = [one for one in roots if applies(one, python, "")], set()
     while todo:
@@ -122,7 +122,7 @@ def missing(
 
 
 def download(pins: Sequence[str], python: str, machine: str, folder: Path) -> None:
-    """Their wheels, into a folder that has no other ones: two versions of a project would stop an installation."""
+    """Download the wheels into a folder without other wheels: two versions of a project break an installation."""
     folder.mkdir(parents=True, exist_ok=True)
     if others := sorted(path.name for path in folder.glob("*.whl")):
         raise SystemExit(f"fetch_wheels.py: {folder} has wheels already, such as {others[0]}; name an empty folder")
@@ -134,10 +134,10 @@ def download(pins: Sequence[str], python: str, machine: str, folder: Path) -> No
 
 
 def make_peer(folder: Path) -> None:
-    """The packages of the peer side by side.
+    """Make the folder of the peer's packages.
 
     Raises:
-        ValueError: One cannot be had, or it is another file than it was; pip's words.
+        ValueError: A file cannot be downloaded, or its hash has changed; with pip's message.
     """
     for library in (*LIBRARIES, ALSO):
         with tempfile.TemporaryDirectory() as scratch:
@@ -150,7 +150,7 @@ def make_peer(folder: Path) -> None:
 
 
 def report(folder: Path) -> None:
-    """Its size, and what lies in it."""
+    """Print the size of the folder, and its contents."""
     sizes = {path: sum(one.stat().st_size for one in _files(path)) for path in sorted(folder.iterdir())}
     for path, size in sizes.items():
         print(f"{size / 2**20:7.1f} MiB  {path.name}")

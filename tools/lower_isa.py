@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "avx2": {
-        "ATEN_CPU_CAPABILITY": "avx2",  # torch's own kernels, SLEEF's functions in them, and our operators in C++
+        "ATEN_CPU_CAPABILITY": "avx2",  # torch's own kernels, SLEEF's functions in them, and our C++ operators
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_CBWR": "COMPATIBLE",
-        "OPENBLAS_CORETYPE": "Haswell",  # numpy's products
+        "OPENBLAS_CORETYPE": "Haswell",  # numpy's matrix products
     }
 }
 """By instruction set: environment variables, apart from numpy's, whose value depends on its version."""
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def why_not(isa: str, machine: str, flags: set[str]) -> str | None:
-    """The reason why this CPU cannot be lowered to `isa`; None if it can."""
+    """Return the reason why this CPU cannot be lowered to `isa`, or None."""
     if machine != "x86_64":
         return f"ISA={isa} is for x86_64; this machine is {machine}: leave it out"
     missing = NEEDED[isa] - flags
@@ -67,20 +67,20 @@ def why_not(isa: str, machine: str, flags: set[str]) -> str | None:
 
 
 def cpu_flags() -> set[str]:
-    """Flags of the first CPU in /proc/cpuinfo."""
+    """Return the flags of the first CPU in /proc/cpuinfo."""
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
     return set(found[1].split()) if found else set()
 
 
 def numpy_features(isa: str) -> str:
-    """Features of this CPU that numpy is to leave unused, as the installed version calls them."""
+    """Return the CPU features that numpy must leave unused, by the names of the installed version."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     return " ".join(one for one in __cpu_dispatch__ if __cpu_features__[one] and NEWER_FEATURES[isa].match(one))
 
 
 def report(environment: Mapping[str, str]) -> list[str]:
-    """What each library uses in a process with these variables, one line each.
+    """Return the instruction set of each library in a process with these variables, one line each.
 
     Raises:
         SystemExit: The process failed.
@@ -99,7 +99,7 @@ def report(environment: Mapping[str, str]) -> list[str]:
 
 
 def summarize(output: str) -> list[str]:
-    """The report in what `tools.numeric_libraries` prints: its own lines, and what oneDNN and MKL write among them."""
+    """Return a report of the output of `tools.numeric_libraries`: its own lines, and those of oneDNN and MKL."""
     own = [line.removeprefix("uses ") for line in output.splitlines() if line.startswith("uses ")]
     onednn = re.search(r"onednn_verbose,.*cpu,isa:(.*)", output)
     mkl = re.search(r"MKL_VERBOSE (oneMKL \S+)(?s:.*)(CNR:\S+)", output)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Planted mistakes: do the tests find each one of tests/mutants/*.yaml?
+"""Planted mistakes: check that the tests find each one of tests/mutants/*.yaml.
 
 A record of such a file is one mistake:
 
@@ -66,14 +66,14 @@ class MutantError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted mistake, as its record gives it.
+    """Planted mistake, as its record gives it.
 
     Attributes:
-        name: Unique over all files.
+        name: Unique name over all files.
         find: Text in the sources, without the indentation of its first line.
         replace: Text in its place.
         tests: Files or ids of pytest, relative to the root of the tree.
-        equivalent: Why no test can find it; empty if one should.
+        equivalent: Reason why no test can find the mistake; empty if one should.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Change:
-    """The file that a mutant changes, relative to the root of the tree, before and after."""
+    """File that a mutant changes, relative to the root of the tree, before and after."""
 
     path: Path
     before: str
@@ -196,7 +196,7 @@ class Copy:
         patterns = [line.strip("/") for line in ignored.read_text().split()] if ignored.exists() else []
         shutil.copytree(root, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", *patterns))
         self._folder = folder
-        # Python compiles a file anew when its time in seconds or its size changes; edits follow each other faster.
+        # Python recompiles a file when its time in seconds or its size changes; edits here are faster.
         self._times = itertools.count(int(time.time()) + 1)
         self._child: subprocess.Popen[str] | None = None
 
@@ -260,7 +260,7 @@ class Copy:
         os.utime(self._folder / path, (now, now))
 
     def pytest(self, *options: str, **limits: Any) -> tuple[int | None, str]:
-        """Run pytest in the copy; `limits` and what is returned are those of `python`."""
+        """Run pytest in the copy; `limits` and the result are those of `python`."""
         return self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, **limits)
 
     def python(
@@ -269,12 +269,12 @@ class Copy:
         """Run Python in the copy.
 
         Args:
-            arguments: Of the interpreter.
-            timeout: Seconds after which it is ended.
+            arguments: Arguments of the interpreter.
+            timeout: Seconds after which the process is killed.
             extra: Environment variables on top.
 
         Returns:
-            Its exit code, None if it was ended, and what it wrote to both streams.
+            Exit code, None if it was killed, and the output of both streams.
         """
         left_out = ("PYTEST_", "PYTHON", "TEST_PRIORITY")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
@@ -308,8 +308,8 @@ class Copy:
 
 
 def _state(code: int | None) -> str:
-    """What the exit code of a mutant's tests says; None if they were ended."""
-    if code is not None and code < 0 and code != -signal.SIGKILL:  # which comes from outside, for want of memory
+    """Return the state of a mutant from the exit code of its tests; None stands for a timeout."""
+    if code is not None and code < 0 and code != -signal.SIGKILL:  # SIGKILL comes from outside, if memory is exhausted
         return CRASHES
     return {None: HANGS, 0: SURVIVED, 1: FOUND}.get(code, ERROR)
 
@@ -393,5 +393,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children have sessions of their own, and are ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children have their own sessions, and are killed
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Print which instructions torch, numpy and our operators use, and call oneDNN and MKL, which then print theirs."""
+"""Print the instruction sets of torch, numpy and this package's operators, and make oneDNN and MKL print theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.ops import cpp
 
 
 def openblas_core() -> str:
-    """The CPU that the OpenBLAS in numpy's wheel has kernels for and runs as."""
+    """Return the CPU whose kernels the OpenBLAS in numpy's wheel uses."""
     for library in Path(np.__file__).parents[1].glob("numpy.libs/libscipy_openblas64_*"):
         ask = ctypes.CDLL(str(library)).scipy_openblas_get_corename64_
         ask.restype = ctypes.c_char_p
@@ -22,7 +22,7 @@ def openblas_core() -> str:
 
 
 def main() -> None:
-    """One line a library, with the prefix "uses "; multiply with oneDNN and MKL."""
+    """Print one line a library, with the prefix "uses "; multiply with oneDNN and MKL."""
     print("uses torch:", torch.backends.cpu.get_cpu_capability())
     print("uses our operators:", cpp.kernels().vectors() if cpp.are_used() else "none, plain torch")
     print("uses numpy:", *__cpu_baseline__, *(one for one in __cpu_dispatch__ if __cpu_features__[one]))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Fetch libraries whose kernels compute what ours do, to compare with: `make oracles`, then `make test-kernels`.
+"""Fetch libraries whose kernels serve as references for this package's: `make oracles`, then `make test-kernels`.
 
 Files of fixed versions and hashes, unpacked below out/oracles, a folder each. Nothing is installed: one of them is
-another version of megatron-core than ours, and the tests load them in processes of their own.
+another version of megatron-core than the required one, and the tests load them in separate processes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FOLDER = Path(__file__).resolve().parents[1] / "out/oracles"
 
 @dataclass(frozen=True)
 class Library:
-    """What is fetched of one.
+    """Library to fetch.
 
     Attributes:
-        name: Of the project on the package index.
-        version: The only one that the tests know.
+        name: Project name on the package index.
+        version: Version that the tests need.
         digest: SHA-256 of its file.
-        options: For pip, beside those that all have.
-        top: Folder inside the unpacked file that packages lie in.
+        options: Options of pip, in addition to the common ones.
+        top: Folder of the packages inside the unpacked file.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Library:
 
     @property
     def folder(self) -> Path:
-        """Where it is unpacked."""
+        """Folder in which the library is unpacked."""
         return FOLDER / f"{self.name}-{self.version}"
 
     @property
     def packages(self) -> Path:
-        """Where its packages are, once it is there."""
+        """Folder of the library's packages, after unpacking."""
         return self.folder / self.top
 
 
-# The wheel is for one Python and one kind of machine; what is read of it is neither.
+# The wheel is for one Python and one kind of machine; the files used from it are not.
 WHEEL_FOR = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64")
 LIBRARIES = (
     Library("megatron-core", "0.19.2", "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5", WHEEL_FOR),
@@ -65,16 +65,16 @@ NOT_COMPILED = {"MAMBA_SKIP_CUDA_BUILD": "TRUE", "CAUSAL_CONV1D_SKIP_CUDA_BUILD"
 
 
 def download(library: Library, folder: Path) -> Path:
-    """The library's file, in `folder`, with the hash that it has to have.
+    """Download the library's file into `folder`, and check its hash.
 
     Raises:
-        ValueError: pip cannot get it, or it is another file; pip's words.
+        ValueError: pip cannot download it, or its hash differs; with pip's message.
     """
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{library.name}=={library.version} --hash=sha256:{library.digest}\n", "utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", f"--dest={folder}"]
     command += [*library.options, f"--requirement={wanted}"]
-    # pip asks an archive of sources what it requires; it then looks for a CUDA compiler, unless told not to.
+    # pip builds metadata of a source archive, which searches for a CUDA compiler unless told not to.
     environment = {**os.environ, **NOT_COMPILED}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -84,7 +84,7 @@ def download(library: Library, folder: Path) -> Path:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """A wheel, or an archive of sources."""
+    """Unpack a wheel or a source archive."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(folder)
@@ -94,7 +94,7 @@ def unpack(path: Path, folder: Path) -> None:
 
 
 def fetch(library: Library) -> None:
-    """Have it in its folder, whole: what is broken off leaves no folder.
+    """Fetch a library into its folder, completely: an interrupted fetch leaves no folder.
 
     Raises:
         ValueError: As `download`.
@@ -108,7 +108,7 @@ def fetch(library: Library) -> None:
 
 
 def main() -> int:
-    """Fetch what is not there; the exit code is that of failure if one cannot be had."""
+    """Fetch missing libraries; the exit code is 1 if one cannot be fetched."""
     failures = 0
     for library in LIBRARIES:
         try:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""The versions in constraints.txt: do they fit each supported Python, and what are the hashes of their wheels?
+"""Check the versions in constraints.txt for each supported Python, and lock the hashes of their wheels.
 
-`check` resolves the pins of each Python without installing anything: every one has a wheel for it, the wheels require
-nothing that is not pinned, no pin contradicts what a wheel requires, and none is there in vain. pip alone cannot
-answer that for another Python than its own, whose markers it would read (`python_version < "3.11"`).
+`check` resolves the pins of each Python without installing anything: every pin has a wheel for it, the wheels require
+only pinned projects, no pin contradicts a wheel's requirements, and no pin is unused. pip alone cannot check this for a
+Python other than its own, whose markers it would evaluate (`python_version < "3.11"`).
 `lock` writes lock.txt: the same pins with the hashes of their wheels.
 """
 
@@ -30,9 +30,9 @@ from tools.check_python import MACHINES, supported
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "lock.txt"
 PROJECT, EXTRAS = "megatron-ext", ("dev", "server")
-# Only torch's CUDA build brings these, and pins them itself; an index with a CPU build has other wheels of torch.
+# Required by torch's CUDA build only, which pins them itself; an index with a CPU build has other torch wheels.
 CUDA_PARTS = re.compile(r"nvidia-|cuda-|triton$")
-# Whose wheels need a newer C library than those of the others.
+# Projects whose wheels need a newer C library than the others.
 NEWER_GLIBC = {"llguidance": "manylinux_2_31"}
 GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 HEADER = """\
@@ -44,7 +44,7 @@ HEADER = """\
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file that pip chose: the version in it, what it requires, its SHA-256, and which Pythons it is for."""
+    """Wheel that pip chose: version, requirements, SHA-256, and supported Pythons."""
 
     version: str
     requires: tuple[Requirement, ...]
@@ -53,19 +53,19 @@ class Wheel:
 
 
 def pythons() -> list[str]:
-    """The supported ones: "3.10", "3.11", ..."""
+    """Return the supported Pythons: "3.10", "3.11", ..."""
     (major, first), (_, end) = supported()
     return [f"{major}.{minor}" for minor in range(first, end)]
 
 
 def read_pins(path: Path = CONSTRAINTS) -> list[Requirement]:
-    """Every pin, with its marker."""
+    """Return every pin, with its marker."""
     lines = path.read_text("utf-8").splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
 def environment(python: str, extra: str = "") -> dict[str, str]:
-    """What markers are asked of, for CPython on Linux."""
+    """Return the environment in which markers are evaluated, for CPython on Linux."""
     linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}
     cpython = {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
     version = {"python_version": python, "python_full_version": f"{python}.0"}
@@ -73,10 +73,10 @@ def environment(python: str, extra: str = "") -> dict[str, str]:
 
 
 def pins_for(python: str, pins: Iterable[Requirement]) -> list[str]:
-    """The pins that hold for one Python, without their markers.
+    """Return the pins that apply to one Python, without their markers.
 
     Raises:
-        ValueError: Two of one project.
+        ValueError: A project has two pins.
     """
     chosen = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(environment(python))]
     names = [canonicalize_name(pin.name) for pin in chosen]
@@ -89,23 +89,23 @@ def pins_for(python: str, pins: Iterable[Requirement]) -> list[str]:
 def find_wheels(
     python: str, pins: Sequence[str], machine: str | None = None, tags: Sequence[str] = GLIBC_TAGS
 ) -> dict[str, Wheel]:
-    """The wheels that pip would install, by project; nothing is installed.
+    """Return the wheels that pip would install, by project; nothing is installed.
 
     Args:
-        python: For which.
-        pins: What to ask for; dependencies are not followed.
-        machine: For which machine with the oldest supported C library; None for this one.
-        tags: That say which C library that is.
+        python: Version of Python.
+        pins: Requested versions; dependencies are not followed.
+        machine: Machine type, with the oldest supported C library; None for this machine.
+        tags: Platform tags of the C library.
 
     Raises:
-        ValueError: There is no wheel for one of them; pip's words.
+        ValueError: A pin has no wheel; with pip's message.
     """
     with tempfile.TemporaryDirectory() as scratch:
         wanted, report = Path(scratch) / "wanted.txt", Path(scratch) / "report.json"
         wanted.write_text("\n".join(pins) + "\n", "utf-8")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
         command += ["--only-binary=:all:", f"--python-version={python}", f"--target={scratch}/none"]
-        command += ["--ignore-requires-python"]  # pip would compare it with its own; `problems` does with the right one
+        command += ["--ignore-requires-python"]  # pip would compare with its own version; `problems` uses the right one
         command += [f"--platform={tag}_{machine}" for tag in tags if machine is not None]
         command += [f"--report={report}", f"--requirement={wanted}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -124,12 +124,12 @@ def _wheel(one: Mapping) -> Wheel:
 
 
 def problems(python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requirement]) -> list[str]:
-    """What does not fit together: in words, a line each.
+    """Return all contradictions as text, a line each.
 
     Args:
-        python: Whose markers count.
-        wheels: What is pinned, by project.
-        roots: What the project itself requires; their markers may ask for its extras.
+        python: Version of Python for markers.
+        wheels: Pinned wheels, by project.
+        roots: Requirements of the project itself; their markers may name its extras.
     """
     found: list[str] = []
     todo = [(PROJECT, one) for one in roots if any(applies(one, python, extra) for extra in ("", *EXTRAS))]
@@ -155,12 +155,12 @@ def problems(python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requireme
 
 
 def applies(requirement: Requirement, python: str, extra: str) -> bool:
-    """Whether a Python with an extra, "" for none, has to have it."""
+    """Return whether a Python with an extra ("" for no extra) needs the requirement."""
     return requirement.marker is None or requirement.marker.evaluate(environment(python, extra))
 
 
 def check(chosen: Sequence[str]) -> list[str]:
-    """`problems` of each of the Pythons, on this machine, with what pip finds for it."""
+    """Return `problems` of each of the Pythons, on this machine, with the wheels that pip finds."""
     roots = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     found = []
     for python in chosen:
@@ -176,7 +176,7 @@ def check(chosen: Sequence[str]) -> list[str]:
 
 
 def lock() -> str:
-    """The text of lock.txt, from what pip finds for every supported Python and machine."""
+    """Return the text of lock.txt, from the wheels that pip finds for every supported Python and machine."""
     pins = [pin for pin in read_pins() if canonicalize_name(pin.name) != "torch"]
     digests: dict[str, set[str]] = {}
     for python in pythons():
@@ -189,7 +189,7 @@ def lock() -> str:
 
 
 def _wheels_for(python: str, asked: Sequence[str], machine: str) -> dict[str, Wheel]:
-    """Wheels for the oldest C library that each of the projects has any for."""
+    """Return wheels for the oldest C library that each project supports."""
     wheels = find_wheels(python, [pin for pin in asked if pin.partition("==")[0] not in NEWER_GLIBC], machine)
     for name, tag in NEWER_GLIBC.items():
         newer = [pin for pin in asked if pin.partition("==")[0] == name]
@@ -207,7 +207,7 @@ def main() -> int:
     """Check or lock, as the command line says.
 
     Returns:
-        The exit code: 0 all is well, 1 it is not.
+        Exit code: 0 without problems, 1 otherwise.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("check", "lock"))

@@ -18,10 +18,10 @@ PACKAGES = ("fastapi", "msgpack", "prometheus_client", "uvicorn", "zmq")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, serve until a signal, and turn a user's mistake into one line on standard error.
+    """Parse, serve until a signal, and report a user's mistake as one line on standard error.
 
     Returns:
-        The exit code: 0 stopped, 2 bad usage.
+        Exit code: 0 stopped, 2 bad usage.
     """
     try:
         settings = parse_coordinator_arguments(argv, prog="run_coordinator.py")

@@ -33,15 +33,15 @@ NOT_WRITTEN = REQUEST_FAILED
 
 
 def main(argv: Sequence[str] | None = None, interruption: Interruption | None = None) -> int:
-    """Parse, run, and turn what a user must know into one line on standard error.
+    """Parse, run, and report errors for the user as one line on standard error.
 
     Args:
         argv: Arguments without the program's name; None for the process's own.
-        interruption: Watched by the caller; None to watch for signals here.
+        interruption: Handler owned by the caller; None to handle signals here.
 
     Returns:
-        The exit code: 0 done, 1 a request failed or results could not be written, 2 bad usage, 130 ended by SIGINT,
-        143 by SIGTERM. Of several ranks all have the one of the rank that ended first.
+        Exit code: 0 done, 1 a request failed or results could not be written, 2 bad usage, 130 ended by SIGINT, 143 by
+            SIGTERM. All ranks have the exit code of the rank that ended first.
     """
     try:
         if interruption is not None:
@@ -61,23 +61,23 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
         _say(f"error: {error}")
         return NOT_WRITTEN
     except RankError as error:
-        if str(error):  # else another rank says it
+        if str(error):  # otherwise another rank reports it
             _say(f"error: {error}")
         return error.exit_code
 
 
 def watch_signals() -> Interruption:
-    """Of several ranks the first one ends in order, and the others with it: a terminal's SIGINT is not for them."""
+    """Return the signal handler: only the first rank reacts to a terminal's SIGINT, and ends the others in order."""
     return Interruption(ignored=() if is_first_rank() else (signal.SIGINT,))
 
 
 def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of what that calls
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its warnings of missing optional packages
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its callees
     logging.basicConfig(format="%(message)s")
     if is_first_rank():
         logging.getLogger("megatron_ext").setLevel(logging.INFO)
-    else:  # the first one says what all have to say
+    else:  # the first rank logs for all
         warnings.simplefilter("ignore")
         logging.disable()
     try:
@@ -95,21 +95,21 @@ def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
 
 
 def _import_heavy(interruption: Interruption) -> ModuleType:
-    """Import what runs, so late that --help and a wrong flag are answered at once: torch takes seconds.
+    """Import heavy modules after the flags are parsed, so that --help and errors are immediate: torch takes seconds.
 
-    What a signal raises while an extension module is imported ends the process with a dump of its stack, so a signal
-    waits, for one part at most.
+    An exception from a signal during the import of an extension module ends the process with a stack dump. Therefore a
+    signal is deferred, for one module at most.
     """
     for name in HEAVY_PARTS:
         interruption.hold()
         module = importlib.import_module(name)
-        interruption.take_back()  # megatron-core has a stack printed at each signal; one line says more
+        interruption.take_back()  # megatron-core prints a stack at each signal; one line is clearer
     interruption.release(NOTHING_YET)
     return module
 
 
 def _say(line: str) -> None:
-    """One line on standard error, whatever is in it; where that is gone there is nobody to tell."""
+    """Print one line on standard error, escaped; drop it if standard error is closed."""
     from megatron_ext.console.terminal import Output, printable
 
     stream = Output(sys.stderr)
@@ -121,5 +121,5 @@ if __name__ == "__main__":
     with watch_signals() as watched:
         code = main(interruption=watched)
         if watched.is_asked:
-            watched.ignore_all()  # what comes while the process ends must not change its exit code
+            watched.ignore_all()  # signals at exit must not change the exit code
         sys.exit(code)

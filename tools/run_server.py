@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Serve a model as OpenAI's API does. Without flags: the embedded model on the loopback address."""
+"""Serve a model with OpenAI's API. Without flags: the embedded model on the loopback address."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, serve until a signal, and turn a user's mistake into one line on standard error.
+    """Parse, serve until a signal, and report a user's mistake as one line on standard error.
 
     Returns:
-        The exit code: 0 stopped, 2 bad usage, 1 one of several ranks has failed.
+        Exit code: 0 stopped, 2 bad usage, 1 one of several ranks has failed.
     """
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its warnings of missing optional packages
     try:
         settings = parse_server_arguments(argv, prog="run_server.py")
         set_up_logging(settings.server.log_level)
-        if not is_first_rank():  # the first one says what all have to say
+        if not is_first_rank():  # the first rank logs for all
             warnings.simplefilter("ignore")
             logging.disable()
         _check_packages()
         os.environ.update(settings.start.environment)
         limit_spinning()
         check_address_space()
-        # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
+        # Imported here so that --help and errors of flags are immediate: torch takes seconds.
         from megatron_ext.server.run import run_server
 
         run_server(settings)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say(words)
         return BAD_USAGE
     except RankError as error:
-        if str(error):  # else another rank says it
+        if str(error):  # otherwise another rank reports it
             _say(str(error))
         return error.exit_code
     return STOPPED

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Requests, recorded or made up, through the scheduler and its prefix cache in simulated time: what would be skipped.
+"""Simulate the scheduler and its prefix cache on recorded or generated requests: the tokens that it would skip.
 
 Run: `python tools/simulate_cache.py --generate agents --memory-gib 4,8,16 --policy lru,flops`. No model is loaded.
 """
@@ -15,14 +15,14 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.simulation.command import simulate
 
 DONE, BAD_USAGE = 0, 2
-_WIDTH = 140  # columns of a table that goes to a file
+_WIDTH = 140  # columns of a table in a file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, and turn what a user must know into one line on standard error.
+    """Simulate, and report errors for the user as one line on standard error.
 
     Returns:
-        The exit code: 0 done, 2 bad usage.
+        Exit code: 0 done, 2 bad usage.
     """
     try:
         simulate(argv, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))

@@ -42,7 +42,7 @@ class ApproximatePrefixIndex:
         keys = routed.prompt.keys(size)[: self._max]
         known = next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
         new = keys[known:]
-        self._touch(keys[:known])  # before any block is evicted
+        self._touch(keys[:known])  # before anything is given up
         while len(self._blocks) + len(new) > self._max:
             self._router.removed(self._replica, [self._blocks.popitem(last=False)[0]])
         if new:
