@@ -180,7 +180,7 @@ def closest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str 
 
 
 def shorten(text: str) -> str:
-    """The text, or its beginning if it is too long to be shown in one line."""
+    """Return the text, or its beginning if it is too long to be shown in one line."""
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
 
 

@@ -13,7 +13,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 JsonObject = dict[str, object]  # as parsed: the types of the values are unchecked
 
 _LONGEST_JSON = 16 * 1024**2  # bytes, of a configuration, or a tokenizer's
-_MAX_LEVELS = 32  # of nested lists and objects
+_MAX_LEVELS = 32  # nesting of lists and objects
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

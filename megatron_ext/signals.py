@@ -67,7 +67,7 @@ class Interruption:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal has arrived."""
+        """True if a signal has arrived."""
         return self.number is not None
 
     def __enter__(self) -> Interruption:

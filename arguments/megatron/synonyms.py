@@ -13,7 +13,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Values of the synonyms."""
+    """Values of the synonyms, translated into this package's flags by `translate`."""
 
     pretrained_checkpoint: str | None = None
     disable_chunked_prefill: bool = False

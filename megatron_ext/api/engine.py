@@ -163,7 +163,7 @@ class LoadedEngine:
 
     @property
     def model_name(self) -> str:
-        """The checkpoint's directory as given, "embedded", or "random weights, <pattern>"."""
+        """Name of the model: the checkpoint's directory as given, "embedded", or "random weights, <pattern>"."""
         return self._loaded.name
 
     # Cache, weights, memory

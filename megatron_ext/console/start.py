@@ -19,7 +19,7 @@ def check_machine(parallel: ParallelConfig) -> Layout:
     """Check that the processes match the settings; log if ranks communicate over another backend than requested.
 
     Returns:
-        The ranks' places in the model's parallel layout.
+        Layout of the model over the ranks.
 
     Raises:
         ConfigError: The processes do not match.

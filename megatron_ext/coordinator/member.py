@@ -64,7 +64,7 @@ class Member:
     problem: str = ""
     calls: set[Call] = field(default_factory=set)
     sent: int = 0  # requests since the replica joined
-    moved: int = 0  # of those, requests retried on another replica
+    moved: int = 0  # requests among them that were retried on another replica
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     poked: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -17,7 +17,7 @@ from megatron_ext.offline.prompts import Prompt
 from megatron_ext.offline.request_table import first_and_last
 from megatron_ext.scheduling.record import RequestRecord, Status
 
-FP32_TOLERANCE = 1e-3  # of a log-prob, absolute
+FP32_TOLERANCE = 1e-3  # absolute difference of a log-prob
 P95_TOLERANCE, MAX_TOLERANCE = math.log(1.05), math.log(1.2)  # in 16 bits, over all log-probs of a run
 _SHOWN = 10  # requests that differ
 TIE = 1e-4  # two best log-probs closer than this may come in either order

@@ -24,7 +24,7 @@ _FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
 class Tokens:
     """Progress of requests, in tokens."""
 
-    computed: int = 0  # of prompts, not counting recomputation
+    computed: int = 0  # prompt tokens, not counting recomputation
     recomputed: int = 0
     skipped: int = 0
     generated: int = 0

@@ -170,7 +170,7 @@ class _Offline:
     def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
         run = self._settings.run
-        self._remove_partial()  # of the previous run, whose results are not written
+        self._remove_partial()  # left by the previous run, whose results are not written
         if run.output_path is not None:
             self._partial = PartialResults(
                 run.output_path,

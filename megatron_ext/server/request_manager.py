@@ -28,7 +28,7 @@ from megatron_ext.server.openai.engine_requests import RequestSpec
 
 Result = TypeVar("Result")
 
-LATENCIES = 32  # of the last requests; they estimate the duration of a new one
+LATENCIES = 32  # latencies of the last requests; they estimate the duration of a new one
 LONGEST_RETRY = 60  # seconds
 LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
 
@@ -82,7 +82,7 @@ class RequestManager:
 
     @property
     def client(self) -> EngineClient:
-        """The engine's client; exists after `start`."""
+        """Client of the engine; exists after `start`."""
         assert self._client is not None, "the server has not started"
         return self._client
 

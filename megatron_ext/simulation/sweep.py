@@ -20,7 +20,7 @@ from megatron_ext.simulation.trace import Turn
 
 GIB = 1024**3
 MODES = ("kernel", "align")
-PLACEMENTS = ("learned", "even", "off")  # of opportunistic checkpoints
+PLACEMENTS = ("learned", "even", "off")  # placements of opportunistic checkpoints
 SPACING = OpportunisticRules().spacing
 
 

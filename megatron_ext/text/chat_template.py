@@ -135,7 +135,7 @@ def render_chat(
 
 
 def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return the messages without fields that are None, which some clients send for absent fields."""
+    """Return the messages without None fields, which some clients send for absent fields."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError('messages must be a list of at least one, as in [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):

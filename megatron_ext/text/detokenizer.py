@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
         self._with_plain = with_plain
         self._window: list[int] = []  # the context, then the tokens without a piece
         self._dropped = 0  # tokens removed from the window, before or within the context
-        self._shown_length = 0  # of the context, up to the end of its last non-empty piece
+        self._shown_length = 0  # length of the context up to the end of its last non-empty piece
         self._context_length = 0
         self.tail = ""
 

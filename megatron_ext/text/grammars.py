@@ -56,7 +56,7 @@ class Matcher:
         seconds: Processor time of the latest mask; 0 before the first.
 
     Attributes:
-        seconds: See above.
+        seconds: Processor time of the latest mask.
     """
 
     def __init__(

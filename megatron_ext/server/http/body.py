@@ -15,7 +15,7 @@ from starlette.responses import Response
 from megatron_ext.server.api_errors import ApiError, ClientGone, body_too_large
 
 MAX_CONTAINERS = 100_000  # lists and objects; they dominate the time of parsing, which blocks the event loop
-MAX_LEVELS = 64  # of nesting
+MAX_LEVELS = 64  # nesting depth
 _STRING = re.compile(rb'"[^"]*"?')
 _CONTAINERS = frozenset((list, dict))
 

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from megatron_ext.scheduling.record import RequestRecord
 
 MAX_REQUESTS = 10_000
-MAX_TOKENS = 2**22  # of prompts and answers together: 16 MB
+MAX_TOKENS = 2**22  # prompts and outputs together: 16 MB
 TRACE_BLOCK = 16  # tokens that a hash of the trace stands for: block sizes are multiples of it
 _HASH_BYTES = 8
 _DOMAIN = b"mext.trace"
@@ -25,7 +25,7 @@ class _Past:
 
     arrival: float  # seconds since the epoch
     salt: str | None
-    tokens: array[int]  # of the prompt, then of the output
+    tokens: array[int]  # prompt, then output
     answer: int  # output tokens
 
     def line(self, secret: bytes, began: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
-_MAX_TURNS = 8  # whose ends get snapshots: more would evict those of other conversations
+_MAX_TURNS = 8  # turns whose ends get snapshots: more would evict those of other conversations
 _ANSWER = "0123456789"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 

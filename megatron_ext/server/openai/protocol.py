@@ -19,7 +19,7 @@ from megatron_ext.text.chat_template import ChatOptions
 
 MAX_TOOLS = 128
 MAX_CALLS = 1024  # tool calls in an answer
-MAX_VARIABLES = 64  # of a chat template
+MAX_VARIABLES = 64  # variables of a chat template
 LONGEST_TOOL_NAME = 128  # characters
 
 
