@@ -42,8 +42,8 @@ def parse(argv: str):
         (f"{GPT} --num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
         (f"{GPT} --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--model-provider hybrid --hybrid-layer-pattern M-", "source.model_provider", "hybrid"),
-        ("--inference-dynamic-batching-max-tokens 32", "batching.max_requests", 32),
-        ("--inference-dynamic-batching-max-tokens 320", "batching.max_requests", 64),
+        ("--inference-dynamic-batching-max-tokens 32", "batching.effective_max_requests", 32),
+        ("--inference-dynamic-batching-max-tokens 320", "batching.effective_max_requests", 64),
         ("--num-tokens-to-prompt 64 128 --incoming-requests-per-sec 2", "run.num_tokens_to_prompt", (64, 128)),
     ],
 )
