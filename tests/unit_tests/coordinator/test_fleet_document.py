@@ -11,7 +11,7 @@ from megatron_ext.coordinator.coordination import Coordination
 from tests.unit_tests.support.source import ROOT
 
 TEXT = (ROOT / "docs/fleet.md").read_text("utf-8")
-OURS = TEXT.split("## Behind somebody else's router")[0]
+OURS = TEXT.split("## Behind another router")[0]
 
 
 def test_flags():
