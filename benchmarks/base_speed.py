@@ -116,7 +116,7 @@ def our_decode_seconds(pair: Pair) -> float:
 
 
 def reference_decode_seconds(pair: Pair) -> float:
-    """The same of transformers' generate: its time for all tokens less its time for the first."""
+    """Decode seconds of transformers' generate: its time for all tokens less its time for the first."""
     device = next(pair.reference.parameters()).device
     tokens = prompts(DECODE_REQUESTS, DECODE_PROMPT).to(device)
 
@@ -131,7 +131,7 @@ def reference_decode_seconds(pair: Pair) -> float:
 
 
 def mixed_table(pair: Pair) -> Table:
-    """What a prefill in chunks costs the requests that decode beside it."""
+    """Table of what a chunked prefill costs the requests that decode in the same steps."""
     engine = pair.engine(max_tokens=DECODE_REQUESTS + MIXED_CHUNK, max_requests=DECODE_REQUESTS + 1)
     for request_id, tokens in enumerate(prompts(DECODE_REQUESTS, DECODE_PROMPT).tolist()):
         engine.add_request(request_id, tokens, RequestParams(200))

@@ -117,14 +117,14 @@ class Clock:
         self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), _child_seconds()
 
     def since(self) -> tuple[float, float]:
-        """Seconds since then, and how many cores somebody else kept busy on average."""
+        """Seconds since the start, and how many cores other processes kept busy on average."""
         wall = time.perf_counter() - self._wall
         others = (_busy_seconds() - self._busy) - (_child_seconds() - self._own)
         return wall, max(0.0, others / wall)
 
 
 def _busy_seconds() -> float:
-    """Of all cores together, by whomever, since the machine started (Linux)."""
+    """CPU seconds of all cores and all processes since the machine started (Linux)."""
     fields = [int(field) for field in Path("/proc/stat").read_text("utf-8").splitlines()[0].split()[1:9]]
     user, nice, system, _, _, interrupts, soft, stolen = fields
     return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
@@ -154,7 +154,7 @@ def measure(wanted: list[str], runs: Runs, model: Path) -> None:
 
 
 def peers_table(results: Mapping[str, Figures], size: Size) -> Table:
-    """What was measured of each peer."""
+    """Table of the figures measured for each peer."""
     table = Table("work", "peer", "first ttft, ms", "later, ms", "worst, ms", "generated/s", "skipped of prompt tokens")
     cases = [f"shared {p}, {n} at once" for p in size.prefixes for n in (1, 8)] + ["unique, 8 at once"]
     for case in cases:
@@ -185,7 +185,7 @@ def goals_table(judged: Iterable[Goal]) -> Table:
 
 
 def parts_table(notes: Mapping[str, tuple[float, float]]) -> Table:
-    """How long each part took, and whether it was alone."""
+    """Table of how long each part took and how many cores other processes used meanwhile."""
     table = Table("part", "seconds", "cores that others used")
     for name, (seconds, others) in notes.items():
         table.add_row(name, f"{seconds:.0f}", f"{others:.2f}")

@@ -1,4 +1,4 @@
-"""What a step of 64 decoding requests costs where the model is too small to count: the host's part of every step.
+"""Cost of a step of 64 decoding requests with a model too small to count: the host's part of every step.
 
 Run: `python -m benchmarks.decode_step`. CPU time, one thread, random weights, prefix caching on. It uses nothing but
 the engine's public names, so that an older checkout can be measured by the same file in the same minute:
@@ -46,7 +46,7 @@ class Ids:
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The same backwards."""
+        """Join ids with spaces: the inverse of `tokenize`."""
         return " ".join(map(str, ids))
 
 

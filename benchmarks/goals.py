@@ -138,7 +138,7 @@ def _ratio(one: float | None, other: float | None) -> float | None:
 
 
 def _get(found: Any, *path: str | int) -> Any:
-    """What lies there; None if there is nothing."""
+    """Return the value at the path, or None if the path does not exist."""
     for key in path:
         try:
             found = found[key]

@@ -1,4 +1,4 @@
-"""What a request with a costly grammar does to the stream of another client (SE-10).
+"""Effect of a request with a costly grammar on the stream of another client (SE-10).
 
 Run: `python -m benchmarks.grammar_load --seconds 20`. A server of the embedded model in a process of its own serves one
 client's streams: alone, beside requests for 64 choices, and beside the same requests with a `response_format` whose
@@ -31,13 +31,13 @@ WORDS = [17, 230, 41, 512, 77, 90, 1033, 8]
 
 @dataclass
 class Phase:
-    """What was seen while a load ran.
+    """Observations while a load ran.
 
     Attributes:
-        name: Of the load.
+        name: Name of the load.
         gaps: Seconds between two events of the watched stream.
         answers: HTTP status of each request of the load.
-        tokens: That the load got.
+        tokens: Tokens that the load received.
     """
 
     name: str

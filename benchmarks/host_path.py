@@ -1,4 +1,4 @@
-"""What caching costs on the host: hash, match, admit, release; beside plain hashlib over the same bytes. And planning.
+"""Host cost of caching (hash, match, admit, release) beside plain hashlib over the same bytes, and of planning.
 
 Run: `python -m benchmarks.host_path` (`--all`: other sizes, other pools, and planning while many wait, too). No model,
 no torch: the scheduler alone. Compare figures of one run only.
@@ -75,7 +75,7 @@ def cost_table(costs: dict[tuple[int, int], tuple[float, float, float]]) -> Tabl
 
 
 def pool_table(repeats: int) -> Table:
-    """The same admission in a pool ten times as large."""
+    """Table of one admission in a pool and in a pool ten times as large."""
     table = Table("pool, blocks", "cold, ms", "cached, ms", title="32,768 tokens, blocks of 256")
     for blocks in (1_000, 10_000):
         cold = median(lambda blocks=blocks: cold_seconds(32_768, 256, blocks), repeats)
@@ -160,7 +160,7 @@ def run_step(scheduler: Scheduler) -> float:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan) -> None:
-    """As if the step had been computed; every request that is due a token gets a zero."""
+    """Commit a plan as if the step had been computed; every request due a token gets a zero."""
     message = describe_step(plan.chunks, scheduler.limits.block_size)
     scheduler.commit(message, {one.request_id: 0 for one in message.chunks if one.sampling is not None})
 
@@ -210,7 +210,7 @@ def cold_seconds(length: int, block_size: int, blocks: int | None = None) -> flo
 
 
 def cached_seconds(length: int, block_size: int, blocks: int | None = None) -> float:
-    """The same for a prompt that is cached whole."""
+    """Seconds of the life of a prompt that is cached whole."""
     scheduler = make_scheduler(length, block_size, blocks)
     life_seconds(scheduler, make_request(0, length))
     return life_seconds(scheduler, make_request(1, length))

@@ -1,4 +1,4 @@
-"""What the host does in a step in which everybody decodes, in groups: plan, describe, stage, commit, output, the rest.
+"""Host time of a step with only decoding requests, in groups: plan, describe, stage, commit, output, the rest.
 
 Run: `python -m benchmarks.host_step`. CPU time of the thread that steps. The first columns have a model of 5 million
 parameters in them, whose forward leaves caches as it does in earnest; in the others nothing is computed, and every

@@ -1,4 +1,4 @@
-"""What every benchmark needs: arguments, timing, the machine's matrix-product rate, a header that says where it ran."""
+"""Helpers of every benchmark: arguments, timing, the machine's matrix-product rate, a header naming the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatr
 
 
 def part_arguments(text: str | None) -> argparse.ArgumentParser:
-    """What `benchmarks.bench` says to each of its parts."""
+    """Parser of the arguments that `benchmarks.bench` passes to each of its parts."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="so little that only errors show")

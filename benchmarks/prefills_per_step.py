@@ -1,4 +1,4 @@
-"""Who prefills in a step: times to first token, pace and throughput for each setting, taking turns in one process.
+"""Limits on prefills in a step: times to first token, pace and throughput per setting, in turns in one process.
 
 Run: `python -m benchmarks.prefills_per_step` (`--quick`, `--markdown`: as docs/batching.md has it). The settings are
 the tokens of prefill with which a step begins no other one, and limits of how many requests prefill in a step. A closed
@@ -32,10 +32,10 @@ GENERATED, AT_ONCE = range(16, 49), 8  # tokens of an answer; requests in flight
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step's prefill ends.
+    """Limit on the prefills of a step.
 
     Attributes:
-        name: For the table.
+        name: Name in the table.
         enough: Tokens with which a step begins no other prefill; None is no limit.
         most: Requests that prefill in a step; 0 is no limit. Given, `enough` says nothing.
     """
@@ -73,7 +73,7 @@ class Work:
     at_once: int
 
     def prompts(self, name: str) -> list[list[int]]:
-        """Of a name that no other prompts have."""
+        """Prompts unique to a name, after the shared prefix."""
         source = random.Random(f"prefix {self.shared}")
         prefix = [source.randrange(8, VOCABULARY) for _ in range(self.shared)]
         source = random.Random(name)
@@ -202,7 +202,7 @@ def table(name: str, found: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def markdown(name: str, found: Mapping[str, Mapping[str, float]]) -> str:
-    """The same for a document."""
+    """Format the figures as a Markdown table."""
     rows = [[name, *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
     rows += [[setting, *(f"{figures[column]:.0f}" for column in COLUMNS)] for setting, figures in found.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,4 +1,4 @@
-"""What caching gives a hybrid model, beside transformers with a copied cache, and what it costs where nothing repeats.
+"""Gain of prefix caching for a hybrid model, beside transformers with a copied cache, and cost without repetition.
 
 Run: `python -m benchmarks.prefix_caching`. Everything is measured in one run, and only its figures are to be compared.
 The copied cache is the best that a script can do: it is told where the prefix ends. The floor is the time that the
@@ -26,14 +26,14 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.scheduling.record import RequestRecord
 
 BLOCK, SLOTS = 64, 64
-OWN = 128  # tokens of each prompt that nobody shares
+OWN = 128  # tokens of each prompt that are not shared
 SHARED = (2048, 8192)
 AT_ONCE = (1, 8)
 CHATS, TURNS, SAID, ANSWER = 8, 4, 200, 64
 SIGHTING_OWN, SIGHTING_SLOTS = 512, {2048: 40, 8192: 64}  # free when the first of them comes
 UNIQUE = ((512, 8), (2048, 4), (8192, 1))  # tokens of a prompt that shares nothing, and how many at once
 ON, OFF = CacheConfig(snapshot_slots=SLOTS), CacheConfig(enable_prefix_caching=False)
-ASKED = CacheConfig(snapshot_slots=SLOTS, provisional_slots=0)  # no snapshot that nobody asked for
+ASKED = CacheConfig(snapshot_slots=SLOTS, provisional_slots=0)  # no opportunistic checkpoints
 ALIGN = CacheConfig(snapshot_slots=SLOTS, snapshot_mode="align")
 STEP = 2048  # tokens of a step where modes are compared: prompts are cut in either
 
@@ -57,11 +57,11 @@ class Bench:
         return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(self._seed)).tolist()
 
     def prompts(self, prefix: Sequence[int], own: int, count: int) -> list[list[int]]:
-        """That begin alike and go on alone."""
+        """Prompts with a common prefix and different continuations."""
         return [[*prefix, *self.tokens(own)] for _ in range(count)]
 
     def median(self, measure: Callable[[], float]) -> float:
-        """Of as many runs as were asked for."""
+        """Median of as many runs as requested."""
         return statistics.median(measure() for _ in range(self.repeats))
 
     def cold(self, shared: int, count: int) -> float:
@@ -70,7 +70,7 @@ class Bench:
         return slowest(serve(self.engine(OFF), self.prompts(prefix, OWN, count)))
 
     def warm(self, shared: int, count: int) -> float:
-        """The same with caching on, after the prefix was seen twice."""
+        """Seconds of the same requests with caching on, after the prefix was seen twice."""
         engine = self.engine(ON)
         prefix = self.tokens(shared)
         for prompt in self.prompts(prefix, OWN, 2):
@@ -122,7 +122,9 @@ class Bench:
         return durations[OFF] / durations[ON]
 
     def guess_ratio(self, length: int, count: int) -> float:
-        """Prompt tokens a second with snapshots that nobody asked for over those without; no two prompts are alike.
+        """Ratio of prompt tokens a second with opportunistic checkpoints to those without; no two prompts are alike.
+
+        The modes take turns (on, off, off, on), so that neither has the better half of the machine's time.
 
         One mode after the other and back, so that neither has the better half of the machine's time.
         """
@@ -247,7 +249,7 @@ def modes_table(bench: Bench) -> Table:
 
 
 def sightings_table(bench: Bench) -> Table:
-    """What the first requests behind a shared prefix skip."""
+    """Table of the tokens that the first requests after a shared prefix skip."""
     table = Table("shared", "sighting", "tokens skipped", "ttft, s")
     for shared in SHARED:
         for number, record in enumerate(bench.sightings(shared), start=1):

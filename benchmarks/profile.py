@@ -1,4 +1,4 @@
-"""Where the time of a cold prefill and of a decode step goes, in groups of operations.
+"""Profile of a cold prefill and of a decode step, in groups of operations.
 
 Run: `python -m benchmarks.profile`. Time of operations themselves, by torch's profiler; what is left of the
 wall time is the host's: planning, staging, Python between operations.
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def prefill_groups(engine: InferenceEngine) -> Counter[str]:
-    """Of one cold prompt, after two that warm up."""
+    """Profile one cold prompt, after two that warm up."""
     for request_id in range(2):
         engine.add_request(request_id, prompts(1, PREFILL + request_id)[0].tolist(), RequestParams(1))
         drain(engine)
@@ -65,7 +65,7 @@ def prefill_groups(engine: InferenceEngine) -> Counter[str]:
 
 
 def decode_groups(engine: InferenceEngine) -> Counter[str]:
-    """Of a step, on average."""
+    """Profile a decode step, on average."""
     for request_id, tokens in enumerate(prompts(REQUESTS, CONTEXT).tolist()):
         engine.add_request(request_id, tokens, RequestParams(10 * STEPS))
     while engine.waiting_request_ids or any(not one.is_decoding for one in engine.scheduler.queues.running):
@@ -74,7 +74,7 @@ def decode_groups(engine: InferenceEngine) -> Counter[str]:
 
 
 def drain(engine: InferenceEngine) -> None:
-    """Step until nobody is left."""
+    """Step until no request is left."""
     while engine.has_unfinished_requests():
         engine.step_modern()
 
@@ -93,7 +93,7 @@ def grouped(work: object, times: int) -> Counter[str]:
 
 
 def group_of(name: str) -> str:
-    """Where an operation belongs."""
+    """Group of an operation."""
     lowered = name.lower()
     return next((group for group, words in GROUPS.items() if any(word in lowered for word in words)), REST)
 

@@ -1,4 +1,4 @@
-"""What several ranks cost on one machine: the host's part of a step, bytes that are broadcast, and speed over gloo.
+"""Cost of several ranks on one machine: the host's part of a step, broadcast bytes, and speed over gloo.
 
 Run: `python -m benchmarks.ranks`. CPU, fp32, random weights; ranks are processes of this machine that meet over a file.
 One rank has two threads where two ranks have one each. Compare figures of one run only.
@@ -94,7 +94,7 @@ def host_table(steps: int) -> Table:
 
 
 def bytes_table() -> Table:
-    """What rank 0 broadcasts, by what has happened since the last step."""
+    """Table of what rank 0 broadcasts, by what has happened since the last step."""
     found = in_world(broadcast_bytes, LAYOUTS["TP 2"], 1)
     table = Table("since the last step", "commands: messages", "bytes", "results: messages", "bytes")
     for name, sent in found.items():
@@ -119,7 +119,7 @@ def speed_table(repeats: int) -> Table:
 
 
 def in_world(measure: Callable, parallel: ParallelConfig, threads: int, *arguments: object):
-    """What `measure(parallel, *arguments)` gives on rank 0, run on all ranks at once."""
+    """Run `measure(parallel, *arguments)` on all ranks at once and return the result of rank 0."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
@@ -316,7 +316,7 @@ def speed_of(parallel: ParallelConfig, repeats: int) -> tuple[float, float] | No
 
 
 def seconds_of(engine: InferenceEngine, first_id: int, count: int, length: int, generate: int) -> float:
-    """From the first request's arrival to the last one's end."""
+    """Seconds from the arrival of the first request to the end of the last one."""
     start = time.perf_counter()
     add(engine, first_id, count, length, generate)
     generated = finish(engine)

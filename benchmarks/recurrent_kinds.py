@@ -137,7 +137,7 @@ Row = tuple[str, int, float, float]  # work, its tokens, our seconds, transforme
 
 
 def prefill(pair: Pair) -> list[Row]:
-    """Of one long prompt, and of several."""
+    """Measure prefills of one long prompt and of several."""
     found = []
     for count, length in PREFILLS:
         tokens = prompts(count, length)
@@ -149,7 +149,7 @@ def prefill(pair: Pair) -> list[Row]:
 
 
 def decode(pair: Pair) -> Row:
-    """Of eight requests at once."""
+    """Measure decoding of eight requests at once."""
     ours, theirs = median_decode_seconds(pair)
     return "decode", DECODE_REQUESTS * DECODE_TOKENS, ours, theirs
 

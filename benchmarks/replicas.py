@@ -41,20 +41,20 @@ def memory(times: int = 1) -> tuple[str, ...]:
 
 
 def question(chat: int, turn: int) -> str:
-    """What a user asks; each chat has its own words, so that chats share the system's message alone."""
+    """User message of a turn; each chat has its own words, so that chats share only the system message."""
     dice = random.Random(100 * chat + turn)
     return f"Chat {chat}: " + " ".join(dice.choice(WORDS) for _ in range(12)) + "?"
 
 
 @dataclass
 class Talk:
-    """What became of all chats.
+    """Results of all chats.
 
     Attributes:
         texts: Answers, by chat and turn.
         prompt: Tokens of all prompts.
-        cached: Of those, that were skipped.
-        seconds: That it took.
+        cached: Prompt tokens that were skipped.
+        seconds: Duration of all chats.
     """
 
     texts: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Talk:
 
     @property
     def share(self) -> float:
-        """Of the prompt tokens, those that were skipped."""
+        """Share of the prompt tokens that were skipped."""
         return self.cached / max(1, self.prompt)
 
 
@@ -100,11 +100,11 @@ async def talk(client: openai.AsyncOpenAI, chats: int = CHATS, turns: int = TURN
 
 @dataclass
 class Survived:
-    """What became of requests while a replica died.
+    """Results of requests while a replica died.
 
     Attributes:
-        answers: Texts of those that were answered, by chat.
-        errors: Chats whose stream ended with an error object, or which got one for an answer.
+        answers: Texts of the answered requests, by chat.
+        errors: Chats whose stream ended with an error object, or whose answer was one.
         lost: Chats with neither.
     """
 
@@ -163,7 +163,7 @@ class Process:
         self._process.communicate(timeout=SECONDS)
 
     def kill(self) -> None:
-        """As the kernel does when memory is short."""
+        """Send SIGKILL, as the kernel does when memory is short."""
         self._process.send_signal(signal.SIGKILL)
 
     def client(self) -> openai.AsyncOpenAI:

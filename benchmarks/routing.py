@@ -80,7 +80,7 @@ def measure(name: str, scale: Scale, alpha: float = 0.5) -> dict[str, float | st
 
 
 def percentiles(outcome: Outcome) -> dict[str, float]:
-    """Of waiting, and of the time to the first token."""
+    """Percentiles of the waiting time and of the time to the first token."""
     found = {}
     for name, values in (("wait", outcome.waits), ("ttft", outcome.firsts)):
         values = sorted(values)
@@ -119,7 +119,7 @@ def line(row: dict) -> str:
 
 
 def plot(rows: list[dict], folder: Path) -> None:
-    """What was skipped, and how long requests waited."""
+    """Plot the skipped tokens and the waiting times."""
     fleets = sorted({row["replicas"] for row in rows})
     rules = list(dict.fromkeys(row["rule"] for row in rows))
     values = {(row["rule"], row["replicas"]): row for row in rows}
@@ -136,7 +136,7 @@ def plot(rows: list[dict], folder: Path) -> None:
 
 
 def decisions(count: int) -> None:
-    """How fast the router decides for 64 replicas, with prompts of blocks of 16 tokens, by what is known."""
+    """Print the router's decisions a second: 64 replicas, blocks of 16 tokens, by the number of known prefixes."""
     for blocks in (4, 64, 512):
         for families in (50, 500):
             print(speed(blocks, families, count), flush=True)

@@ -1,4 +1,4 @@
-"""What each rank holds and what ranks send, by formula: the tables of docs/scale.md.
+"""Memory and messages of each rank, by formula: the tables of docs/scale.md.
 
 Run: `python -m benchmarks.scale`. Nothing is measured. tests/unit_tests/parallel/test_scale.py compares the formulas
     with models that are built and steps that are counted, and the document with this file.
@@ -71,7 +71,7 @@ STEPS = {"decode, T = m = 64": (64, 64), "prefill, T = 16,384, m = 1": (16_384, 
 
 
 def shares(config: ModelConfig, parallel: ParallelConfig) -> list[Share]:
-    """Of a rank of each stage."""
+    """Shares of one rank of each pipeline stage."""
     return [share_of(parallel, config, stage) for stage in range(parallel.pipeline_model_parallel_size)]
 
 
@@ -82,7 +82,7 @@ def kv_bytes_per_token(config: ModelConfig, share: Share, b: int) -> int:
 
 
 def state_bytes(config: ModelConfig, share: Share, b: int) -> int:
-    """Of one sequence: Mamba-2 layers of the stage x ((inner + 2 G N) (K - 1) b + H P N x 4 bytes) / t."""
+    """State bytes of one sequence: Mamba-2 layers of the stage x ((inner + 2 G N) (K - 1) b + H P N x 4 bytes) / t."""
     inner = config.mamba_heads * config.mamba_head_dim
     channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     values = inner * config.mamba_state_dim

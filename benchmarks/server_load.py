@@ -34,7 +34,7 @@ POLL_SECONDS, MEMORY_SECONDS = 0.25, 5.0
 
 @dataclass
 class Seen:
-    """What all clients saw."""
+    """Observations of all clients."""
 
     tokens: int = 0
     first: list[float] = field(default_factory=list)

@@ -58,7 +58,7 @@ MARGIN = 1e-4  # logits closer than this may be told apart either way (a differe
 
 @dataclass
 class Traffic:
-    """Where prompts come from: a few texts that many requests begin with, and chats that go on from what was said."""
+    """Source of prompts: a few texts with which many requests begin, and chats that continue earlier ones."""
 
     random: random.Random
     prefixes: list[list[int]] = field(init=False)
@@ -83,7 +83,7 @@ class Traffic:
         return self._tokens(self.random.randint(1, 80))
 
     def params(self) -> RequestParams:
-        """How it is to be served."""
+        """Random sampling parameters of a request."""
         sampled = self.random.random() < 0.2
         return RequestParams(
             num_tokens_to_generate=self.random.choice([1, 2, 8, 24, 40]),
@@ -174,7 +174,7 @@ def replay(model: torch.nn.Module, served: list[tuple[RequestRecord, RequestPara
 
 @torch.inference_mode()
 def _was_a_close_call(model: torch.nn.Module, record: RequestRecord, expected: tuple[int, ...]) -> bool:
-    """Whether the first tokens that differ had logits within rounding of each other."""
+    """Return whether the first tokens that differ had logits within rounding of each other."""
     got = record.generated_tokens
     first = next(i for i, pair in enumerate(zip(got, expected, strict=True)) if pair[0] != pair[1])
     tokens = torch.tensor([[*record.prompt_tokens, *got[:first]]])
@@ -183,7 +183,7 @@ def _was_a_close_call(model: torch.nn.Module, record: RequestRecord, expected: t
 
 
 def check_nothing_leaks(engine: InferenceEngine) -> None:
-    """With nobody there, everything is free or evictable."""
+    """Check that without requests every block and slot is free or evictable."""
     use, scheduler = engine.scheduler.cache.use(), engine.scheduler
     leaked = {
         "blocks in use": use.blocks_in_use,

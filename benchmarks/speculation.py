@@ -59,7 +59,7 @@ class Walks:
 
     @classmethod
     def draw(cls) -> Walks:
-        """The same each time."""
+        """Draw the walks; the result is the same each time."""
         ids = list(range(VOCABULARY))
         random.Random(0).shuffle(ids)
         bounds = [0, DOCUMENT, 2 * DOCUMENT, 2 * DOCUMENT + NEW_WALK, VOCABULARY]
@@ -67,7 +67,7 @@ class Walks:
 
     @property
     def next_tokens(self) -> list[int]:
-        """What comes behind each token."""
+        """Successor of each token."""
         follows = list(range(VOCABULARY))
         for walk in (self.document, self.record, self.new, self.others):
             for token, following in zip(walk, (*walk[1:], walk[0]), strict=True):
@@ -75,7 +75,7 @@ class Walks:
         return follows
 
     def prompt(self, text: str, which: int) -> list[int]:
-        """Of request `which`: its answer is the walk from where the prompt ends."""
+        """Prompt of request `which`: the answer continues the walk from where the prompt ends."""
         source = random.Random(which)
         if text == "new":
             start = source.randrange(NEW_WALK)
@@ -189,7 +189,7 @@ def measure(bench: Bench, text: str, requests: int) -> Figure:
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine did."""
+    """Results of one engine."""
 
     speed: float  # tokens a second, those behind the first ones
     tokens: list[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""What a generated token costs on the host as text: handed to the event loop, streamed, searched for stop words.
+"""Host cost of a generated token as text: delivery to the event loop, streaming, search for stop words.
 
 Run: `python -m benchmarks.text_cost`. No model, only the embedded one's tokenizer; microseconds a token where a text is
 so long, the median of windows of 256 tokens. Nothing may grow with the text. For comparison there is what it costs to
@@ -57,7 +57,7 @@ def cost_table(repeats: int) -> Table:
 
 
 def works(tokenizer: TextTokenizer) -> dict[str, Callable[[], Step]]:
-    """What is done for a token, made anew for each run."""
+    """Work done for a token, created anew for each run."""
     return {
         "handed over": lambda: handed_over(scores=False),
         "handed over with log-probs": lambda: handed_over(scores=True),
@@ -108,7 +108,7 @@ def grow(request: Request, token: int, *, scores: bool) -> None:
 
 
 def handed_over(*, scores: bool) -> Step:
-    """From the engine's thread to the event loop's handle, appending included."""
+    """Step that delivers a token from the engine's thread to the event loop's handle, appending included."""
     request = make_request()
     stream = EngineRequest(request.prompt_tokens, request.params, is_streamed=True, request=request)
     handle = RequestHandle(stream, RequestSpec(request.prompt_tokens, request.params))
@@ -123,7 +123,7 @@ def handed_over(*, scores: bool) -> Step:
 
 
 def copied_whole(*, scores: bool) -> Step:
-    """The same by a copy of all there is in every step."""
+    """Step that copies everything generated so far, for comparison."""
     request = make_request()
 
     def step(token: int) -> tuple[tuple, ...]:

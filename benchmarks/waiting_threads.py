@@ -170,7 +170,7 @@ def work(model: str) -> None:
 
 
 def processor_seconds() -> float:
-    """Of this process, all threads."""
+    """CPU seconds of this process, all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -1,7 +1,7 @@
 """Processes for tests, forked from a server that has imported everything and computed nothing.
 
-Forking after OpenMP has run is unsafe, so nobody forks from a test itself; and a process that is started anew spends
-five seconds on imports. There is one server a test process: it lives as long, and its children see one thread, the
+Forking after OpenMP has run is unsafe, so tests do not fork themselves; and a newly started process spends five seconds
+on imports. Each test process has one server, which lives as long as the process; its children see one thread, the
 loopback interface and the modules of this tree.
 """
 
@@ -34,7 +34,7 @@ def fork(function: Callable[..., None], *arguments: object) -> context.Process:
 
 
 def spawn(function: Callable[..., None], *arguments: object, **variables: str) -> context.Process:
-    """The same in a process that imports everything itself, with variables of its own in its environment."""
+    """Run a function in a process that imports everything itself, with additional environment variables."""
     process = get_context("spawn").Process(target=function, args=arguments, daemon=True)
     with environment(variables):
         process.start()
@@ -43,7 +43,7 @@ def spawn(function: Callable[..., None], *arguments: object, **variables: str) -
 
 @contextlib.contextmanager
 def environment(more: Mapping[str, str]) -> Iterator[None]:
-    """What processes that are started within see."""
+    """Set the environment of processes that are started within the context."""
     changed = {**ONE_THREAD, **NO_NETWORK, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **more}
     with _changing:
         before = {name: os.environ.get(name) for name in changed}

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compares_numbers(path: Path) -> bool:
-    """Whether the tests of a file have the mark."""
+    """Return whether the tests of a file have the mark."""
     return any(path.is_relative_to(ROOT / one) for one in PATHS) and all(path != ROOT / one for one in WITHOUT)
 
 

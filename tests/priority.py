@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item, level in zip(items, levels, strict=True) if level <= limit]
-    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist, whose report nobody reads
+    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist, whose report is not read
         config.workeroutput[_DESELECTED] = [item.nodeid for item in deselected]
 
 

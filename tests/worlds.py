@@ -19,7 +19,7 @@ _held: list[str] = []  # the test that holds the lock in this process
 
 
 def is_held() -> bool:
-    """Whether the test that runs may start ranks."""
+    """Return whether the current test may start ranks."""
     return bool(_held)
 
 

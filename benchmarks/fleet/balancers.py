@@ -1,4 +1,4 @@
-"""Who chooses: the router that serves, and rules of others, written from their descriptions.
+"""Balancers: the router that serves, and the rules of other projects, written from their descriptions.
 
 Dynamo's cost rule (NVIDIA's guide to its KV router): the lowest of `overlap weight * prefill blocks + decode blocks`,
 where prefill blocks are those yet to be computed there with this prompt, less what is cached there by its events, and
@@ -35,19 +35,19 @@ class Balancer:
         self._where: dict[Hashable, int] = {}
 
     def choose(self, prompt: Prompt) -> int:
-        """Where to run it."""
+        """Return the replica that shall run the prompt."""
         raise NotImplementedError
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
-        """It has been sent there."""
+        """Note that the request has been sent to the replica."""
         self._where[request] = replica
         self.requests[replica] += 1
 
     def prefilled(self, request: Hashable) -> None:
-        """Its first token has come."""
+        """Note that the request's first token has arrived."""
 
     def ended(self, request: Hashable, generated: int) -> None:
-        """It is done."""
+        """Note that the request has ended."""
         self.requests[self._where.pop(request)] -= 1
 
     def stored(self, replica: int, keys: Sequence[int], parent: int | None, ids: Sequence[int], salt: str) -> None:
@@ -57,30 +57,30 @@ class Balancer:
         """An event."""
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """It died with these requests."""
+        """Note that the replica died with these requests."""
         for request in lost:
             self.ended(request, 0)
         self.up[replica] = False
 
     def joined(self, replica: int) -> None:
-        """It is back, and knows nothing."""
+        """Note that the replica is back, with an empty cache."""
         self.up[replica] = True
 
     def _least(self, costs: np.ndarray) -> int:
-        """Of those that are up; equal ones at random."""
+        """Return the cheapest of the replicas that are up; ties are broken at random."""
         costs = np.where(self.up, costs, np.inf)
         return self.random.choice(np.flatnonzero(costs == costs.min()).tolist())
 
 
 class RoundRobin(Balancer):
-    """In turn."""
+    """Send requests to the replicas in turn."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
         self._last = -1
 
     def choose(self, prompt: Prompt) -> int:
-        """As above."""
+        """Return the next replica that is up."""
         while True:
             self._last = (self._last + 1) % len(self.up)
             if self.up[self._last]:
@@ -91,7 +91,7 @@ class Random(Balancer):
     """Any."""
 
     def choose(self, prompt: Prompt) -> int:
-        """As above."""
+        """Return a random replica that is up."""
         return self._least(np.zeros(len(self.up)))
 
 
@@ -99,7 +99,7 @@ class LeastLoaded(Balancer):
     """Fewest requests."""
 
     def choose(self, prompt: Prompt) -> int:
-        """As above."""
+        """Return the replica with the fewest requests."""
         return self._least(self.requests)
 
 
@@ -113,7 +113,7 @@ class CacheAware(Balancer):
         self._records = np.zeros(replicas)
 
     def choose(self, prompt: Prompt) -> int:
-        """As above."""
+        """Return a replica by SGLang's cache-aware rule (see above)."""
         loads = self.requests[self.up]
         if loads.max() - loads.min() > self._absolute and loads.max() > self._relative * loads.min():
             return self._least(self.requests)
@@ -125,7 +125,7 @@ class CacheAware(Balancer):
         return self._least(self._records)
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
-        """As above."""
+        """Add the prompt to the record of what was sent to the replica."""
         super().began(request, replica, prompt)
         bit = 1 << replica
         new = [key for key in prompt.keys(1) if not self._sent.bits.get(key, 0) & bit]
@@ -133,7 +133,7 @@ class CacheAware(Balancer):
         self._records[replica] += len(new)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """As above."""
+        """Forget what was sent to the dead replica."""
         super().left(replica, lost)
         bit = 1 << replica
         self._sent.discard(bit, [key for key, there in self._sent.bits.items() if there & bit])
@@ -152,37 +152,37 @@ class Ours(Balancer):
         self._decision: Decision | None = None
 
     def choose(self, prompt: Prompt) -> int:
-        """As above."""
+        """Return the replica that the router chooses."""
         self._decision = self.router.route(prompt)
         return int(self._decision.replica)
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
-        """As above."""
+        """Report the sent request to the router."""
         self.router.began(request, self._decision, prompt, MAX_ANSWER)
 
     def prefilled(self, request: Hashable) -> None:
-        """As above."""
+        """Report the first token to the router."""
         self.router.prefilled(request)
 
     def ended(self, request: Hashable, generated: int) -> None:
-        """As above."""
+        """Report the end of the request to the router."""
         self.router.ended(request, generated)
 
     def stored(self, replica: int, keys: Sequence[int], parent: int | None, ids: Sequence[int], salt: str) -> None:
-        """As above."""
+        """Report stored blocks to the router."""
         extra = [[salt], *[None] * (len(keys) - 1)] if parent is None else None
         assert self.router.stored(self._names[replica], keys, parent, ids, extra)
 
     def removed(self, replica: int, keys: Sequence[int]) -> None:
-        """As above."""
+        """Report removed blocks to the router."""
         self.router.removed(self._names[replica], keys)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """As above."""
+        """Report the dead replica to the router; the lost requests must be those that the router knows."""
         assert set(self.router.leave(self._names[replica])) == set(lost)
 
     def joined(self, replica: int) -> None:
-        """As above."""
+        """Report the new replica to the router."""
         self.router.join(self._names[replica], 1)
 
 
@@ -226,7 +226,7 @@ class CostRule(Balancer):
         return self._least(costs)
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
-        """As above."""
+        """Count the request's prefill and decode blocks for the replica."""
         super().began(request, replica, prompt)
         keys, bit = prompt.keys(1), 1 << replica
         self._flights[request] = keys
@@ -236,12 +236,12 @@ class CostRule(Balancer):
         self._active.add(bit, keys)
 
     def prefilled(self, request: Hashable) -> None:
-        """As above."""
+        """Subtract the blocks that no longer have to be prefilled."""
         self._prefill[self._where[request]] -= self._left[request]
         self._left[request] = 0
 
     def ended(self, request: Hashable, generated: int) -> None:
-        """As above."""
+        """Subtract the blocks of the ended request."""
         self.prefilled(request)
         del self._left[request]
         keys, replica = self._flights.pop(request), self._where[request]
@@ -250,17 +250,17 @@ class CostRule(Balancer):
         super().ended(request, generated)
 
     def stored(self, replica: int, keys: Sequence[int], parent: int | None, ids: Sequence[int], salt: str) -> None:
-        """As above."""
+        """Record blocks that the replica has cached."""
         self._cached.add(1 << replica, keys)
         self._held[replica].update(keys)
 
     def removed(self, replica: int, keys: Sequence[int]) -> None:
-        """As above."""
+        """Forget blocks that the replica has removed."""
         self._cached.discard(1 << replica, keys)
         self._held[replica].difference_update(keys)
 
     def left(self, replica: int, lost: Sequence[Hashable]) -> None:
-        """As above."""
+        """Forget the dead replica's cached blocks."""
         super().left(replica, lost)
         self.removed(replica, list(self._held[replica]))
 

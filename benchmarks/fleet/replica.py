@@ -55,7 +55,7 @@ class SimulatedReplica:
     running: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     present: set[Request] = field(default_factory=set)  # waiting and running
-    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached blocks that nobody uses, oldest first
+    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached, unused blocks, oldest first
     used: dict[int, int] = field(default_factory=dict)  # cached blocks, by how many use them
     free: int = 0
 
@@ -117,7 +117,7 @@ class SimulatedReplica:
         return known
 
     def release(self, request: Request) -> None:
-        """It has ended; its last block is the first to go."""
+        """Release the blocks of an ended request; its last block is evicted first."""
         self.present.discard(request)
         self.running -= 1
         for key in (*reversed(request.more_keys), *reversed(request.keys)):

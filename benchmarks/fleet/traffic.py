@@ -14,13 +14,13 @@ MAX_ANSWER = 4  # units
 
 @dataclass
 class Session:
-    """What one user does.
+    """Dialogue of one user.
 
     Attributes:
         start: Seconds from the beginning.
-        salt: The tenant's.
-        context: Units that the next prompt begins with.
-        turns: Units that are said, units of the answer, seconds until the next turn.
+        salt: Cache salt of the tenant.
+        context: Units at the beginning of the next prompt.
+        turns: Units of the user's message, units of the answer, seconds until the next turn.
     """
 
     start: float
@@ -44,7 +44,7 @@ class Traffic:
         self._openings: dict[tuple[int, bool], array[int]] = {}
 
     def fresh(self, count: int) -> array[int]:
-        """Ids that nobody has had."""
+        """Return unused ids."""
         self._next += count
         return array("I", range(self._next - count, self._next))
 

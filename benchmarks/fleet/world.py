@@ -18,15 +18,15 @@ DOWN = 20.0  # seconds that a replica is away
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is simulated.
+    """Size of the simulation.
 
     Attributes:
-        replicas: Of the fleet.
-        requests: In all.
+        replicas: Replicas of the fleet.
+        requests: Total number of requests.
         capacity: Blocks of a replica's cache.
-        offered: Prompt tokens that come, over what the fleet could compute if nothing were cached.
+        offered: Prompt tokens that arrive, relative to what the fleet could compute if nothing were cached.
         failures: Share of the replicas that die, at times spread over the run.
-        seed: Of everything random.
+        seed: Seed of all random numbers.
     """
 
     replicas: int
@@ -39,7 +39,7 @@ class Scale:
 
 @dataclass
 class Outcome:
-    """What came of it; times in simulated seconds."""
+    """Results of a simulation; times in simulated seconds."""
 
     prompt_units: int = 0
     skipped_units: int = 0
@@ -90,7 +90,7 @@ class World:
         heappush(self._events, (moment, next(self._order), what, arguments))
 
     def run(self) -> Outcome:
-        """To the end."""
+        """Run the simulation to its end."""
         while self._events:
             self._now, _, what, arguments = heappop(self._events)
             what(*arguments)

@@ -1,1 +1,1 @@
-"""What a GPU does with it: `python -m benchmarks.gpu`; see `__main__.py`."""
+"""GPU benchmark: `python -m benchmarks.gpu`; see `__main__.py`."""

@@ -1,12 +1,12 @@
-"""What a GPU does with it, in one script of under ten minutes (CU-8): whether it is right, then how fast it is.
+"""GPU benchmark in one script of under ten minutes (CU-8): correctness first, then speed.
 
 Run: `python -m benchmarks.gpu` on a machine with a CUDA device (`--quick`: small models and few tokens, on a CPU too,
 so that the script itself is tried). Each part is a process of its own, and writes its figures as they come:
 
-- of each recurrent kind, whether a small model is right, in fp32 (`right.py` says what of it), then a hybrid of 2
+- of each recurrent kind, correctness of a small model in fp32 (`right.py` lists the checks), then a hybrid of 2
   billion parameters, random weights, bf16: decode tokens a second of 1, 8 and 64 requests by graphs and eager, the
-  share of it in which the device idles, where the host's time of a step goes, and times to the first token, cold and
-  behind a cached prefix of 8k and 32k tokens, one and eight requests at once;
+  share of it in which the device idles, the phases of the host's time of a step, and times to the first token, cold
+  and after a cached prefix of 8k and 32k tokens, one and eight requests at once;
 - each operator at those sizes, beside plain torch;
 - megatron-core 0.19.2 with the Mamba-2 model, where `--megatron-0-19` (or MEGATRON_0_19) names a folder that has it:
   docs/cuda.md says how to make one.
@@ -51,7 +51,7 @@ def main() -> int:
         print("benchmarks.gpu: no CUDA device is here; --quick tries the script itself", file=sys.stderr)
         return 2
     if torch.cuda.is_available():
-        os.environ.setdefault("MEGATRON_EXT_CPP", "off")  # a minute for operators of a CPU, which nobody asks for
+        os.environ.setdefault("MEGATRON_EXT_CPP", "off")  # a minute for operators of a CPU, which are not measured
     console = Console(highlight=False, width=160)
     with tempfile.TemporaryDirectory() as folder:
         pages = measure(options, Path(folder), console)
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="so little that only errors show")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which everything has ended")
@@ -110,7 +110,7 @@ def keep(path: Path | None, pages: Mapping[str, Page]) -> None:
 
 
 def is_well(page: Page) -> bool:
-    """Whether a part came to its end, and what has to be right is."""
+    """Return whether a part ran to its end and its correctness checks passed."""
     return not page["failed"] and bool(page["found"].get("ok", True))
 
 

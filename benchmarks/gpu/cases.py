@@ -91,7 +91,7 @@ class Maker:
         self._bytes = dtype.itemsize
 
     def cases(self) -> dict[str, Callable[[], Case]]:
-        """By name; made when they are called, so that one at a time takes memory."""
+        """Cases by name; each is made when called, so that only one at a time takes memory."""
         e = self._e
         return {
             f"matrix product of {e.tokens}": self.product,
@@ -134,7 +134,7 @@ class Maker:
     # Recurrent layers
 
     def conv_prefill(self) -> Case:
-        """Behind zeros."""
+        """Causal convolution of a prefill that starts from zeros."""
         tokens, channels = self._e.tokens, self._e.conv_channels
         x, weight, bias = self._random(tokens, channels), self._random(channels, WINDOW), self._random(channels)
         options = self._places((channels, WINDOW - 1), self._dtype)
@@ -142,7 +142,7 @@ class Maker:
         return Case(work, 2.0 * x.numel() * self._bytes, "TB")
 
     def conv_decode(self) -> Case:
-        """In place."""
+        """Causal convolution of a decode step, with in-place state updates."""
         rows, channels = self._e.requests, self._e.conv_channels
         x, weight, bias = self._random(rows, channels), self._random(channels, WINDOW), self._random(channels)
         live, slots = self._states((channels, WINDOW - 1), self._dtype)
@@ -154,7 +154,7 @@ class Maker:
         return self._ssd_prefill(Resumes(BLOCK, torch.full((1,), self._e.tokens, device=self._device)))
 
     def ssd_in_order(self) -> Case:
-        """The same as blocks of 16 would have it."""
+        """SSD prefill with the states in the order of their slots."""
         return self._ssd_prefill(None)
 
     def _ssd_prefill(self, resumes: Resumes | None) -> Case:
@@ -224,7 +224,7 @@ class Maker:
         return q, k, v, g, self._random(rows, e.value_heads).sigmoid()
 
     def norm(self) -> Case:
-        """Behind SSD: two inputs, one output."""
+        """Gated norm after SSD: two inputs, one output."""
         e = self._e
         width = e.heads * e.head_dim
         y, gate, weight = self._random(e.tokens, width), self._random(e.tokens, width), self._random(width)
@@ -237,13 +237,13 @@ class Maker:
         return Case(lambda: squared_relu_(x), 2.0 * x.numel() * self._bytes, "TB")
 
     def step_sizes(self) -> Case:
-        """Of a decode; what counts is the launch."""
+        """Step sizes (dt) of a decode step; the launch dominates."""
         rows, heads = self._e.requests, self._e.heads
         dt, bias, rates = self._random(rows, heads), self._random(heads), self._steps(heads)
         return Case(lambda: step_sizes(dt, bias, rates), float(dt.numel() * (self._bytes + 4)), "TB")
 
     def writes(self) -> Case:
-        """Of a decode, without rotation."""
+        """Cache writes of a decode step, without rotation."""
         e, rows = self._e, self._e.requests
         caches = [self._random(rows, BLOCK, e.keys, e.channels) for _ in range(2)]
         query = self._random(rows, e.keys, e.queries // e.keys, e.channels)

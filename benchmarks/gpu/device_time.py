@@ -23,7 +23,10 @@ def passed_seconds(work: Callable[[], object]) -> float:
 
 
 def busy_seconds(work: Callable[[], object]) -> float:
-    """That the device computes and copies during it, NaN if nobody says that. Kernels of a stream do not overlap."""
+    """Seconds in which the device computes and copies during `work`; NaN without a CUDA device.
+
+    Kernels of a stream do not overlap.
+    """
     if not torch.cuda.is_available():
         return float("nan")
     from torch.profiler import ProfilerActivity, profile
@@ -41,7 +44,7 @@ def busy_seconds(work: Callable[[], object]) -> float:
 
 
 def idle_share(work: Callable[[], object]) -> float:
-    """1 - the time that the device computes, of what passes without a profiler; NaN if nobody says that."""
+    """Share of the time (without a profiler) in which the device idles; NaN if the device time is unknown."""
     passed = passed_seconds(work)
     share = 1 - busy_seconds(work) / passed
     return max(0.0, share) if share == share else share

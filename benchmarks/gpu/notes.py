@@ -1,4 +1,4 @@
-"""What a part finds, on disk as it comes: whatever happens later, it is there. Standard library only."""
+"""Figures of a part, written to disk as they come, so that a later failure loses none. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST = 3.0  # seconds; with less nothing is begun
 
 
 class Page(TypedDict):
-    """What stands in the file."""
+    """Content of the file."""
 
     found: dict[str, float | str]
     left_out: list[str]
@@ -60,7 +60,7 @@ class Notes:
             return False
         try:
             self.page["found"].update(work())
-        except Exception as error:  # whatever a device or a peer that nobody has tried comes upon; it is told below
+        except Exception as error:  # any error of an untried device or peer; reported below
             traceback.print_exc(file=sys.stderr)
             lines = str(error).strip().splitlines() or [""]
             self.page["found"][name] = f"{type(error).__name__}: {lines[0][:120]}"
@@ -75,7 +75,7 @@ class Notes:
         self._keep()
 
     def _keep(self) -> None:
-        """Written beside the file and put in its place, so that whoever reads finds a whole one."""
+        """Write a new file and rename it over the old one, so that a reader always finds a complete file."""
         self.page["seconds"] = round(self._now() - self._start, 1)
         beside = self._path.with_suffix(".new")
         beside.write_text(json.dumps(self.page, indent=1), "utf-8")
@@ -83,5 +83,5 @@ class Notes:
 
 
 def read(path: Path) -> Page | None:
-    """What a part has written; None if it never came so far."""
+    """Return what a part has written, or None if it has written no file."""
     return json.loads(path.read_text("utf-8")) if path.exists() else None

@@ -1,4 +1,4 @@
-"""How long each operator takes at the sizes of the large models, beside plain torch and what the device can do."""
+"""Time of each operator at the sizes of the large models, next to plain torch and the device's limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measure(notes: Notes, device: torch.device, quick: bool) -> None:
 
 
 def row(name: str, column: str) -> str:
-    """Of a figure."""
+    """Name of a figure's row."""
     return f"{name}: {column}"
 
 
@@ -51,7 +51,9 @@ def _reference(name: str, make: Callable[[], Case]) -> Figures:
 
 
 def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
-    """Of one call: that the device computes, and that pass where calls follow each other.
+    """Return two times of one call: seconds of device work, and wall seconds per call in a sequence of calls.
+
+    Without a profiler, as on a CPU, the first is the second.
 
     Without a profiler, as on a CPU, the second is both.
     """

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--figures", type=Path, required=True)

@@ -18,7 +18,7 @@ STATES = {NAME: "bfloat16", WIDE: "float32"}
 
 
 def given_path() -> list[str]:
-    """What PYTHONPATH has."""
+    """Entries of PYTHONPATH."""
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: plan, description, writing, launch, waiting, commit, report."""
+"""Host time of a step by phase: plan, description, writing, launch, waiting, commit, report."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from benchmarks.gpu.notes import Page, read
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 10.0  # seconds beside its time, in which a part may end by itself
 LEAST = 5.0  # seconds; with less nothing is begun
-# A world of one asks nobody, on a machine without a network either; what packages say that they lack is known.
+# One rank needs no network; the packages' warnings about what they lack are known.
 ALONE = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 
 

@@ -1,10 +1,10 @@
-"""Whether it is right: a small model in fp32, by the operators chosen for the device and by the reference's.
+"""Correctness checks: a small model in fp32, with the device's operators and with the reference operators.
 
 - log-probs beside those of plain torch, up to the first tokens that differ, which must be about as likely;
-- tokens by the programs of steps, replayed as graphs, beside those of plain steps;
-- log-probs, shaped logits and draws by programs beside those of plain steps;
+- tokens of captured steps, replayed as CUDA graphs, beside those of eager steps;
+- log-probs, processed logits and draws of captured steps beside those of eager steps;
 - steps of decode launched with `torch.cuda.set_sync_debug_mode("error")`: none of them waits for the device;
-- tokens behind a cached prefix beside those without any cache.
+- tokens after a cached prefix beside those without any cache.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ GENERATED = 24
 
 
 class Checks:
-    """Of one kind.
+    """Checks of one kind of recurrent layer.
 
     Args:
-        kind: Of recurrent layers.
-        device: Where.
+        kind: Kind of recurrent layers.
+        device: Device that computes.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
@@ -65,20 +65,20 @@ class Checks:
         self._asking = dataclasses.replace(self._plain, return_log_probs=True, skip_prompt_log_probs=True)
 
     def log_probs(self) -> Figures:
-        """Of the device's operators beside the reference's."""
+        """Compare log-probs of the device's operators with those of the reference operators."""
         reference = self._served(self._asking, operator_backend="reference", **WITHOUT_PROGRAMS)
         ours = self._served(self._asking, **WITHOUT_PROGRAMS)
         found = max(difference(one, other) for one, other in zip(ours, reference, strict=True))
         return {"log-probs differ by": found, "log-probs are right": found <= PARITY}
 
     def graphs(self) -> Figures:
-        """Of replayed steps beside plain ones."""
+        """Compare tokens of replayed steps with those of eager steps."""
         eager = self._served(self._asking, **WITHOUT_PROGRAMS)
         graphs = self._served(self._plain, **WITH_PROGRAMS)
         return {"graphs give the same tokens": all(map(_is_like, graphs, eager))}
 
     def metadata(self) -> Figures:
-        """Of replayed steps with log-probs, shaped logits and draws beside plain ones."""
+        """Compare log-probs, processed logits and draws of replayed steps with those of eager steps."""
         asking = dataclasses.replace(self._asking, **WISHES)
         plain = self._served(asking, **WITHOUT_PROGRAMS)
         ours = self._served(asking, **WITH_PROGRAMS)
@@ -88,7 +88,7 @@ class Checks:
         return {"wishes: log-probs differ by": found, "wishes: tokens alike at least": alike, **right}
 
     def cached(self) -> Figures:
-        """Behind a cached prefix beside the same request served before."""
+        """Compare a request after a cached prefix with the same request served before."""
         engine = self._engine(**WITHOUT_PROGRAMS)
         first, second = (engine.generate([self._prompts[0]], self._asking)[0] for _ in range(2))
         engine.suspend()
@@ -101,7 +101,7 @@ class Checks:
         return tiles.check(self._device)
 
     def silence(self) -> Figures:
-        """Whether steps of decode are launched without waiting for the device; a CPU is always waited for."""
+        """Check that decode steps are launched without waiting for the device; NaN on a CPU, where each step waits."""
         if not torch.cuda.is_available():
             return {"no step of decode waits": float("nan")}
         return {"no step of decode waits": launches_without_waiting(self._model, self._config, self._prompts)}
@@ -134,7 +134,10 @@ def check(kind: str, device: torch.device, notes: Notes) -> None:
 
 
 def difference(one: RequestRecord, other: RequestRecord) -> float:
-    """Of log-probs, up to the first tokens that differ, which must be as likely: random weights have near ties."""
+    """Largest difference of log-probs up to the first differing tokens.
+
+    Those must be about as likely, since random weights have near ties.
+    """
     found = 0.0
     pairs = zip(one.generated_tokens, other.generated_tokens, one.generated_log_probs, other.generated_log_probs)  # type: ignore[arg-type]  # noqa: B905 - asked for; ties end it
     for token, like, log_prob, value in pairs:
@@ -155,7 +158,7 @@ def _alike(one: RequestRecord, other: RequestRecord) -> int:
 
 
 def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompts: Sequence[Prompt]) -> bool:
-    """Whether steps in which everybody decodes are launched by programs without waiting for the device."""
+    """Return whether steps with only decoding requests are launched by CUDA graphs without waiting for the device."""
     engine = engine_for(model, config, torch.float32, 8, 512, **WITH_PROGRAMS)
     row_metadata = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
     for number, one in enumerate(prompts):

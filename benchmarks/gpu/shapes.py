@@ -58,14 +58,14 @@ KINDS = ("mamba2", "gated_delta_net", "mamba1")
 
 
 def model_config(kind: str, like: ModelConfig) -> ModelConfig:
-    """The same with recurrent layers of a kind."""
+    """Return `like` with recurrent layers of the given kind."""
     heads = SMALL_DELTA_HEADS if like is SMALL else DELTA_HEADS
     fields = heads if kind == "gated_delta_net" else {}
     return dataclasses.replace(like, recurrent_layer=kind, **fields)
 
 
 def filled_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 3) -> torch.nn.Module:
-    """With random weights whose large matrices are made on the device: billions of them take minutes on a host."""
+    """Build a model with random weights made on the device: billions of weights take minutes on a host."""
     model = build_model(config, dtype=dtype, device=device, seed=seed, perform_initialization=False)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -84,7 +84,9 @@ def engine_for(
     slots: int = 8,
     **batching: object,
 ) -> InferenceEngine:
-    """With room for three times the longest requests, and for `slots` snapshots a request.
+    """Build an engine with room for three times the longest requests and for `slots` snapshots per request.
+
+    Steps have the default number of tokens of a CUDA device.
 
     Steps have as many tokens as they have by default on a CUDA device.
     """

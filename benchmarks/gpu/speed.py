@@ -1,4 +1,4 @@
-"""How fast it is: times to the first token, decode, and the share of it in which the device has nothing to do."""
+"""Speed: times to the first token, decode rates, and the share of decode time in which the device idles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HOW = {"graphs": "local", "eager": "none"}
 
 
 class Speed:
-    """Of one model.
+    """Speed measurements of one model.
 
     Args:
-        config: Its shape.
-        work: How much is done.
-        device: Where.
-        notes: Told what is found.
+        config: Shape of the model.
+        work: Amount of work.
+        device: Device that computes.
+        notes: Receives the figures.
     """
 
     def __init__(self, config: ModelConfig, work: Work, device: torch.device, notes: Notes) -> None:
@@ -42,7 +42,7 @@ class Speed:
         notes.tell("billions of parameters", sum(one.numel() for one in self._model.parameters()) / 1e9)
 
     def measure(self) -> None:
-        """What says most comes first."""
+        """Run the measurements, the most telling ones first."""
         work, notes = self._work, self._notes
         for how in HOW:
             for count in work.decodes:
@@ -110,7 +110,7 @@ def _repeat(step: Callable[[], object], times: int) -> None:
 
 
 def _end(engine: InferenceEngine) -> None:
-    """Its pools and graphs are given back, so that the next engine finds room."""
+    """Free the engine's pools and graphs, so that the next engine finds room."""
     engine.suspend()
     gc.collect()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What was found, as tables."""
+"""Tables of the figures found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show(console: Console, pages: Mapping[str, Page]) -> None:
 
 
 def remarks(pages: Mapping[str, Page]) -> Iterable[tuple[str, str]]:
-    """What was measured with; of ours once."""
+    """Remarks about what was measured with; remarks about ours appear once."""
     seen: set[str] = set()
     for name, page in pages.items():
         for remark in REMARKS:
@@ -66,7 +66,7 @@ def operators_table(page: Page) -> Table:
 
 
 def beside_table(ours: Page, theirs: Page, name: str) -> Table:
-    """How many times as fast we are: rows that both have. The best of its ways to decode stands against our graphs."""
+    """Table of the speedup over the peer: rows that both have. Its best way to decode is compared with our graphs."""
     table = Table("ours beside its", "ours", name, "times as fast")
     for row, mine in ours["found"].items():
         is_rate = row.endswith("tokens/s")
@@ -79,7 +79,7 @@ def beside_table(ours: Page, theirs: Page, name: str) -> Table:
 
 
 def best_of(page: Page, row: str) -> float | None:
-    """The greatest rate of decoding so many requests, however it was scheduled; None if there is none."""
+    """Highest rate of decoding so many requests, over all its ways of scheduling; None if there is no such row."""
     begin = row.partition(",")[0]
     rates = [
         value

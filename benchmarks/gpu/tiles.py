@@ -1,4 +1,4 @@
-"""Whether SSD by tiles is right on this device, in its own type: beside plain torch, and cut beside uncut."""
+"""Correctness of tiled SSD on this device, in its own dtype: beside plain torch, and split beside unsplit."""
 
 from __future__ import annotations
 

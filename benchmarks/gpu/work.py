@@ -1,4 +1,4 @@
-"""What is measured beside a peer: prompts, in which order they come, and how the time is taken.
+"""Work shared with a peer: prompts, their order, and the way times are taken.
 
 Standard library only: a peer runs in a process whose packages are others, and times the same calls in the same way.
 """
@@ -20,15 +20,15 @@ Figures = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Work:
-    """How much is done.
+    """Amount of work.
 
     Attributes:
-        dtype: Of weights and inputs, as torch calls it.
+        dtype: Torch's name of the dtype of weights and inputs.
         prefixes: Tokens that prompts share.
-        counts: How many prompts come at once.
-        decodes: How many requests decode at once.
-        steps: Of decoding, each time it is timed.
-        vocabulary: Ids that there are.
+        counts: Numbers of prompts that arrive at once.
+        decodes: Numbers of requests that decode at once.
+        steps: Decode steps per timed round.
+        vocabulary: Number of token ids.
     """
 
     dtype: str = "bfloat16"
@@ -56,16 +56,16 @@ class Work:
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What a peer's process is told.
+    """Specification sent to a peer's process.
 
     Attributes:
         model: Fields of the model, by the names that `ModelConfig` has for them.
-        work: What to do.
-        states: Type of the recurrent states, as torch calls it.
-        seconds: After which nothing new is begun.
+        work: Work to measure.
+        states: Torch's name of the dtype of the recurrent states.
+        seconds: Time after which no new measurement begins.
         figures: File that figures are written to as they come.
-        graphs: Whether steps are replayed as CUDA graphs.
-        graph_tokens: Of the largest step with prefills that is.
+        graphs: True if steps are replayed as CUDA graphs.
+        graph_tokens: Tokens of the largest replayed step with prefills.
     """
 
     model: Mapping[str, object]
@@ -77,12 +77,12 @@ class RequestSpec:
     graph_tokens: int = 512
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the specification as JSON."""
         path.write_text(json.dumps(asdict(self)), "utf-8")
 
     @classmethod
     def read(cls, path: Path) -> RequestSpec:
-        """What `write` wrote."""
+        """Read a file that `write` has written."""
         given = json.loads(path.read_text("utf-8"))
         work = {one.name: given["work"][one.name] for one in fields(Work)}
         return cls(**{**given, "work": Work(**work)})
@@ -135,7 +135,7 @@ def first_tokens(
 
 
 def tokens_a_second(step: Callable[[], object], wait: Callable[[], None], count: int, steps: int) -> float:
-    """Of so many requests that decode: the median of five rounds, each of so many steps; one more before warms up."""
+    """Tokens a second of `count` decoding requests: the median of five rounds of `steps` steps, after a warm-up."""
     rates = []
     for _ in range(6):
         wait()

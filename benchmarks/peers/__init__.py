@@ -1,1 +1,1 @@
-"""The same work for this engine, transformers and vLLM, each in a process and an environment of its own."""
+"""Identical work for this engine, transformers and vLLM, each in a process and an environment of its own."""

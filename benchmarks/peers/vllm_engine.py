@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class Vllm:
-    """Its engine, with prefix caching."""
+    """Engine of vLLM, with prefix caching."""
 
     def __init__(self, model: str) -> None:
         from vllm import LLM

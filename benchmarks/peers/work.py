@@ -26,7 +26,7 @@ CHATS, TURNS, SAID, ANSWERED = 8, 4, 200, 64
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Amount of work."""
 
     prefixes: tuple[int, ...] = (2_048, 8_192)
     requests: int = 16
@@ -39,7 +39,7 @@ QUICK = Size(prefixes=(256, 512), requests=4, unique=300, chats=2, repeats=1)
 
 
 def arguments() -> argparse.Namespace:
-    """Of a peer's command line."""
+    """Parse a peer's command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--figures", type=Path, required=True, metavar="FILE.json")
@@ -110,7 +110,7 @@ def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int = GENER
 
 
 def figures(records: list[Timed], seconds: float) -> dict[str, object]:
-    """What is compared."""
+    """Figures to compare."""
     later = [one.first for one in records[1:]]
     return {
         "first_ttft": records[0].first,

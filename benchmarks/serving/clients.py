@@ -1,4 +1,4 @@
-"""Who is asked: an engine in this process, or a server of OpenAI's API anywhere."""
+"""Clients of an engine in this process, or of a server of OpenAI's API anywhere."""
 
 from __future__ import annotations
 

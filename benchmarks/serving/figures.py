@@ -1,4 +1,4 @@
-"""What is told of answers: percentiles and rates, of those that are whole."""
+"""Figures of answers: percentiles and rates of the complete ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def figures(answers: Sequence[PendingOutput], seconds: float) -> Figures:
-    """Of one kind of work, or of all. Times are milliseconds.
+    """Figures of one kind of work, or of all kinds. Times are milliseconds.
 
     Args:
-        answers: Those that failed are counted, and are in nothing else.
-        seconds: Of it all.
+        answers: Answers; failed ones are counted and excluded from all other figures.
+        seconds: Total duration.
     """
     whole = [one for one in answers if one.error is None]
     told = [one for one in whole if one.cached_tokens is not None]

@@ -1,4 +1,4 @@
-"""When it is asked: so many clients at once, each asking again when it has its answer, or so many a second."""
+"""Load generators: a fixed number of concurrent clients (closed loop), or a fixed arrival rate (open loop)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Talk: TypeAlias = Callable[[Dialogue], Coroutine[object, None, None]]
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast dialogues begin.
+    """Rate at which dialogues begin.
 
     Attributes:
-        concurrency: Dialogues at once, where there is no rate.
+        concurrency: Concurrent dialogues; used without a rate.
         rate: Dialogues that begin in a second on average, at random times, whatever is still being answered; None for
             `concurrency`.
-        seed: Of those times.
+        seed: Seed of the random times.
     """
 
     concurrency: int = 8

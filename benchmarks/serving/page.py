@@ -89,7 +89,7 @@ def _share(axes: Axes, kind: str, seconds: Sequence[float]) -> None:
 
 
 def _tokens(axes: Axes, kind: str, ended: Sequence[PendingOutput]) -> None:
-    """Of each second."""
+    """Plot the tokens of each second."""
     if not ended:
         return
     begin = min(one.started for one in ended)

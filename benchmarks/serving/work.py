@@ -1,4 +1,4 @@
-"""What is asked: prompts behind shared prefixes, conversations, prompts with nothing in common. Standard library only.
+"""Prompts: with shared prefixes, of conversations, and with nothing in common. Standard library only.
 
 Prompts are texts, so that any server takes them: words that most tokenizers know, about a token each. What they really
 are in tokens the server says. A model without a tokenizer reads numbers.
@@ -20,17 +20,17 @@ KINDS = ("shared", "chats", "unique")
 
 @dataclass(frozen=True)
 class Shape:
-    """How much of what.
+    """Amount of each kind of work.
 
     Attributes:
-        requests: Of each kind of work; of chats, all turns together.
+        requests: Requests of each kind of work; turns of chats count as requests.
         prefix: Words of a shared prefix.
-        prefixes: How many of those there are.
-        own: Words of each prompt's own, and of each turn.
-        turns: Of a conversation.
+        prefixes: Number of shared prefixes.
+        own: Words that only one prompt has, and words of each turn.
+        turns: Turns of a conversation.
         generated: Tokens of each answer.
-        numbers: Words are numbers below it; None for words.
-        seed: Of all texts.
+        numbers: Bound of the numbers used as words; None for real words.
+        seed: Seed of all texts.
     """
 
     requests: int = 64
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What one client asks, one thing after the other; each prompt is all that was said before, and this."""
+    """Turns of one client, in order; each prompt is the conversation so far and the next turn."""
 
     turns: tuple[str, ...]
 

@@ -42,7 +42,7 @@ def get_driver() -> Callable[..., Driver]:
 
 @pytest.fixture(scope="session")
 def get_caching_driver() -> Callable[..., CachingDriver]:
-    """The same for `CachingDriver`, around a model of attention layers only unless another kind is named."""
+    """Factory of `CachingDriver`s, around a model of attention layers only unless another kind is named."""
     from tests.unit_tests.support.caching import CachingDriver
     from tests.unit_tests.support.models import CONFIGS
 
@@ -54,5 +54,5 @@ def get_caching_driver() -> Callable[..., CachingDriver]:
 
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
-    """Of the model of attention layers only."""
+    """Oracle of the model of attention layers only."""
     return _oracle("attention_only")

@@ -281,7 +281,7 @@ def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
 
 
 def lines_of_require(module: types.ModuleType) -> set[int]:
-    """Where a module calls it."""
+    """Lines on which a module calls `require`."""
     return {
         node.lineno
         for node in ast.walk(ast.parse(inspect.getsource(module)))

@@ -50,7 +50,7 @@ def tree(text: str) -> Iterator[Path]:
 
 
 def exists(name: str, known: set[str]) -> bool:
-    """Whether a name in running text is a file or folder: from the root, in the package, or one that the tree has."""
+    """Return whether a name in running text is a path from the root, a path in the package, or a known name."""
     return (ROOT / name).exists() or (PACKAGE / name).exists() or name in known
 
 
@@ -71,7 +71,7 @@ def test_files_that_are_named_are_there(name):
 
 
 def test_the_design_is_short():
-    """It is read in one sitting; what does not fit belongs beside the code."""
+    """The design document can be read in one sitting; details belong beside the code."""
     assert len(text_of("docs/design.md").splitlines()) <= 340
 
 
@@ -104,7 +104,7 @@ def test_the_figure_of_the_token_axis():
 
 
 def test_the_worked_example(tmp_path):
-    """What design.md says of a miss and a hit is what the JSON of that run says."""
+    """The JSON output of a miss and a hit equals the example in design.md."""
     a = list(range(1000, 1150))
     b = [*a[:140], *range(2000, 2030)]
     c, d = ([*a[:100], *range(first, first + 70)] for first in (3000, 4000))

@@ -31,7 +31,7 @@ WHEELS = {
 
 
 def test_what_is_missing():
-    """With what it needs in turn; neither extras, nor other Pythons' packages, nor torch and triton."""
+    """Missing wheels include transitive dependencies, but not extras, other Pythons' packages, torch or triton."""
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"torch": "2.11.0+cu130"}) == ["a", "b", "e", "numpy"]
 
 
@@ -59,7 +59,7 @@ def test_no_two_versions_in_one_folder(tmp_path):
 
 
 def test_the_peer_is_its_packages_side_by_side(tmp_path, monkeypatch):
-    """Of archives of sources the package alone; what is fetched is what the table names."""
+    """Only the package folder is taken from source archives; only files that the table names are fetched."""
 
     def fetched(library, folder):
         path = folder / ("x.whl" if "--python-version=3.12" in library.options else "x.tar.gz")

@@ -1,4 +1,4 @@
-"""SE-1: what somebody else wrote is a regular file of a stated size before any of it is read."""
+"""SE-1: a file from outside must be regular and of a stated size before any of it is read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_anything_else_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit_only():
-    """Those of /proc: regular, of size zero, and of any length."""
+    """Files of /proc are regular, have size zero, and can be of any length."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         pytest.skip("there is no /proc here")
@@ -71,7 +71,7 @@ def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit_only():
 
 
 def test_what_became_a_pipe_meanwhile_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Between looking and opening somebody put a pipe there."""
+    """A pipe that replaces the file between the check and the opening does not block."""
     pipe, regular = tmp_path / "pipe", tmp_path / "file"
     os.mkfifo(pipe)
     regular.touch()

@@ -119,7 +119,7 @@ def test_without_time_nothing_is_begun(tmp_path):
 
 
 def test_time_is_kept_for_what_comes_later(tmp_path, monkeypatch):
-    """A part gets all that is not kept for others; the peer comes last, and is left out where there is none."""
+    """A part gets all time that is not reserved for others; the peer comes last and is omitted if not installed."""
     given: dict[str, float] = {}
 
     def run_part(name: str, seconds: float, *_: object) -> dict:
@@ -145,7 +145,7 @@ def test_time_is_kept_for_what_comes_later(tmp_path, monkeypatch):
 
 
 def test_without_a_profiler_there_is_the_time_that_passes(monkeypatch, capsys):
-    """Its library may be missing, or refuse the device; nothing else is lost by that."""
+    """The profiler's library may be missing or refuse the device; no other figure is lost."""
 
     def refuses(**_: object) -> None:
         raise RuntimeError("no CUPTI")
@@ -236,7 +236,7 @@ def test_operators_are_called_as_they_are(tmp_path):
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", cases.Maker(cases.TINY, torch.bfloat16, CPU).cases())
 def test_operators_have_kernels(name):
-    """In the type that is timed every operator is computed by Triton, whatever has a kernel: none is left to torch."""
+    """Every operator with a kernel is computed by Triton in the measured dtype, none of them by torch."""
     if not triton.can_be_imported():
         pytest.skip("triton cannot be imported")
     case = cases.Maker(cases.TINY, torch.bfloat16, CPU).cases()[name]()
@@ -264,7 +264,7 @@ def test_the_peer_is_set_against_the_best_of_its_ways():
 
 
 def test_a_folder_without_the_peer_is_a_line(tmp_path):
-    """Its process is begun as it will be; it finds this project's megatron-core first, and says so."""
+    """A peer process that finds this project's megatron-core first reports it in one line."""
     for name in ("mamba_ssm", "causal_conv1d"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
@@ -290,7 +290,7 @@ def test_a_job_travels(tmp_path):
 
 
 def test_a_package_whose_top_cannot_be_imported(tmp_path, monkeypatch):
-    """Its modules can, as mamba-ssm's and causal-conv1d's without what they compile."""
+    """Modules of such a package can be imported, like those of mamba-ssm and causal-conv1d without compiled code."""
     folder = tmp_path / "half_a_package"
     folder.mkdir()
     (folder / "__init__.py").write_text('__version__ = "1.2"\nfrom half_a_package.compiled import missing\n')
@@ -311,7 +311,7 @@ def test_a_package_whose_top_cannot_be_imported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_attention_that_the_peer_is_lent(is_decode):
-    """As the function of flash-attn that it stands for: queries of sequences over pages, in int32."""
+    """The stand-in computes flash-attn's function: queries of sequences over pages, with int32 lengths."""
     lengths, queries = [70, 5], [1, 1] if is_decode else [70, 5]
     keys, values = torch.randn(2, 4, 64, 2, 16).unbind()
     q, table = torch.randn(sum(queries), 4, 16), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
@@ -329,7 +329,7 @@ def test_attention_that_the_peer_is_lent(is_decode):
 
 
 def test_the_peer_gets_no_package_of_ours_that_is_not_there():
-    """Its process has neither rich nor megatron-core 0.16.1: what it imports of us is named here."""
+    """The peer's process has neither rich nor megatron-core 0.16.1: the test lists the modules that it imports."""
     program = (
         "import sys; sys.modules.update(rich=None); "
         "import benchmarks.gpu.notes, benchmarks.gpu.work, benchmarks.gpu.megatron_0_19.stand_ins; "
@@ -343,7 +343,7 @@ def test_the_peer_gets_no_package_of_ours_that_is_not_there():
 @pytest.mark.skipif(PEER is None, reason="MEGATRON_0_19 names no folder with megatron-core 0.19.2")
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_the_peer_runs(graphs, tmp_path):
-    """Its own engine with the calls of ours, kernels interpreted, on a CPU: prefix caching, decode, both schedules."""
+    """The peer's engine runs by the calls of ours, interpreted on a CPU: prefix caching, decode, both schedules."""
     shape = {
         **shapes.SMALL.to_dict(),
         **{"hybrid_override_pattern": "M*-", "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16},
@@ -367,6 +367,6 @@ def test_the_peer_runs(graphs, tmp_path):
 
 
 def test_what_the_peer_needs_can_be_named():
-    """Modules that the stand-ins are for; a mistyped one would be looked for on a machine that nobody can look at."""
+    """The stand-ins name existing modules; a mistyped name would only fail on the GPU machine."""
     assert isinstance(stand_ins.flash_attention_stand_in(), ModuleType)
     assert importlib.util.find_spec("benchmarks.gpu.megatron_0_19.__main__") is not None

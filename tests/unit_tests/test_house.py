@@ -71,7 +71,7 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_public_signature_has_any(path):
-    """Who calls is told what to give and what comes; exceptions are listed above, and none of them is stale."""
+    """Public signatures name their types; the exceptions are listed above, and none of them is stale."""
     assert set(public_any(parse(path).body)) == set(ANY.get(name_of(path), {}))
 
 

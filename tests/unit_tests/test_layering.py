@@ -96,7 +96,7 @@ def test_the_command_line_needs_only_the_settings(path):
     ],
 )
 def test_what_decides_runs_without_torch(packages):
-    """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""
+    """Importing every module of the package in a new process loads neither torch nor megatron nor numpy."""
     code = f"""
 import importlib, pkgutil, sys
 package = importlib.import_module({packages!r})

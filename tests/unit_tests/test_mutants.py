@@ -140,7 +140,7 @@ def test_found_and_survived(tree, capsys):
 
 
 def test_tests_that_fail_without_a_mistake(tree, capsys):
-    """As one does that does not exist, or that finds what is not there."""
+    """A mutant is rejected if its test does not exist or fails without the mutation."""
     assert mutants.main(["--root", str(tree), "--jobs", "1", "without-a-test"]) == 1
     assert "without a mistake" in capsys.readouterr().err
 
@@ -169,7 +169,7 @@ def test_what_an_exit_code_says(code, state):
 
 
 class TestChoose:
-    """Of all mutants: those named, those of a package, a sample by a seed."""
+    """Selection among all mutants: those named, those of a package, a random sample by a seed."""
 
     def chosen(self, names=(), package=(), sample=None, seed="0"):
         return mutants.choose(CHANGES, Namespace(names=names, package=package, sample=sample, seed=seed))

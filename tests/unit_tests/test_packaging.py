@@ -1,4 +1,4 @@
-"""What a clean clone promises before anything of it has run."""
+"""Promises of a clean clone before any of its code has run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestInterpreter:
     @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
     @pytest.mark.parametrize("locked", ["", "LOCKED=1"])
     def test_make_asks_before_it_installs(self, tmp_path, locked):
-        """In a copy whose project is for another Python: one line, and no .venv."""
+        """Make prints one line and creates no .venv in a copy whose project is for another Python."""
         for name in ("Makefile", "constraints.txt", "lock.txt"):
             shutil.copy(ROOT / name, tmp_path)
         (tmp_path / "tools").mkdir()

@@ -1,4 +1,4 @@
-"""What speed is measured by: the loop that keeps requests in flight, and what is said of goals."""
+"""Speed measurements: the loop that keeps requests in flight, and the report on goals."""
 
 from __future__ import annotations
 
@@ -137,4 +137,4 @@ def test_what_was_not_measured_is_listed(missing: str):
     lost = [goal for goal in found.values() if goal.measured is None]
     assert lost
     assert all(goal.verdict() == "not measured" for goal in lost)
-    assert len(found) >= len(judged(RESULTS)) - 1  # kinds that nobody measured have no names
+    assert len(found) >= len(judged(RESULTS)) - 1  # kinds that were not measured have no names

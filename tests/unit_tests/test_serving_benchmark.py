@@ -23,7 +23,7 @@ SMALL = Shape(requests=8, prefix=20, prefixes=2, own=6, turns=4, generated=3)
 
 
 class Echo:
-    """Answers after a few turns of the event loop, and counts who is being answered."""
+    """Client that answers after a few turns of the event loop and counts concurrent requests."""
 
     name = "echo"
 
@@ -107,7 +107,7 @@ class TestFigures:
         assert percentile([], 50) is None
 
     def test_of_known_answers(self):
-        """What failed is counted, and is in nothing else."""
+        """Failed answers are counted and excluded from all other figures."""
         good = [
             PendingOutput("a", 10.0, [10.1, 10.2, 10.4], 10.5, "x", 100, 60, 3),
             PendingOutput("a", 20.0, [20.3], 20.4, "x", 100, None, 1),

@@ -76,7 +76,7 @@ def test_a_second_signal_does_not_disturb_cleaning_up(clock):
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_later_signal_kills(number):
-    """In a process of its own: the code of `finally` does not run."""
+    """A second signal kills the (new) process at once: the code of `finally` does not run."""
     code = f"""
 import signal, time
 from megatron_ext.signals import Interruption
@@ -99,7 +99,7 @@ with Interruption() as watched:
 
 
 def test_a_handler_that_somebody_else_has_put_there():
-    """In a process of its own: megatron-core has `faulthandler` print a stack, where Python does not see it."""
+    """`faulthandler`, turned on by megatron-core, prints a stack in a new process, unseen by Python's handlers."""
     code = """
 import faulthandler, signal
 from megatron_ext.signals import Interruption
@@ -115,7 +115,7 @@ with Interruption() as watched:
 
 
 def test_what_is_ignored_stays_ignored():
-    """As a shell does for jobs in the background."""
+    """Ignored signals stay ignored, as a shell ignores them for background jobs."""
     before = signal.signal(INT, signal.SIG_IGN)
     try:
         with Interruption() as watched:
@@ -131,7 +131,7 @@ def test_some_are_ignored():
     before = signal.getsignal(INT)
     with Interruption(ignored=(INT,)) as watched:
         signal.raise_signal(INT)
-        signal.signal(INT, before)  # somebody else's handler
+        signal.signal(INT, before)  # another library's handler
         watched.take_back()
         signal.raise_signal(INT)
         assert not watched.is_asked
@@ -157,7 +157,7 @@ def test_handed_on_to_whoever_had_it():
 
 
 def test_an_error_made_of_a_signal():
-    """As torch does of whatever is raised while it saves."""
+    """An error made of a signal is recognized, as torch wraps what is raised while it saves."""
 
     def work(watched: Interruption) -> None:
         try:

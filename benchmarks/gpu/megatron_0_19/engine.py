@@ -1,4 +1,4 @@
-"""Its dynamic engine, with the settings that suit it best, and what is measured of it."""
+"""Dynamic engine of megatron-core 0.19.2, with the settings that suit it best, and its measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ids:
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The same, back."""
+        """Join ids with spaces: the inverse of `tokenize`."""
         return " ".join(map(str, ids))
 
 
@@ -69,14 +69,14 @@ def settings(model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) ->
 
 
 def _state_bytes(recurrent: MambaInferenceStateConfig) -> int:
-    """Of all recurrent states of one request."""
+    """Bytes of all recurrent states of one request."""
     convolution = math.prod(recurrent.conv_states_shape) * recurrent.conv_states_dtype.itemsize
     state = math.prod(recurrent.ssm_states_shape) * recurrent.ssm_states_dtype.itemsize
     return recurrent.layer_type_list.count("M") * (convolution + state)
 
 
 def _bytes(model: nn.Module, recurrent: MambaInferenceStateConfig, work: Work, requests: int) -> int:
-    """Of keys and values of four times the most tokens at once, as ours have room for three, and of live states."""
+    """Bytes of a KV cache for four times the most concurrent tokens (ours has room for three), plus running states."""
     config = model.config
     token = 2 * config.num_query_groups * config.kv_channels * config.params_dtype.itemsize
     blocks = max(
@@ -88,7 +88,7 @@ def _bytes(model: nn.Module, recurrent: MambaInferenceStateConfig, work: Work, r
 
 
 class Peer:
-    """Its engine. Args: see `settings`."""
+    """Engine of megatron-core 0.19.2. Args: see `settings`."""
 
     def __init__(self, model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) -> None:
         self._engine = MegatronLLM(
@@ -117,7 +117,7 @@ class Peer:
         self._engine.step_modern()
 
     def finish(self) -> None:
-        """Step until nobody is left."""
+        """Step until no request is left."""
         while self._engine.has_unfinished_requests():
             self.step()
 

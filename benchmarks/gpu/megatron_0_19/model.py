@@ -1,4 +1,4 @@
-"""The same Mamba-2 hybrid, as megatron-core 0.19.2 has it, without Transformer Engine."""
+"""Mamba-2 hybrid of the benchmark, built by megatron-core 0.19.2 without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def configuration(shape: Mapping[str, Any], dtype: torch.dtype, graphs: bool) ->
 
 
 def stack_spec() -> ModuleSpec:
-    """Their layers with plain linear layers and torch's norms."""
+    """Layer specs of megatron-core with plain linear layers and torch's norms."""
     mixer = ModuleSpec(
         module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     )
@@ -99,7 +99,7 @@ def stack_spec() -> ModuleSpec:
 
 
 def build(shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device, graphs: bool) -> HybridModel:
-    """With random weights, made on the device."""
+    """Build the model with random weights, made on the device."""
     hybrid_block.TENorm = WrappedTorchNorm  # the last norm, which no spec names
     model = HybridModel(
         configuration(shape, dtype, graphs),

@@ -1,4 +1,4 @@
-"""What megatron-core 0.19.2 cannot do without, where it is not installed.
+"""Stand-ins for packages that megatron-core 0.19.2 needs, used where they are not installed.
 
 - mamba-ssm and causal-conv1d: kernels in Triton, which are Python files of their source archives, are used as they are;
   what their packages import at the top is compiled code that inference does not need. So where a package is there and
@@ -73,7 +73,7 @@ def without_top(name: str, **attributes: object) -> list[str]:
 
 
 def _folders(name: str) -> list[Path]:
-    """Where the first package of that name lies."""
+    """Folders on the path that hold a package of that name, in order."""
     return [folder for entry in sys.path if (folder := Path(entry or ".") / name).joinpath("__init__.py").exists()][:1]
 
 
@@ -87,7 +87,7 @@ def _flash_attention() -> list[str]:
 
 
 def flash_attention_stand_in() -> ModuleType:
-    """What the peer imports of flash-attn."""
+    """Module with the functions of flash-attn that the peer imports."""
     module = ModuleType("flash_attn")
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.__dict__.update(
@@ -111,17 +111,17 @@ def varlen_attention(
     block_table: Tensor,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """As flash-attn's function of that name over pages.
+    """Compute flash-attn's variable-length attention over pages.
 
     Args:
         q: [T, Hq, D].
         k: [pages, tokens, Hkv, D].
-        v: The same.
+        v: [pages, tokens, Hkv, D].
         cu_seqlens_q: [R+1] int32.
         cu_seqlens_k: [R+1] int32.
         max_seqlen_q: Not needed.
         max_seqlen_k: Not needed.
-        softmax_scale: What scores are multiplied with.
+        softmax_scale: Factor of the scores.
         causal: True.
         window_size: (-1, -1).
         block_table: [R, W] int32.
@@ -144,7 +144,7 @@ def decode_attention(
     block_table: Tensor,
     num_splits: int = 0,
 ) -> Tensor:
-    """As flash-attn's `flash_attn_with_kvcache` without new keys: q and what comes back are [R, 1, Hq, D]."""
+    """Compute flash-attn's `flash_attn_with_kvcache` without new keys: q and the result are [R, 1, Hq, D]."""
     _check(causal, window_size, has_more=q.shape[1] != 1)
     rows = q.shape[0]
     begins = torch.arange(rows + 1, device=q.device)
@@ -168,7 +168,7 @@ def _paged(
     table: Tensor,
     scale: float,
 ) -> Tensor:
-    """By this project's operator, whose lengths count on the device; so it can be captured."""
+    """Call this project's operator, whose lengths are computed on the device; so the call can be captured."""
     from megatron_ext.ops.paged_attention import StaticBatch, paged_attention
 
     size = keys.shape[1]

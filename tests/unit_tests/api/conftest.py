@@ -33,7 +33,7 @@ def engine() -> Iterator[LoadedEngine]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test does to the module's engine, nobody owns anything of it afterwards."""
+    """Check that after each test the module's engine has no resources in use."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")

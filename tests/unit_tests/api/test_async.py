@@ -53,7 +53,7 @@ def owns_nothing(engine) -> bool:
 
 
 class TestEqualToGenerate:
-    """The same tokens and texts as from `generate`."""
+    """Tokens and texts equal those of `generate`."""
 
     async def test_one_record(self, engine, expected):
         assert outcome(await engine.generate_async(PROMPTS[0], GREEDY)) == outcome(expected[0])
@@ -93,7 +93,7 @@ class TestEqualToGenerate:
 
 
 class TestParts:
-    """What a part is."""
+    """Parts of a stream."""
 
     async def test_a_part_comes_before_the_end(self, engine):
         stream = engine.stream(PROMPTS[0], LONG)
@@ -131,7 +131,7 @@ class TestParts:
 
 
 class TestLeaving:
-    """PY-5: whoever leaves frees all at once: what is asked next already finds nothing in use."""
+    """PY-5: leaving a stream frees all its resources at once: the next request already finds nothing in use."""
 
     async def test_leaving_the_loop(self, engine):
         async for part in engine.stream(PROMPTS[0], LONG):
@@ -226,7 +226,7 @@ class TestLeaving:
         assert owns_nothing(engine)
 
     def test_a_loop_that_is_closed_under_it(self, engine):
-        """Nobody can be told any more: the request ends, the engine goes on."""
+        """Requests of a closed event loop end undelivered, and the engine goes on."""
         loop = asyncio.new_event_loop()
         stream = engine.stream(PROMPTS[0], LONG)
         loop.run_until_complete(anext(stream))
@@ -253,7 +253,7 @@ class TestLeaving:
 
 
 class TestErrors:
-    """They come to whoever waits."""
+    """Errors are raised in the awaiting coroutine."""
 
     async def test_mistakes(self, engine):
         for coroutine in (engine.generate_async(""), parts_of(engine, "")):
@@ -298,7 +298,7 @@ async def _rest(stream) -> list[StreamPart]:
 
 
 class TestFailingSteps:
-    """PY-5: a step that fails is tried again; when several fail in a row nobody waits for ever."""
+    """PY-5: a step that fails is tried again; when several fail in a row, every request ends with an error."""
 
     def broken(self, engine, monkeypatch, times: int) -> threading.Event:
         step, left = engine._engine.core.step, iter(range(times))

@@ -35,7 +35,7 @@ async def first_part(engine) -> int:
 
 
 def program(sizes: dict, quiet: float = 0.0) -> object:
-    """What rank 0 sees; whether the others came back, and found their torch.distributed as it was."""
+    """Observations of rank 0; includes whether the other ranks returned and found their torch.distributed unchanged."""
     settings = SETTINGS | sizes
     if dist.get_rank():
         follow_engine(**settings)
@@ -69,7 +69,7 @@ def without_follower(_: object) -> str:
 
 
 def broken_follower(_: object) -> object:
-    """Rank 1 leaves in the middle; whoever waits on rank 0 is told."""
+    """Make rank 1 leave in the middle of a run; callers on rank 0 get an error."""
     from megatron_ext.mcore.step_executor import StepExecutor
 
     settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.05}
@@ -119,7 +119,7 @@ def waiting() -> dict[str, list[Outcome]]:
 @pytest.mark.worlds
 @pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
-    """Two ranks that somebody started, with a torch.distributed of their own."""
+    """Two ranks started by the user, with a torch.distributed of their own."""
 
     @pytest.mark.parametrize("what", ["tensor", "pipeline"])
     def test_equal_to_one_rank(self, what, alone):
@@ -148,7 +148,7 @@ class TestWorlds:
         assert "rank 1 is not the first one: it calls follow_engine, not load_engine" in first + second
 
     def test_a_follower_that_fails(self, waiting):
-        """PY-7: whoever waits on rank 0 gets a RankError, and the engine can be closed."""
+        """PY-7: a caller on rank 0 gets a RankError, and the engine can be closed."""
         first, second = [one.value for one in waiting["failure"]]
         assert first == "told"
         assert "planted" in second

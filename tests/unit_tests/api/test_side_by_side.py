@@ -1,4 +1,4 @@
-"""PY-7: engines beside each other, and beside somebody else's torch.distributed."""
+"""PY-7: several engines in one process, and engines next to an existing torch.distributed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TestTwoEngines:
 
 
 class TestWorld:
-    """Whose torch.distributed it is."""
+    """Ownership of torch.distributed."""
 
     @pytest.fixture(autouse=True)
     def somebody_has_begun(self) -> None:
@@ -158,7 +158,7 @@ print("done")
 
     @pytest.mark.parametrize("what", ["tensor", "pipeline", "expert"])
     def test_other_sizes_are_refused(self, what, monkeypatch):
-        """PY-7: groups that somebody else made for a larger model."""
+        """PY-7: existing groups of a larger model are refused."""
         monkeypatch.setattr(f"megatron.core.parallel_state.get_{what}_model_parallel_world_size", lambda: 2)
         with pytest.raises(ConfigError, match=f"^{what}_model_parallel_size 1 contradicts Megatron's groups"):
             ProcessGroups().enter(ParallelConfig())

@@ -37,7 +37,7 @@ def plain(engine):
 
 
 def test_prompt_lookup(load, plain):
-    """SP-1, SP-7: greedy and sampled tokens are those without it; who asks for none has none."""
+    """SP-1, SP-7: greedy and sampled tokens equal those without drafts; a request that turns drafts off gets none."""
     engine = load(speculative_method="ngram", speculative_ngram_shortest=1, **SETTINGS)
     records = generate(engine)
     assert [record.generated_tokens for record in records] == plain
@@ -61,7 +61,7 @@ def test_a_draft_model(load, plain):
 
 
 def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, caplog):
-    """SP-1: an exception, as for want of memory, is logged once, and nobody else notices."""
+    """SP-1: an exception, as for want of memory, is logged once, and no request is affected."""
     engine = load(speculative_method="draft_model", speculative_load=str(EMBEDDED_MODEL_DIR), **SETTINGS)
     model, turns = engine._engine.context.drafting._model, itertools.count()
     compute = model._execute

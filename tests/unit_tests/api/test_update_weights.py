@@ -91,7 +91,7 @@ def test_refused_whole(new, load):
 
 
 def test_while_requests_run(new, fresh, load):
-    """PY-6: they go on, nothing of theirs is found later, and nobody else notices."""
+    """PY-6: running requests go on, later requests find none of their blocks, and other requests are not affected."""
     engine = load()
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(engine.generate, PROMPTS, LONG)

@@ -1,4 +1,4 @@
-"""PY-1: what type checkers say about programs that use the package. Nobody runs this: `make lint` reads it.
+"""PY-1: programs that use the package, for type checkers. This file is never run: `make lint` reads it.
 
 Each line with an `ignore` is a mistake that is found: an ignore that nothing needs is an error itself.
 """

@@ -1,4 +1,4 @@
-"""What is wrong on the command line is told in one line, with both flags where two contradict each other."""
+"""Errors of the command line are reported in one line, with both flags where two contradict each other."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_what_is_like_no_flag_gets_no_suggestion(one_line_error, argv):
     "other", ["", "--incoming-requests-per-step 2", "--drain-between-batches --batch-boundaries 0"], ids=str
 )
 def test_no_rate_is_all_at_once(rate, other):
-    """As in Megatron; and it contradicts no other way to submit."""
+    """A rate of zero submits all requests at once, as in Megatron, and does not contradict other ways to submit."""
     run = parse_arguments(["--incoming-requests-per-sec", rate, *other.split()]).run
     assert run.arrival_rate is None
     assert run.incoming_requests_per_step == (2 if "step" in other else None)

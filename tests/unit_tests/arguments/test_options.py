@@ -112,13 +112,13 @@ SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION)
 
 
 def own_options(parser, table) -> list[str]:
-    """Of a parser, in order, without those of Megatron's that set nothing."""
+    """Options of a parser, in order, without Megatron's flags that set nothing."""
     others = {flag.name for flag in records(table)}
     return [option for action in parser._actions for option in action.option_strings if option not in others]
 
 
 def test_the_server_has_the_flags_of_the_model_and_of_the_cache():
-    """Of all groups that say what runs and how; not those that say which prompts."""
+    """The server has the flags of all groups that define the model and its execution, but no flags of prompts."""
     options = own_options(build_server_parser(), SERVER_TABLE)
     shared = [option for option in OPTIONS if option in options and option not in SERVER_OPTIONS]
     assert options == [*shared, *SERVER_OPTIONS, *SYNONYM_OPTIONS]

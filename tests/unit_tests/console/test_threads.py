@@ -17,7 +17,7 @@ FOREVER = 30_000_000_000  # spins, about a quarter of an hour: what ACTIVE means
 
 
 def spin_count(*command: str, **variables: str) -> int:
-    """What OpenMP has read in a tool that ends at a missing checkpoint, after torch was imported."""
+    """Value that OpenMP has read in a tool that ends at a missing checkpoint, after torch was imported."""
     kept = {name: value for name, value in os.environ.items() if name not in WAITING}
     environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
     whole = [sys.executable, *command, "--load", "/nowhere"]

@@ -81,7 +81,7 @@ async def test_what_was_there_before_and_what_comes_later():
 
 
 async def test_what_was_lost_is_asked_for(monkeypatch):
-    """The publisher's number jumps, and the last event before a silence is one that nobody saw."""
+    """Missing events are requested again after a jump of the publisher's number, and after a silence."""
     monkeypatch.setattr("megatron_ext.coordinator.event_reader.QUIET", 0.1)
     with publisher() as one:
         async with reading(one) as (router, reader):
@@ -136,7 +136,7 @@ async def test_without_replay_what_comes_is_known():
     with publisher(replay=None) as one:
         async with reading(one) as (router, reader):
             number = 0
-            while not reader.events:  # a subscription takes a moment, and nobody says when it is there
+            while not reader.events:  # a subscription takes a moment, and nothing reports when it is established
                 number += 1
                 one.changes.on_blocks_stored(published(1, first=number * SIZE))
                 await asyncio.sleep(0.02)

@@ -198,7 +198,7 @@ class TestLost:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
 
     async def test_a_hung_replica_is_given_up_and_joins_again(self):
-        """It accepts connections and answers nothing, as a process that is stopped."""
+        """A replica that accepts connections but answers nothing, like a stopped process, leaves and joins again."""
         async with fleet(2, replica_timeout=0.5) as (front, fakes):
             chosen, other = await first_choice(front, fakes)
             chosen.is_frozen = True
@@ -233,7 +233,7 @@ class TestLost:
             await front.until(fakes[0], Status.READY)
 
     async def test_an_engine_that_hangs_behind_a_server_that_answers(self):
-        """Its steps do not go on: it stays away until they do."""
+        """A replica whose engine no longer steps stays out until its steps go on."""
 
         async def never(fake, exchange):
             fake.beat["living"] = 1
@@ -264,7 +264,7 @@ class TestLost:
             assert generations([chosen, other]) == [1, 0]
 
     async def test_a_restarted_replica_is_another_one(self):
-        """What is in flight to the process before runs elsewhere, and what that held is forgotten."""
+        """Requests in flight to the previous process run elsewhere, and its cache contents are forgotten."""
 
         async def never(fake, exchange):
             await asyncio.sleep(PATIENCE)

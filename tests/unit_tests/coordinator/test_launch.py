@@ -71,7 +71,7 @@ class Failing(Launcher):
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits for its parent to notice."""
+    """Return whether a process is gone, or only waits for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except (FileNotFoundError, ProcessLookupError):
@@ -303,7 +303,7 @@ class TestPrivateEvents:
 
 
 def speaks_zeromq(port: int) -> bool:
-    """Whether a port greets as ZMTP has it: at once, with 0xff first. HTTP and gloo wait for the client."""
+    """Return whether a port greets like ZMTP: at once, with 0xff first. HTTP and gloo wait for the client."""
     with socket.create_connection(("127.0.0.1", port), timeout=1.0) as client:
         try:
             return client.recv(1) == b"\xff"
@@ -343,7 +343,7 @@ class TestPlan:
 
 class TestCommandLine:
     def test_flags_of_replicas(self):
-        """What is the coordinator's is not given to replicas, and what holds for both is."""
+        """Replicas do not get the coordinator's own flags, but do get those that hold for both."""
         words = "--launch 2 --port 9 --load ckpt --tensor-model-parallel-size 2 --hide-cache-counts --max-body-mb 1"
         settings = parse_coordinator_arguments([*words.split(), "--replica-timeout", "3", "--api-key", "secret"])
         assert settings.replica_world == 2

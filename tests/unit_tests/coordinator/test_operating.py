@@ -134,7 +134,7 @@ class TestJoining:
             read_replicas(str(tmp_path / "replicas"))
 
     async def test_what_is_no_replica_never_joins(self):
-        """Another server at the address, or one that says nonsense, is told to whoever looks."""
+        """Another server at the address, or one with an invalid status, is reported to clients that look."""
         strange = await FakeReplica(beat={"block_size": 0}).start()
         async with coordinator(strange) as front:
             assert front.status(strange) is Status.JOINING

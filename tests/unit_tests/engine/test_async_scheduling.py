@@ -79,7 +79,7 @@ class Paper:
         return self.scheduler.counters.launched_ahead
 
     def step(self) -> list[tuple[int, int, int]]:
-        """What was computed, as (request, start, end)."""
+        """Run a step and return the computed chunks as (request, start, end)."""
         step = self.engine.compute()
         computed = [(one.request.request_id, one.start, one.end) for one in step.chunks]
         for record in self.engine.report(step):
@@ -103,7 +103,7 @@ class Paper:
         self.engine.resume()
 
     def check_tokens(self) -> None:
-        """Whoever got tokens got those that a model gives that sees its whole sequence, and nothing else."""
+        """Check that each request got exactly the tokens of a model that sees its whole sequence."""
         for request_id, record in self.records.items():
             params, tokens = self.params[request_id], list(record.prompt_tokens)
             drawn = random.Random(params.seed)
@@ -211,14 +211,14 @@ def tell(paper: Paper, call: tuple[object, ...]) -> None:
 
 
 def what_there_is(paper: Paper, computed: object) -> object:
-    """Behind a step: what it computed, and everything that is counted; blocks are in use a step earlier."""
+    """State after a step: result, counters, queues and use of the pools, except blocks, used a step earlier."""
     counters = dataclasses.replace(paper.scheduler.counters, launched_ahead=0)
     queues = [[one.request_id for one in queue] for queue in (paper.scheduler.queues.running, paper.scheduler.queues)]
     return computed, counters, dataclasses.replace(paper.scheduler.cache.use(), blocks_in_use=0), queues
 
 
 def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
-    """The same life of an engine that launches nothing ahead, and admits nobody in steps that were."""
+    """Replay a script on an engine without launches ahead, which admits no request in steps launched ahead before."""
     seen = []
     for call in script:
         if call[0] == "step":
@@ -258,9 +258,9 @@ LIVES = [
 @pytest.mark.parametrize("number", range(len(LIVES)))
 @pytest.mark.parametrize("seed", range(3))
 def test_lives_are_those_of_an_engine_that_waits(number, seed):
-    """CU-6: the same steps, counts, blocks, snapshots, records and tokens, but that who comes waits a step longer.
+    """CU-6: equal steps, counts, blocks, snapshots, records and tokens, except that a new request waits a step longer.
 
-    Where blocks are short they are evicted a step earlier, by both.
+    When blocks are short, both evict them a step earlier.
     """
     settings = LIVES[number]
     life = Life(Paper(**settings), random.Random(f"{seed} {number}"))
@@ -279,7 +279,7 @@ def test_lives_are_those_of_an_engine_that_waits(number, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_step_that_fails_takes_the_one_behind_it_along(seed):
-    """CU-6: whatever raises, in a launch, a launch ahead or a result: nothing is lost, and nobody waits for ever."""
+    """CU-6: an error in a launch, a launch ahead or a result loses no request and leaves none waiting forever."""
     source = random.Random(f"fails {seed}")
     paper = Paper(total_blocks=60, slots=4)
     failed = added = 0
@@ -311,7 +311,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(seed):
 
 
 def test_a_row_of_who_has_ended_is_void():
-    """CU-6: an unforeseen end; what the row gives is nobody's, and the other request goes on in the same step."""
+    """CU-6: after an unforeseen end the row's result is discarded, and the other request goes on in the same step."""
     paper = Paper(slots=None)
     for request_id, length in ((0, 40), (1, 12)):
         paper.add(request_id, (request_id, 2, 3, 4, 5), num_tokens_to_generate=length, ignore_eos=True)
@@ -329,7 +329,7 @@ def test_a_row_of_who_has_ended_is_void():
 
 
 def test_nobody_is_left_in_the_step_under_way():
-    """CU-6: then it is forgotten, and the next step is planned for whoever has come."""
+    """CU-6: an in-flight step whose requests all ended is dropped, and the next step is planned for new requests."""
     paper = Paper()
     paper.add(0, (1, 2, 3), ignore_eos=True)
     paper.step()
@@ -387,7 +387,7 @@ def test_blocks_that_end_in_a_step_ahead_leave_their_states():
 
 
 def test_a_full_pool_stops_nobody():
-    """CU-6: where no block is free, one that is cached and nobody's goes for a step ahead, as it would for a plan."""
+    """CU-6: if no block is free, a step ahead evicts an unused cached block, as a plan does."""
     paper = Paper(total_blocks=14)
     paper.add(0, tuple(range(30)), num_tokens_to_generate=2, ignore_eos=True)
     paper.run()
@@ -416,7 +416,7 @@ def test_what_does_not_depend_on_the_token_stops_nobody(asked):
 
 @pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"bad_words": ("<3>",)}, {"num_tokens_to_generate": 1}])
 def test_steps_that_need_the_token_wait_for_it(asked):
-    """CU-6: logits that are shaped by what was generated; and nobody goes on."""
+    """CU-6: steps wait if logits depend on generated tokens, and if no request goes on."""
     paper = Paper()
     paper.add(0, (1, 2, 3), ignore_eos=True, **asked)
     for count in (1, 2)[: paper.params[0].num_tokens_to_generate]:

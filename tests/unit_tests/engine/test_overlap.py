@@ -60,7 +60,7 @@ class Device:
 
 
 class AtOnce:
-    """One that knows no launch."""
+    """Executor without a separate launch."""
 
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
@@ -154,7 +154,7 @@ def test_an_abort_waits_for_the_step():
 
 
 def test_a_lost_answer_sends_the_requests_back():
-    """What raises between launch and tokens counts as the step's; what the host does beside it does not."""
+    """An error between launch and tokens counts as the step's; an error of concurrent host work does not."""
     notes: list[str] = []
     device = Device(notes)
     engine = new_engine(device, notes)
@@ -194,7 +194,7 @@ class Hashed:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_hashed_at_a_plan_does_not_depend_on_when(seed):
-    """CU-6: with slices begun during steps and without, whoever comes, ends or hashes anew meanwhile."""
+    """CU-6: hashes are equal with and without slices during steps, whatever arrives, ends or is rehashed meanwhile."""
     states = []
     for is_early in (True, False):
         source, block, requests, seen = random.Random(seed), (64, 48)[seed % 2], [], []

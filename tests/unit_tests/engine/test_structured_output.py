@@ -51,7 +51,7 @@ class Grammar:
     [((), ()), ((5, 6), (5, 6)), ((5, 9, 6), (5,)), ((9,), ()), ((5, 8, 6), (5,))],
 )
 def test_masks_after_drafts(drafts, allowed):
-    """As many drafts as the grammar allows, with a mask after each; the matcher stays before them."""
+    """Masks cover as many drafts as the grammar allows, one after each; the matcher's state stays before the drafts."""
     job = Job(Grammar(), None, (1, 2), drafts, ())
     job.run()
     assert job.error is None
@@ -69,7 +69,7 @@ def test_an_answer_that_cannot_go_on(tokens):
 
 
 def test_cheap_masks_go_first():
-    """One that takes long waits for cheaper ones that come later, and its own thread is not the caller's."""
+    """A slow mask waits for cheaper ones that arrive later, and masks are computed on their own thread."""
     thread, may_go, order = MaskThread(), threading.Event(), []
 
     def submit(name: str, seconds: float, before: Callable[[], object]) -> Job:
@@ -121,7 +121,7 @@ def test_a_step_waits_for_a_share_of_the_one_before(has_other_work):
 
 
 def test_the_thread_gives_way():
-    """Its priority is below that of the thread that steps, where threads have priorities."""
+    """The thread's priority is below that of the thread that steps, on systems with thread priorities."""
     found = []
     thread = MaskThread()
     job = Job(Grammar(0.0, lambda: found.append(threading.get_native_id())), None, (), (), ())

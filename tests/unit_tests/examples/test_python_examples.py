@@ -91,7 +91,7 @@ class TestReinforcementLearning:
         return [record.generated_tokens for record in group.records]
 
     def test_log_probs_are_the_engines(self, policy):
-        """What is trained is what was sampled: the policy gives each answer the log-prob that the engine reports."""
+        """The policy gives each sampled answer the log-prob that the engine reports."""
         params = RequestParams(num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True)
         with rl_loop.load() as engine:
             engine.update_weights(policy.named_parameters())

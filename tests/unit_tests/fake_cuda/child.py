@@ -1,4 +1,4 @@
-"""What the tests of this folder run on the fake device, in a process of its own: lives and faults, as JSON.
+"""Program of this folder's tests that runs lives and faults on the fake device in its own process, with JSON output.
 
 `python -m tests.unit_tests.support.fake_cuda -m tests.unit_tests.fake_cuda.child FILE [LIVES]`
 """

@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def outcome(work: Callable[[], object]) -> str:
-    """What it gives, or its error in words."""
+    """Result of the work as text, or its error."""
     try:
         return str(work())
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
@@ -33,7 +33,7 @@ def wait_noted(work: Callable[[], object]) -> str:
 
 
 def requests_fail(life: str) -> str:
-    """What a life's requests were told."""
+    """Errors reported to the requests of a life."""
     found = lives.LIVES[life](nullcontext())
     return "; ".join(sorted({str(one["error"]) for one in found["requests"]}))
 
@@ -138,7 +138,7 @@ def _free() -> int:
 
 
 def _suspended() -> object:
-    """What a suspend gives back to other processes, and a resume takes again: in blocks' bytes, at least."""
+    """Bytes that a suspend returns to other processes and a resume takes again: at least the blocks' bytes."""
     engine = lives.engine_of("hybrid", block_count=4000)
     pools, full = engine.context.allocated.kv.nbytes, _free()
     engine.suspend()

@@ -35,13 +35,13 @@ SHAPED = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty
 
 @functools.cache
 def model_of(kind: str) -> torch.nn.Module:
-    """Of a kind, on the device."""
+    """Build the model of a kind on the device."""
     platform.initialize()
     return build_slow_decay(config_of(kind))
 
 
 def config_of(kind: str) -> ModelConfig:
-    """Of the tiny models; "wide" has heads that attention has kernels for."""
+    """Config of a tiny model; "wide" has heads that attention has kernels for."""
     return replace(CONFIGS["hybrid"], kv_channels=16) if kind == "wide" else CONFIGS[kind]
 
 
@@ -69,7 +69,7 @@ def engine_of(
 
 
 def plain_requests() -> Requests:
-    """What every program computes."""
+    """Requests with features that every captured step computes."""
     yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9}
     yield make_prompt(17), {"num_tokens_to_generate": 5}
     yield [*STEM, *make_prompt(7, 1), 3], {"num_tokens_to_generate": 6}
@@ -78,7 +78,7 @@ def plain_requests() -> Requests:
 
 
 def requests() -> Requests:
-    """What a step may be asked for beside greedy tokens."""
+    """Requests with features of a step beyond greedy tokens."""
     yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9, **SCORED}
     yield make_prompt(17), {"num_tokens_to_generate": 6, **DRAWN, "top_k": 9, "min_p": 0.01, "return_log_probs": True}
     yield [*STEM, *make_prompt(7, 1), 3], {"num_tokens_to_generate": 6, "min_tokens": 4}
@@ -88,7 +88,7 @@ def requests() -> Requests:
 
 
 def wished() -> Requests:
-    """The same, without log-probs of prompts, and prompts that are short: what programs take."""
+    """Requests as above with short prompts and without prompt log-probs, so that captured steps accept them."""
     for prompt, wish in requests():
         yield prompt[-30:], wish | ({"skip_prompt_log_probs": True} if "return_log_probs" in wish else {})
 
@@ -118,7 +118,7 @@ def served(
 
 
 def told(record: RequestRecord) -> dict[str, object]:
-    """What a request was given."""
+    """Outputs of a request."""
     return {
         "tokens": list(record.generated_tokens),
         "log_probs": record.generated_log_probs,
@@ -176,7 +176,7 @@ def new_weights(watch: AbstractContextManager[object]) -> dict[str, object]:
 
 
 def drafted(method: str) -> Life:
-    """With drafts by n-grams, or by a model."""
+    """Life with drafts by n-grams, or by a model."""
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         source: dict[str, object] = {"speculative_load": "beside"} if method == "draft_model" else {}
@@ -240,7 +240,7 @@ def few(kind: str, **settings: object) -> Life:
 
 
 def few_programs(kind: str) -> Life:
-    """The same by programs of one size."""
+    """Life with captured steps of one size."""
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         settings = {"cuda_graph_impl": "local", "num_cuda_graphs": 1, "max_requests": 2, "operator_backend": "triton"}

@@ -75,7 +75,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
-    """What the process with the device says; all workers of one run share it."""
+    """Results of the process with the device; all workers of one run share them."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     result = folder / "fake_cuda.json"

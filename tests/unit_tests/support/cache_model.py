@@ -1,4 +1,4 @@
-"""What a prefix cache must do, by brute force on token lists: no block hashes, no blocks of memory, no counters.
+"""Reference model of a prefix cache, by brute force on token lists: no block hashes, no blocks of memory, no counters.
 
 The contents of a block are everything before its end: the salt, and all tokens of the sequence up to there.
 """
@@ -18,7 +18,7 @@ Contents = tuple[str | None, tuple[int, ...]]
 
 
 def leading(wanted: Sequence[Contents], known: set[Contents]) -> int:
-    """How many of `wanted`, from the start, are in `known`."""
+    """Number of `wanted` contents, from the start, that are in `known`."""
     return next((i for i, contents in enumerate(wanted) if contents not in known), len(wanted))
 
 
@@ -97,7 +97,7 @@ class CacheModel:
     # What token lists say
 
     def contents(self, request: Request, end: int) -> list[Contents]:
-        """Of the complete blocks of the first `end` tokens."""
+        """Contents of the complete blocks of the first `end` tokens."""
         salt = request.params.cache_salt
         lengths = range(self.block_size, end + 1, self.block_size)
         return [(salt, tuple(request.tokens[:length])) for length in lengths]
@@ -125,7 +125,7 @@ class CacheModel:
             leaders.setdefault(contents, set()).add(request.request_id)
 
     def _wanted(self, request: Request) -> list[Contents]:
-        """What the request would read from the cache if it were there."""
+        """Contents that the request would read from the cache if they were cached."""
         reads = request.params.enable_prefix_caching and not request.params.wants_prompt_log_probs
         return self.contents(request, len(request.tokens)) if reads else []
 
@@ -137,7 +137,7 @@ class CacheModel:
         return (fewest if has_evicted else most), most
 
     def _kept_for_followers(self) -> set[Contents]:
-        """What requests that still wait have waited for; under "ref_zero" nothing else outlives its last user."""
+        """Contents that waiting requests have waited for; with "ref_zero" nothing else outlives its last user."""
         waiting, size = self.scheduler.queues.waiting, self.block_size
         return {
             contents
@@ -167,7 +167,7 @@ class CacheModel:
     def _check_admission(
         self, admission: Admission, leaders: dict[Contents, set[int]], bounds: tuple[int, int]
     ) -> None:
-        """Matched and skipped are exact; and nobody computes the next block already (KV-6)."""
+        """Check that matched and skipped counts are exact and that no other request computes the next block (KV-6)."""
         request, matched = admission.request, len(admission.matched)
         fewest, most = bounds
         assert fewest <= matched <= most, f"request {request.request_id} matched {matched}, not {fewest} to {most}"

@@ -61,7 +61,7 @@ class CachingDriver(Driver):
 
 
 class Broken(RuntimeError):
-    """What a failing forward raises."""
+    """Error that a failing forward raises."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ BATCHING = BatchingConfig(block_size=16, block_count=24, max_requests=3, max_tok
 
 
 def make_draft_model(get_oracle, kind: str) -> DraftModel:
-    """With the weights of the kind's oracle, beside a large hybrid."""
+    """Draft model with the weights of the kind's oracle, for a large hybrid."""
     model = get_oracle(kind).model
     parts = DraftParts(model, CONFIGS[kind], NullTokenizer(VOCABULARY), torch.float32)
     large = get_oracle("hybrid").model

@@ -41,7 +41,7 @@ def any_token(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> 
 
 
 def nonsense(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
-    """What no drafts are, half of the time; and it raises."""
+    """Return invalid drafts half of the time, or raise."""
     bad = source.choice([(VOCABULARY,), (-1,), (2**40,), None, 7, "text", (1.5,), (0,) * (ask.limit + 1), LookupError])
     if bad is LookupError:
         raise LookupError("nothing like it")
@@ -91,11 +91,11 @@ class Knowing:
 
 
 class Pair:
-    """The same requests, one group after the other, for an engine without drafts and for others with them.
+    """Identical requests, one group after the other, for an engine without drafts and for others with them.
 
     Args:
-        build: Keywords of `Driver` -> one.
-        settings: Of all of them.
+        build: Function from keywords of `Driver` to a driver.
+        settings: Settings of all drivers.
     """
 
     def __init__(self, build: Callable[..., Driver], **settings: object) -> None:
@@ -108,7 +108,7 @@ class Pair:
         return self._build(**(self._settings | settings), speculative_tokens=count, drafter=drafter)
 
     def truth(self) -> dict[int, Sequence[int]]:
-        """What the plain engine's requests have generated, behind their prompts."""
+        """Prompts and generated tokens of the plain engine's requests."""
         records = self.plain.records
         return {name: (*record.prompt_tokens, *record.generated_tokens) for name, record in records.items()}
 
@@ -129,7 +129,7 @@ def assert_same(actual: Driver, expected: Driver) -> None:
 
 
 def assert_same_record(actual: Driver, expected: Driver, request_id: int) -> None:
-    """What a user gets."""
+    """Check that the parts of a record that a user sees are equal."""
     one, other = actual.records[request_id], expected.records[request_id]
     assert one.generated_tokens == other.generated_tokens
     for name in ("generated_text", "finish_reason", "status", "prompt_tokens"):
@@ -163,7 +163,7 @@ def _each(by_position: Mapping[int, Sequence]) -> Iterator[tuple[int, object]]:
 
 
 def assert_same_cache(actual: Driver, expected: Driver) -> None:
-    """The same blocks and snapshots can be found, and snapshots hold the same states."""
+    """Check that both caches find equal blocks and snapshots, and that snapshots hold equal states."""
     caches = [driver.scheduler.cache for driver in (actual, expected)]
     block_hashes = [set(cache._index.block_hashes()) for cache in caches]
     assert block_hashes[0] == block_hashes[1], "other blocks are cached"

@@ -46,7 +46,7 @@ def few_prefills(monkeypatch: pytest.MonkeyPatch, *, are_few: bool) -> dict[str,
 
 @dataclass
 class Seen:
-    """What a request's steps gave, keyed by how many tokens had been computed then; computed again, noted again."""
+    """Logits and states of a request's steps, keyed by the number of tokens computed by then; repeated steps append."""
 
     logits: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     states: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=lambda: defaultdict(list))
@@ -141,7 +141,7 @@ class Driver:
         self._poison_slots(self.scheduler.queues)
 
     def _poison_slots(self, owners: Iterable[Request]) -> None:
-        """All snapshots that nobody can find, and all states behind drafts but those that `owners` go on from."""
+        """Poison snapshots that cannot be found and states after drafts, except those from which `owners` continue."""
         pool, states = self.context.snapshots, self.scheduler.cache.states
         if pool is None:
             return
@@ -206,7 +206,7 @@ class Driver:
             seen.states[end].append((pool.conv[:, slot].clone().cpu(), pool.ssm[:, slot].clone().cpu()))
 
     def _note_drawn(self, request: Request, start: int, end: int) -> None:
-        """What was computed behind drafts that did not come is nobody's."""
+        """Keep the logits of accepted positions; drop those computed after rejected drafts."""
         for position, logits in self._drawn.pop(request.request_id, ()):
             if position <= end:
                 self.seen[request.request_id].logits[position].append(logits)
@@ -252,7 +252,7 @@ class Driver:
         return result
 
     def run(self) -> dict[int, RequestRecord]:
-        """To the end; then nothing may be left in the pools, and the books must balance."""
+        """Run to the end; afterwards the pools must be empty and the counters must balance."""
         for _ in range(MAX_STEPS):
             if not self.engine.has_unfinished_requests():
                 break
@@ -270,12 +270,12 @@ class Driver:
         return [event.type.name for event in self.records[request_id].events]
 
     def count(self, event: EventType) -> int:
-        """How often it happened, all ended requests together."""
+        """Number of events of a type in all ended requests."""
         return sum(e.type is event for record in self.records.values() for e in record.events)
 
 
 def check_record(record: RequestRecord) -> None:
-    """What is true of every record (KV-10, accounting)."""
+    """Check the invariants of every record (KV-10, accounting)."""
     times = [event.timestamp for event in record.events]
     assert times == sorted(times), "time went back"
     names = [event.type for event in record.events]
@@ -313,7 +313,7 @@ def _assert_close(actual: Tensor, expected: Tensor, atol: float, message: str) -
 
 
 def equal_tokens(actual: Sequence[int], expected: Expected) -> int:
-    """How many tokens can be compared: all, or those before a tie of the reference's two best logits."""
+    """Number of tokens that can be compared: all, or those before a tie of the reference's two best logits."""
     assert len(actual) == len(expected.tokens)
     for i, (a, b) in enumerate(zip(actual, expected.tokens, strict=True)):
         if a != b:
@@ -350,7 +350,7 @@ def assert_equals_expected(driver: Driver, request_id: int, expected: Expected) 
 
 
 def what_it_gave(driver: Driver, request_id: int) -> Expected:
-    """What another driver's request must give if it is to equal this one."""
+    """Expected outputs of a request that must equal a request of another driver."""
     record, seen = driver.records[request_id], driver.seen[request_id]
     first = record.prompt_token_count
     logits = [seen.logits[first + i][0] for i in range(len(record.generated_tokens))]

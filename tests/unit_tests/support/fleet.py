@@ -61,7 +61,7 @@ Behaviour = Callable[["FakeReplica", Exchange], Awaitable[None]]
 
 
 async def answers(fake: FakeReplica, exchange: Exchange) -> None:
-    """At once: whole or as a stream."""
+    """Answer at once: whole or as a stream."""
     if exchange.body.get("stream"):
         exchange.head(200, "text/event-stream")
         for event in EVENTS:
@@ -137,7 +137,7 @@ class FakeReplica:
         return self
 
     async def stop(self) -> None:
-        """As if killed."""
+        """Close all connections abruptly, as if killed."""
         self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()

@@ -27,7 +27,7 @@ class ForeignFiles:
             os.chown(path, OTHER_USER, -1, follow_symlinks=False)
 
     def has(self, handle: int) -> bool:
-        """Whether an open file is one of these."""
+        """Return whether an open file is one of these."""
         status = self._fstat(handle)
         return (status.st_dev, status.st_ino) in self._ids
 

@@ -42,11 +42,11 @@ class HybridBook(Book):
 
 
 class HybridModel(CacheModel):
-    """The same for models with recurrent layers.
+    """Reference cache model for models with recurrent layers.
 
     Args:
-        is_exact: Slots and blocks are plenty, so every snapshot that was ever wanted is there; otherwise those that are
-            there must have been wanted.
+        is_exact: If true, slots and blocks suffice, so every snapshot that was ever wanted exists; otherwise each
+            existing snapshot must have been wanted.
     """
 
     def __init__(self, driver: HybridDriver, *, is_exact: bool) -> None:
@@ -59,17 +59,17 @@ class HybridModel(CacheModel):
 
     def _clear(self) -> None:
         self.expected: set[Contents] = set()  # snapshots that were taken and should be there still
-        self._optional: set[Contents] = set()  # those of decode that nobody consumed
+        self._optional: set[Contents] = set()  # snapshots of decode that were not consumed
         self._last_in_decode: dict[int, Contents] = {}
         self._requested: dict[int, set[int]] = {}  # leader -> positions that followers wait for
         self._of_hash.clear()
 
     def visible(self) -> set[Contents]:
-        """What the engine has snapshots of."""
+        """Contents of which the engine has snapshots."""
         return {self._of_hash[block_hash] for block_hash in self._states._visible}
 
     def asked_for(self) -> set[Contents]:
-        """Those of them that are not opportunistic."""
+        """Contents of the visible snapshots that are not opportunistic."""
         states = self._states
         return {self._of_hash[block_hash] for block_hash in states._visible if not states.is_provisional(block_hash)}
 
@@ -159,7 +159,7 @@ class HybridModel(CacheModel):
         assert (admission.restore is not None) == (start > 0)
         if start:
             self._optional.discard(run[start // self.block_size - 1])
-            self.expected.add(run[start // self.block_size - 1])  # though nobody had asked for it
+            self.expected.add(run[start // self.block_size - 1])  # though it was not requested
         self._stale.discard(request.request_id)
         self._requested.pop(request.request_id, None)
         if request.params.enable_prefix_caching:
@@ -248,7 +248,7 @@ class HybridDriver(CachingDriver):
         return self.scheduler.cache.states
 
     def snapshots_of(self, tokens: Sequence[int], salt: str | None = None, *, opportunistic: bool = False) -> list[int]:
-        """Positions in `tokens` at which there are snapshots, or such that nobody asked for."""
+        """Positions in `tokens` at which there are requested snapshots, or opportunistic ones."""
         found = self.model.asked_for()
         if opportunistic:
             found = self.model.visible() - found
@@ -282,10 +282,10 @@ def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: in
 
 
 def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], oracle: Oracle) -> list[int]:
-    """Every snapshot within `tokens` holds, in all layers, what a token-by-token recurrence gives.
+    """Check that every snapshot within `tokens` holds, in all layers, the states of a token-by-token recurrence.
 
     Returns:
-        The positions of those that somebody asked for.
+        Positions of the requested snapshots.
     """
     positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
     for position in [*positions, *driver.snapshots_of(tokens, opportunistic=True)]:

@@ -18,7 +18,7 @@ END = (2**64 - 1).to_bytes(8, "big")
 
 @dataclass(frozen=True)
 class Block:
-    """As it was told."""
+    """Block as the events describe it."""
 
     parent: int | None
     tokens: tuple[int, ...]
@@ -145,7 +145,7 @@ class Worker:
         self.asker, self.cache, self.reader = asker_of(endpoint), cache, Reader()
 
     def has_all(self) -> bool:
-        """Whether it knows, after one question more, all that the cache holds (hybrids: its snapshots)."""
+        """Return whether the reader knows, after a replay, all that the cache holds (hybrids: its snapshots)."""
         for number, payload in replayed(self.asker, self.reader.expected):
             assert self.reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
         if self.cache.states is None:

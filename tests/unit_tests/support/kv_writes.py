@@ -84,7 +84,7 @@ class KvWrites:
         return result
 
     def _protected(self) -> set[int]:
-        """Blocks with contents that somebody else could read, now or later, or that are complete."""
+        """Blocks whose contents another request could read, now or later, or that are complete."""
         pool, queues = self._scheduler.blocks, self._scheduler.queues
         protected = set(pool.evictable)
         for request in [*queues.running, *queues.paused]:

@@ -1,4 +1,4 @@
-"""What a program launches on a device, counted without one: every operation that computes, and every kernel of ours.
+"""Launches of a program on a device, counted without one: every operation that computes, and every kernel of ours.
 
 Views and allocations launch nothing. torch's RMS norm is one kernel on CUDA and several operations on a CPU, so it is
 counted by its name; what Triton's interpreter does meanwhile is not counted.
@@ -43,7 +43,7 @@ class LaunchCounter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def one(self, name: str) -> Iterator[None]:
-        """What runs within it is one launch."""
+        """Count everything within the context as one launch."""
         self.note(name)
         before, self._is_paused = self._is_paused, True
         try:
@@ -56,7 +56,7 @@ class LaunchCounter(TorchDispatchMode):
         if name == "aten::rms_norm" and _is_one_kernel(*args, **kwargs):
             with self.one(name):
                 return func(*args, **kwargs)
-        with self:  # what is made of other operations is these; in inference mode nobody has taken it apart yet
+        with self:  # count the parts of composite operations; inference mode has not decomposed them yet
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
@@ -70,7 +70,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _is_one_kernel(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> bool:
-    """Whether torch's RMS norm is, on CUDA; else it is made of others."""
+    """Return whether torch's RMS norm is one kernel on CUDA; otherwise it consists of several operations."""
     return weight is None or weight.dtype == x.dtype
 
 

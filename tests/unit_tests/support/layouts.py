@@ -100,7 +100,7 @@ def perturbed_model(config: ModelConfig, seed: int = 3) -> HybridModel:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a model, where that lies in the whole, and what it computes; None but for the last stage."""
+    """Tensors of a rank, their places in the whole model, and the output, which only the last stage has."""
 
     tensors: dict[str, Tensor]
     where: dict[str, tuple[str, tuple[tuple[slice, slice], ...]]]
@@ -136,13 +136,13 @@ def places(model: HybridModel) -> dict[str, tuple[str, tuple[tuple[slice, slice]
 
 
 def matrices(model: HybridModel) -> int:
-    """How many numbers this rank's matrices have."""
+    """Number of values in this rank's matrices."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 
 @torch.inference_mode()
 def logits(model: HybridModel, tokens: list[int]) -> Tensor | None:
-    """What the ranks compute for a sequence without any engine, [T, V]; None on all but the last stage."""
+    """Logits of a sequence, [T, V], computed by the ranks without an engine; None on all but the last stage."""
     group, stage = model.pp_group, model.pp_group.rank()
     neighbours = torch.distributed.get_process_group_ranks(group)
     hidden_size = model.config.hidden_size
@@ -160,7 +160,7 @@ def logits(model: HybridModel, tokens: list[int]) -> Tensor | None:
 
 
 def part_of(model: HybridModel, tokens: list[int] | None = None) -> Part:
-    """What this rank has; with tokens, what it computes, too."""
+    """Part that this rank has; with tokens, its output too."""
     return Part(held(model), places(model), None if tokens is None else logits(model, tokens))
 
 

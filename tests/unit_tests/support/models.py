@@ -126,7 +126,7 @@ def slow_down(mixer: Mamba2Mixer, generator: torch.Generator) -> None:
 
 
 def slow_down_delta_net(mixer: GatedDeltaNetMixer, generator: torch.Generator) -> None:
-    """The same: decay as above, and little is overwritten, for the delta rule forgets where it writes (in place)."""
+    """Slow the decay of a gated delta net, in place, and make it overwrite little: the delta rule forgets on writes."""
     heads = mixer.value_heads_local
     _uniform(mixer.A_log, 0.01, 0.1, generator).log_()
     mixer.dt_bias.copy_(inverse_softplus(_uniform(mixer.dt_bias, 0.01, 0.05, generator)))

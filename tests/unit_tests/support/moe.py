@@ -17,7 +17,7 @@ def reference_moe(layer: nn.Module, hidden: Tensor, config: ModelConfig) -> Tens
 
 
 def routing_margin(layer: nn.Module, hidden: Tensor, config: ModelConfig) -> float:
-    """By how much the router prefers what it chooses, for the token of `hidden` [T, h] where it wavers most."""
+    """Smallest margin by which the router prefers its choices, over the tokens of `hidden` [T, h]."""
     return min(_token(layer, token.double(), config)[1] for token in hidden)
 
 

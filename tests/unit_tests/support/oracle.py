@@ -24,11 +24,11 @@ from tests.unit_tests.support.mamba1 import recur_mamba1
 
 @dataclass(frozen=True)
 class Expected:
-    """What a greedy request must give.
+    """Expected outputs of a greedy request.
 
     Attributes:
-        tokens: The generated ones.
-        logits: [n, V], row i chose tokens[i].
+        tokens: Generated tokens.
+        logits: [n, V], row i yields tokens[i].
         prompt_log_probs: [P - 1], entry i scores prompt token i + 1.
     """
 
@@ -126,7 +126,7 @@ def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recur_delta_net(mixer: GatedDeltaNetMixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a gated delta net: what a key recalls moves towards the token's value, after a decay per head."""
+    """Recurrence of a gated delta net: a key's recalled value moves to the token's value, after a decay per head."""
     keys, values = mixer.key_heads_local, mixer.value_heads_local
     projected = hidden.double() @ mixer.in_proj.weight.double().T
     columns, beta, alpha = projected[:, : mixer.conv_dim], projected[:, -2 * values : -values], projected[:, -values:]

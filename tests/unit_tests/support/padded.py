@@ -30,7 +30,7 @@ _OPERATORS = (CAUSAL_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
 
 @contextlib.contextmanager
 def operators_by(backend: str) -> Iterator[None]:
-    """With this backend wherever an operator has it; shapes of the reference show what a program is made for."""
+    """Use this backend for each operator that has it; shapes of the reference show the sizes of a captured step."""
     with contextlib.ExitStack() as stack:
         for backends in (PAGED_ATTENTION, *(operator.backends for operator in _OPERATORS)):
             if backend in backends.names:
@@ -72,7 +72,7 @@ class Padded:
         fixed.find, fixed.launch = find_noted, launch_noted
 
     def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """As a step leaves them: when it is committed, the one behind it may have been computed."""
+        """Keep copies of the states a step leaves: by its commit the next step may have been computed."""
         pool = self.context.live_states
         for chunk in chunks if pool is not None else ():
             states = pool.conv[:, chunk.running_slot].clone(), pool.ssm[:, chunk.running_slot].clone()
@@ -94,7 +94,7 @@ class Padded:
         return self.scheduler.counters.launched_ahead
 
     def wait_for_tokens(self) -> None:
-        """From now on every step is launched when the one before is over."""
+        """Launch every following step only after the previous one has ended."""
         self.engine.core.replicas[0].ahead._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
@@ -102,7 +102,7 @@ class Padded:
         return super().add(request_id, prompt, **({"return_log_probs": False} | params))
 
     def step(self) -> dict:
-        """With padding's places poisoned before."""
+        """Poison the padding rows' blocks and slots, then step."""
         self.poison_padding()
         return super().step()
 
@@ -139,7 +139,7 @@ class Padded:
 
 
 def rows_of(step: ModelInput) -> Iterator[tuple[int, ScheduledChunk]]:
-    """Whose logits the rows of a forward are: padded steps have one for each chunk, others for those that sample."""
+    """Yield each logits row and its chunk: padded steps have a row for each chunk, others for those that sample."""
     sampled = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.sampling is not None]
     if step.paged_batch.has_static_shapes:
         assert len(step.chunks) == len(step.sample_tokens)

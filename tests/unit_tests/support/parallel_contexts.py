@@ -1,4 +1,4 @@
-"""The same life of the same requests on one rank and on several: what rank 0 saw of it, and what the others did.
+"""Identical runs of requests on one rank and on several: observations of rank 0 and actions of the others.
 
 whole = whole_parameters(build_slow_decay(CONFIG))
 alone = live(None, CONFIG, whole, SCRIPT)
@@ -34,15 +34,15 @@ MAX_STEPS = 2000
 
 @dataclass(frozen=True)
 class Script:
-    """What is asked of an engine, in order.
+    """Script of actions for an engine, in order.
 
     Attributes:
         actions: ("add", id, tokens, fields of `RequestParams`), ("steps", count), ("abort", id), ("reset",),
-            ("weights",), ("suspend",), ("anew",). What is left is served to the end.
+            ("weights",), ("suspend",), ("anew",). Remaining requests are served to the end.
         batching: Fields of `BatchingConfig`.
-        cache: See there.
+        cache: Fields of `CacheConfig`.
         drafts: See `build_engine`.
-        truth: What the drafter thinks that requests will say (see `Knowing`); it is right for a while.
+        truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
     """
 
     actions: Sequence[tuple]
@@ -54,14 +54,14 @@ class Script:
 
 @dataclass(frozen=True)
 class Lived:
-    """What a rank has to tell.
+    """Observations of a rank.
 
     Attributes:
         records: By request, on rank 0.
         statistics: The `prefix_cache` object, on rank 0.
-        counters: Of its scheduler; on rank 0 of all replicas.
-        steps: In which something was computed.
-        geometry: Of all ranks.
+        counters: Counters of its scheduler; on rank 0 of all replicas.
+        steps: Number of steps with computed tokens.
+        geometry: KV cache sizes of all ranks.
     """
 
     records: dict[int, RequestRecord]
@@ -163,7 +163,7 @@ def assert_same(one: Lived, other: Lived, *, atol: float = 1e-4) -> None:
 
 
 def assert_same_record(one: RequestRecord, other: RequestRecord, atol: float = 1e-4) -> None:
-    """The same of one request."""
+    """Check that two records of one request are equal, scores within `atol`."""
     left, right = dataclasses.asdict(one), dataclasses.asdict(other)
     for name in left.keys() - set(TIMES) - set(SCORES):
         assert left[name] == right[name], f"request {one.request_id}: {name}"

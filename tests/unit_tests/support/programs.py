@@ -1,4 +1,4 @@
-"""Whether two steps are the same program on other numbers, as a CUDA graph needs it; seen without a GPU.
+"""Recorder that shows, without a GPU, whether two steps are one program on different values, as CUDA graphs need.
 
 A graph replays kernels with the very arguments of the step that was captured: shapes, strides, numbers from the host,
 addresses. So the recorder writes down these of every operation, and two records must be equal.
@@ -85,13 +85,13 @@ class ProgramRecorder(TorchDispatchMode):
 
 
 def _is_boolean_index(name: str, given: list[object]) -> bool:
-    """Whose answer is as long as there are true entries."""
+    """Return whether the operation indexes by a boolean mask, so that the number of true entries sets its length."""
     is_index = name.split(".")[0] in ("aten::index", "aten::index_put_")
     return is_index and any(isinstance(one, Tensor) and one.dtype == torch.bool for one in given[1:-1] or given[1:])
 
 
 def differences(first: ProgramRecorder, second: ProgramRecorder) -> Counter[str]:
-    """What is not the same in two programs, in words, and how often; up to the first operation that is another one."""
+    """Differences of two programs, as text with counts, up to the first operation that differs."""
     found: Counter[str] = Counter()
     if len(first.operations) != len(second.operations):
         found[f"{len(first.operations)} operations, then {len(second.operations)}"] += 1

@@ -1,4 +1,4 @@
-"""What the fork server of `tests/forked.py` imports before it forks a process, so that it starts in no time.
+"""Imports of the fork server of `tests/forked.py` before it forks, so that processes start at once.
 
 Nothing here computes: a process that has run a parallel region of OpenMP, or started any other thread, must not fork.
 Where processes are started by exec instead, this is not imported.

@@ -20,14 +20,14 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank is to do.
+    """Task of a rank.
 
     Attributes:
-        rank, size: Of the world.
-        folder: Where ranks meet and leave what they have to say.
-        seconds: Until it is killed.
+        rank, size: Rank and number of ranks of the world.
+        folder: Folder where ranks meet and leave their reports.
+        seconds: Time until the rank is killed.
         call: The pickled function and its arguments.
-        meet: Whether torch.distributed is to be initialized before the call.
+        meet: True if torch.distributed is to be initialized before the call.
     """
 
     rank: int
@@ -44,14 +44,14 @@ class RankTask:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of the call.
+    """Result of the call.
 
     Attributes:
-        at: When, by the clock that all processes of the machine share.
-        value: What it returned.
-        error: Its traceback; empty if it raised nothing.
-        summary: The last line of that.
-        exit_code: Of a `SystemExit`, which is no error.
+        at: Time by the clock that all processes of the machine share.
+        value: Return value.
+        error: Traceback; empty if the call raised nothing.
+        summary: Last line of the traceback.
+        exit_code: Code of a `SystemExit`, which is not an error.
     """
 
     at: float

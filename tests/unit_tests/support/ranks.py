@@ -41,15 +41,15 @@ LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended.
+    """Outcome of one rank.
 
     Attributes:
-        exit_code: Of the process; negative for a signal.
-        was_killed: By the deadline, or because another rank had failed long ago.
-        ended_at: By the clock that all processes of the machine share.
+        exit_code: Exit code of the process; negative for a signal.
+        was_killed: True if killed at the deadline or some time after another rank failed.
+        ended_at: Time by the clock that all processes of the machine share.
         report: None if the process ended without one.
-        stdout, stderr: All that it wrote.
-        stacks: Where its threads were shortly before the deadline; empty if it was done by then.
+        stdout, stderr: Everything that the rank wrote.
+        stacks: Stacks of its threads shortly before the deadline; empty if it had ended by then.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def cause(self) -> str:
-        """In one line."""
+        """Cause of the failure in one line."""
         if self.report is not None and self.report.error:
             return self.report.summary
         if self.was_killed:
@@ -95,11 +95,11 @@ class Outcome:
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed. The message begins with the root of it.
+    """Failure of at least one rank. The message begins with the root of it.
 
     Attributes:
-        outcomes: Of all ranks, in order.
-        root: The one that failed first.
+        outcomes: Outcomes of all ranks, in order.
+        root: Rank that failed first.
     """
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
@@ -143,16 +143,16 @@ def run_world(
     meet: bool = True,
     hash_seeds: Sequence[int] | None = None,
 ) -> list[Outcome]:
-    """The same, for tests of failures: how each rank ended.
+    """Run a function on all ranks and return how each rank ended, for tests of failures.
 
     Args:
-        function: Can be pickled, as its arguments and what it returns.
-        size: Ranks.
-        arguments: The same for all.
+        function: Function; it, its arguments and its result can be pickled.
+        size: Number of ranks.
+        arguments: Arguments, equal on all ranks.
         deadline: Seconds until ranks that have not ended are killed.
-        grace: Seconds that ranks have left when one has failed.
-        meet: Whether torch.distributed is initialized.
-        hash_seeds: PYTHONHASHSEED of each rank. Takes ranks by exec, which import everything themselves.
+        grace: Seconds left to the other ranks when one has failed.
+        meet: True if torch.distributed is initialized.
+        hash_seeds: PYTHONHASHSEED of each rank. Ranks are then started by exec and import everything themselves.
     """
     is_test = "PYTEST_CURRENT_TEST" in os.environ
     assert worlds.is_held() or not is_test, f"a test that starts ranks has the mark `{worlds.MARK}`"

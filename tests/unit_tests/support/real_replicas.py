@@ -16,7 +16,7 @@ PATIENCE = 60.0  # seconds for a model to be there
 
 
 def serve(flags: list[str], said: str) -> None:
-    """What a process does: it says that it is ready into a file."""
+    """Run a server that writes its ready line into a file."""
     from tools import run_server
 
     with open(said, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -47,7 +47,7 @@ class RealReplica:
 
 
 def start(folder: Path, *flags: str) -> RealReplica:
-    """One that begins to start."""
+    """Start a replica and return it at once, before it is ready."""
     said = folder / f"replica{len(list(folder.iterdir()))}"
     said.touch()
     return RealReplica(fork(serve, list(flags), str(said)), said)

@@ -25,7 +25,7 @@ from tests.unit_tests.support.parallel_contexts import Lived, Script, live
 from tests.unit_tests.support.spread import Whole
 
 VOCABULARY = 96  # a multiple of every number of ranks here
-# A small pool; who is paused gives up its blocks at once.
+# A small pool; a paused request gives up its blocks at once.
 BATCHING = {
     "block_size": 16,
     "block_count": 14,
@@ -126,7 +126,7 @@ def assert_meets_everything(lived: Lived, config: ModelConfig, cache: str) -> No
 
 
 def part_of(script: Script, replica: int, replicas: int) -> Script:
-    """What one of several replicas is asked for: requests take turns; everything else is for all."""
+    """Actions of one of several replicas: requests take turns; all other actions apply to each replica."""
     turns = [action[1] for action in script.actions if action[0] == "add"]
     own = set(turns[replica::replicas])
     kept = [action for action in script.actions if action[0] not in ("add", "abort") or action[1] in own]

@@ -9,7 +9,7 @@ MAX_LEVELS = 3
 
 
 def random_schema(seed: int) -> dict:
-    """Of all kinds that there are, nested, with definitions that are referred to."""
+    """Random schema with all supported kinds, nested, with definitions that are referred to."""
     source = random.Random(f"schema {seed}")
     definitions = {f"d{i}": _schema(source, MAX_LEVELS - 1, ()) for i in range(source.randrange(3))}
     schema = _object(source, 0, tuple(definitions)) if seed % 3 else _schema(source, 0, tuple(definitions))

@@ -74,7 +74,7 @@ class LiveServer:
             time.sleep(0.005)
 
     def check_idle(self) -> None:
-        """When the last request has ended nothing is owned by anybody."""
+        """Check that after the last request has ended all resources are free."""
         self.wait_until(lambda: self.serving.requests.living == 0)
         self.in_engine_thread(self._check_idle)
 

@@ -1,8 +1,8 @@
-"""A device on paper: keys in blocks, states in slots, tokens that depend on all of them, and one queue of work.
+"""Simulated device: keys in blocks, states in slots, tokens that depend on all of them, and one queue of work.
 
-What is launched is computed when its result is asked for, or later; never earlier than what was launched before it.
-Whatever is freed is poisoned by work in the same queue, behind what was launched until then: a row that reads poison,
-or a place that somebody else has written meanwhile, shows in its tokens. Nothing is read back by whoever launches.
+A launched step is computed when its result is requested, or later; never earlier than a step launched before it.
+Freed memory is poisoned by work in the same queue, after the steps launched so far: a row that reads poison, or memory
+that another request has written meanwhile, shows in its tokens. Launching reads nothing back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def state_behind(state: int, token: int) -> int:
 
 
 def next_token(keys: Sequence[int], state: int, uniform: float | None) -> int:
-    """What a model samples: it depends on every key, on the states, and on the number that is drawn."""
+    """Sampled token; depends on every key, on the state, and on the drawn number."""
     assert POISON not in keys, "poisoned keys were read"
     drawn = 0 if uniform is None else int(uniform * WORDS)
     return (zlib.crc32(f"{list(keys)} {state}".encode()) + drawn) % WORDS
@@ -86,7 +86,7 @@ class SimulatedDevice:
 
     @property
     def waits(self) -> bool:
-        """Whether something that was launched is still to be computed."""
+        """Return whether a launched step is still to be computed."""
         return any(one.__name__ == "run_step" for one in self._queue)
 
     # What an engine asks
@@ -171,7 +171,7 @@ class PaperStep:
 
 
 class RefusingDevice(SimulatedDevice):
-    """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
+    """Simulated device that never begins a step before the tokens are known. Blocks are allocated all the same."""
 
     can_launch_next = True
 
@@ -183,7 +183,7 @@ class RefusingDevice(SimulatedDevice):
 
 
 class FollowingDevice(SimulatedDevice):
-    """One that computes a step behind another one."""
+    """Simulated device that computes a step after another one."""
 
     can_launch_next = True
 

@@ -43,7 +43,7 @@ def _shards(model: MambaModel) -> list[ShardedTensor]:
 
 
 def _place(shard: ShardedTensor) -> tuple[slice | int, ...]:
-    """Where it lies in the global tensor; axes in front of its own are gone."""
+    """Place of the shard in the global tensor, without prepended axes."""
     own = zip(shard.global_offset[shard.prepend_axis_num :], shard.local_shape, strict=True)
     return (*shard.global_offset[: shard.prepend_axis_num], *(slice(first, first + size) for first, size in own))
 

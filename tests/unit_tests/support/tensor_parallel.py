@@ -18,7 +18,7 @@ from megatron_ext.mcore import platform
 
 @dataclass(frozen=True)
 class Group:
-    """What modules ask of a process group when they are built or describe their shards."""
+    """Process group, reduced to the methods that modules use when they are built or describe their shards."""
 
     ranks: int
     index: int
@@ -32,7 +32,7 @@ class Group:
 
 @contextlib.contextmanager
 def as_rank(index: int, ranks: int) -> Iterator[ProcessGroupCollection]:
-    """Whatever is built, or describes its shards, takes itself for rank `index` of `ranks` tensor-parallel ones."""
+    """Build modules, or describe their shards, as rank `index` of `ranks` tensor-parallel ranks within the context."""
     platform.initialize()
     groups, group = ProcessGroupCollection.use_mpu_process_groups(), Group(ranks, index)
     groups.tp = group

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """What flash-linear-attention's function of this name gives."""
+    """Reference of flash-linear-attention's `l2norm`."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 

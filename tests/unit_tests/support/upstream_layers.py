@@ -1,4 +1,4 @@
-"""The same models of megatron-core's own layers, linear layers, MLPs and norms: what ours must train like and store."""
+"""Reference models made of megatron-core's own layers: ours must train alike and store equal tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_upstream(spec: object) -> object:
 
 @contextlib.contextmanager
 def upstream_layers() -> Iterator[None]:
-    """What `build_model` builds here has upstream's layers."""
+    """Make `build_model` use upstream's layers within the context."""
     resolve = build.resolve_spec
 
     def resolved(config: object) -> ModuleSpec:

@@ -131,7 +131,7 @@ def test_what_has_no_effect_beside_others_is_said(argv, idle):
 
 
 def test_steps_decide_over_seconds_and_batches_over_both(tmp_path):
-    """Whatever source they come from; the command line over the file."""
+    """The flags' meaning does not depend on their source; the command line overrides the file."""
     path = tmp_path / "flags.yaml"
     path.write_text("disable-chunked-prefill: true\nincoming-requests-per-sec: 5\npretrained-checkpoint: a\n")
     settings = parse_arguments(["--model-config", str(path), "--enable-chunked-prefill", "--load", "b"])

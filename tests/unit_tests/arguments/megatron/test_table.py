@@ -61,7 +61,7 @@ FAMILIES = ("--window-*", "--yarn-*", "--no-yarn-*", "--mscale*")
 
 
 def values_of(flag) -> list[str]:
-    """What may be given to a flag."""
+    """Values that a flag accepts."""
     return {0: [], 1: ["7"], None: ["7", "8"]}[flag.count] if not flag.allowed else [flag.allowed[0]]
 
 

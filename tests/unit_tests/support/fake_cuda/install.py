@@ -63,7 +63,7 @@ def _stats(device: object = None) -> dict[str, int]:
 
 
 def _without_nccl() -> None:
-    """Process groups of one rank, which talk to nobody: gloo where nccl is asked for."""
+    """Make process groups of one rank use gloo where nccl is requested; they do not communicate."""
     start, group = torch.distributed.init_process_group, torch.distributed.new_group
 
     def with_gloo(function: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""What the fake device was asked to do, counted by place, and refused where a real one would refuse."""
+"""Operations of the fake device, counted by place, and refused where a real device would refuse."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.unit_tests.support.replay import Tape
 
 ROOT = Path(__file__).parents[4]
 _OWN = str(Path(__file__).parent)
-_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "transfer.py")  # whoever calls it is of interest
+_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "transfer.py")  # its caller is of interest
 _COPIES = "asynchronous copy"
 # As `torch.cuda.set_sync_debug_mode` sees it: what makes the host wait.
 _WAITS = ("waits", "copy to the device that waits", "copy to the host that waits", "index from the host")
-# A graph would keep the address of memory that is somebody else's by the time it runs.
+# A graph would keep the address of memory that has another owner by the time it runs.
 _NOT_IN_A_GRAPH = (*_WAITS, "copy from memory that is not pinned", f"{_COPIES} to the device", f"{_COPIES} to the host")
 
 
@@ -42,7 +42,7 @@ class PinnedMemoryError(RuntimeError):
 
 
 class _State:
-    """What is being watched in this process."""
+    """State of the watching in this process."""
 
     def __init__(self) -> None:
         self.notes: Counter[Note] = Counter()
@@ -52,11 +52,11 @@ class _State:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what runs becomes part of a graph."""
+        """True while operations become part of a graph."""
         return self.tape is not None
 
     def launched(self, kernel: Callable[[], object]) -> None:
-        """A kernel runs, which is no operation of torch's."""
+        """Note that a kernel runs which is not an operation of torch."""
         if self.tape is not None:
             self.tape.note(kernel)
 
@@ -77,10 +77,10 @@ def note(kind: str, what: str) -> None:
 
 
 def complete(number: int) -> None:
-    """The host has waited for all copies up to this one.
+    """Complete all copies up to this one, for which the host has waited.
 
     Raises:
-        PinnedMemoryError: Somebody did not.
+        PinnedMemoryError: If memory was used before its copy was complete.
     """
     error_isolation = torch.ops.pretended.take_faults()
     torch.ops.pretended.complete(number)
@@ -93,7 +93,7 @@ def complete(number: int) -> None:
 
 @contextmanager
 def watched() -> Iterator[Counter[Note]]:
-    """What is noted within."""
+    """Collect the notes made within the context."""
     before, STATE.notes = STATE.notes, Counter()
     found = STATE.notes
     try:
@@ -104,7 +104,7 @@ def watched() -> Iterator[Counter[Note]]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within it a test looks at the device, which is no concern of the engine's."""
+    """Ignore device accesses within the context: they are the test's, not the engine's."""
     STATE.unseen += 1
     try:
         yield
@@ -113,7 +113,7 @@ def unwatched() -> Iterator[None]:
 
 
 def waits(notes: Counter[Note]) -> dict[Note, int]:
-    """Those of them that made the host wait for the device."""
+    """Notes of operations that made the host wait for the device."""
     return {one: count for one, count in notes.items() if one.kind in _WAITS}
 
 
