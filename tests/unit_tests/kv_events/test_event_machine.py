@@ -30,7 +30,7 @@ SALTS = {None: None, (event_salt("x"),): "x"}
 
 
 class Told:
-    """What is added to a machine: events are taken after every action, or after every few."""
+    """Machine whose events are taken after every action, or after every few."""
 
     has_states: bool
 

@@ -141,7 +141,7 @@ def test_beyond_the_buffer_comes_the_present_index(world, start):
 
 
 def test_broken_requests_are_left_out(world):
-    """RP-1: whoever asks for nonsense gets nothing, and the next one what he asks for."""
+    """RP-1: an invalid request gets no reply, and the next valid one is answered."""
     asker = world.asker()
     for frames in ([b"x"], [b"", b""], [b"", b"123"], [b"no", bytes(8)], [b"", bytes(8), b"more"], [b"", bytes(9)]):
         asker.send_multipart(frames)
@@ -195,7 +195,7 @@ def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
 
 
 def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog):
-    """RP-1: it is said once, steps go on, and nothing is gathered for nobody."""
+    """RP-1: the failure is logged once, steps go on, and no further events are gathered."""
 
     def fail(self, delta):
         raise RuntimeError("planted")

@@ -1,4 +1,4 @@
-"""Where events go: what flags may say, and what is warned of."""
+"""Settings of the event publisher: accepted flags and warnings."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_what_is_written_is_read():
 
 
 def test_events_as_arrays_and_unknown_ones():
-    """Older versions of vLLM wrote the name in front; names that nobody knows are left out."""
+    """Older versions of vLLM put the name first; unknown names are left out."""
     events = [["BlockStored", [1], None, [5, 6], 2, None, "GPU", None], ["AllBlocksCleared"], {"type": "New", "x": 1}]
     batch = decode(msgpack.packb([1.0, events]))
     assert list(batch.events) == [BlockStored([1], None, packed_tokens([5, 6]), 2), AllBlocksCleared()]

@@ -155,7 +155,7 @@ class TestFailingForward:
     """A forward that raises: its requests go back to wait, everything is free, and they succeed later."""
 
     class Broken(RuntimeError):
-        """What the forward raises."""
+        """Error that the forward raises."""
 
     def break_layer(self, monkeypatch: pytest.MonkeyPatch, name: str, layer: int) -> None:
         """Let an operator raise in its `layer`-th call of a step, when earlier layers have written their states."""

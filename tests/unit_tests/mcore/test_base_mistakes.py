@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1's own engine gets wrong, one test (or class) for each; ours must not."""
+"""Mistakes of megatron-core 0.16.1's own engine that ours must not make: one test (or class) for each."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class TestEvictionKeepsTheRequest:
 
 
 class TestPauses:
-    """In the base every request is "paused" at every block border for an instant."""
+    """Pauses: in the base every request is "paused" at every block border for an instant."""
 
     def test_a_border_with_a_free_block_behind_it_is_no_pause(self, get_driver):
         driver = get_driver(block_count=20)
@@ -217,7 +217,7 @@ class TestPauses:
 
 
 class TestStopWords:
-    """In the base a stop word costs one forward too many and leaves its log-prob; only its own tokenisation counts."""
+    """Stop words: the base computes one forward too many, keeps its log-prob, and knows only its own tokenisation."""
 
     PROMPT = make_prompt(9)
 
@@ -381,7 +381,7 @@ class TestAttentionFree:
 
 
 class TestSampling:
-    """In the base temperature 0 divides by zero, top_k with top_p kills the batch, all share one generator."""
+    """Sampling: in the base temperature 0 divides by zero, top_k with top_p kills the batch, rows share a generator."""
 
     WAYS = (
         {"temperature": 0.0},
@@ -467,7 +467,7 @@ class TestDummyForward:
 
     @pytest.fixture
     def experts(self, get_oracle) -> Oracle:
-        """Of what the step goes through; other layers it passes over."""
+        """Oracle of a model with experts that the step computes; other layers are passed over."""
         return get_oracle("experts")
 
     @pytest.mark.parametrize("graphs", [[], [object()]], ids=["no_graphs", "graphs"])

@@ -42,7 +42,7 @@ def play(driver: Driver, **params: object) -> None:
 
 
 def assert_is_seen(driver: Driver, oracle: object, request_id: int = SECOND) -> None:
-    """Some logits are far from the truth for the tokens before them, or NaN, which nobody wrote."""
+    """Check that some logits are far from the oracle's for the preceding tokens, or NaN from unwritten memory."""
     with pytest.raises(AssertionError):
         assert_equals_oracle(driver, request_id, oracle)
     record = driver.records[request_id]
@@ -108,7 +108,7 @@ def test_publishing_before_computing(driver, oracle, monkeypatch):
 
 
 def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
-    """As if it had succeeded; another request finds what it did not compute."""
+    """A failed forward that publishes its blocks is seen: another request finds blocks that were not computed."""
 
     def commit_and_abandon(self: Scheduler, chunks: tuple, reason: str) -> None:
         self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
@@ -151,7 +151,7 @@ def test_resuming_one_token_too_far(driver, oracle, monkeypatch):
 
 
 def test_a_shared_block_that_is_overwritten(driver, oracle, monkeypatch):
-    """By its second user, with the KV of other tokens: the first one's next logits are wrong."""
+    """A second user that overwrites a shared block is seen: the first one's next logits are wrong."""
     stage = driver.context.stage
 
     def stage_into_shared(message: ScheduledStep) -> None:

@@ -30,7 +30,7 @@ def assert_all_equal(driver: CachingDriver, oracle: object) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batching", STEPS)
 class TestLeaders:
-    """With and without chunks."""
+    """Leaders, with and without chunks."""
 
     def test_one_computes_and_the_others_hit(self, get_driver, get_caching_driver, oracle, policy, batching):
         """Equal to the cache being off, request by request."""
@@ -73,7 +73,7 @@ class TestLeaders:
         assert_all_equal(driver, oracle)
 
     def test_a_failing_leader(self, get_caching_driver, oracle, policy, batching):
-        """It is the oldest, so it leads again."""
+        """The failing leader is the oldest request, so it leads again."""
         driver = get_caching_driver(policy=policy, **batching)
         for request_id, prompt in enumerate(ALIKE):
             driver.add(request_id, prompt)
@@ -89,7 +89,7 @@ class TestLeaders:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_leader_aborted_in_mid_prefill(get_caching_driver, oracle, policy):
-    """Its successor begins where it stopped, if what it published is kept, and leads the rest."""
+    """The successor begins where the leader stopped, if its published blocks are kept, and leads the rest."""
     driver = get_caching_driver(policy=policy, max_tokens=40)
     for request_id, prompt in enumerate(ALIKE):
         driver.add(request_id, prompt)
@@ -115,7 +115,7 @@ def test_overtaking_under_chunked_prefill(get_caching_driver, oracle):
 
 
 def test_a_chain_of_leaders(get_caching_driver, oracle):
-    """Each follows the one before it a bit further; nobody computes a block twice."""
+    """Each request follows the one before it a bit further; no block is computed twice."""
     driver = get_caching_driver()
     one, two, three = ([*PROMPT[: 2 * i * BLOCK], *make_prompt(40, seed=i)] for i in (1, 2, 3))
     driver.add(0, one)
@@ -128,7 +128,7 @@ def test_a_chain_of_leaders(get_caching_driver, oracle):
 
 
 def test_who_wants_prompt_log_probs_leads_and_never_follows(get_caching_driver, oracle):
-    """EX-5: it computes everything itself, so it waits for nobody; what it computes serves others."""
+    """EX-5: it computes everything itself and waits for no leader; its blocks serve others."""
     driver = get_caching_driver()
     driver.add(0, ALIKE[0], skip_prompt_log_probs=False)
     driver.add(1, ALIKE[0], skip_prompt_log_probs=False)

@@ -18,7 +18,7 @@ TURN = [*PROMPT[: 2 * BLOCK], *make_prompt(30, seed=1)]
 
 
 def abort(driver: CachingDriver, request_id: int) -> None:
-    """Its own blocks are free at once; those that others share lose one reference each."""
+    """Abort the request: its own blocks are free at once; shared ones lose one reference each."""
     request = driver.engine.get_request(request_id)
     table, pool = list(request.block_table), driver.scheduler.blocks
     before = {block: pool.references(block) for block in table}
@@ -73,7 +73,7 @@ class TestAbort:
         assert driver.records[0].computed_prefill_token_count == 40
 
     def test_mid_prefill_on_shared_blocks(self, get_caching_driver, oracle, policy):
-        """What it shares stays with its owner, unharmed; what it began is gone."""
+        """Shared blocks stay unharmed with their owner; the blocks that the request began are gone."""
         driver = get_caching_driver(policy=policy, max_tokens=40)
         driver.add(0, PROMPT, num_tokens_to_generate=20)
         driver.step()

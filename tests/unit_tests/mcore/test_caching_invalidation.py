@@ -45,7 +45,7 @@ class TestForgetting:
         assert driver.skipped(0, 1, 2, 3) == ([0, 96, 0, 96] if policy == "lru" else [0] * 4)
 
     def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, policy, forget):
-        """They go on, unharmed and unshared; the first one that comes after publishes again, and has followers."""
+        """Running requests go on, unharmed and unshared; the first request after the reset publishes again."""
         driver = get_caching_driver(policy=policy, max_tokens=40)
         driver.add(0, PROMPT, num_tokens_to_generate=40)
         for _ in range(3):
@@ -64,7 +64,7 @@ class TestForgetting:
             assert_equals_oracle(driver, request_id, oracle)
 
     def test_while_followers_wait(self, get_caching_driver, oracle, policy, forget):
-        """Their leader publishes nothing any more: the first of them leads the others."""
+        """The leader publishes nothing any more: the first follower leads the others."""
         driver = get_caching_driver(policy=policy, max_tokens=40)
         for request_id in range(3):
             driver.add(request_id, PROMPT)
@@ -94,7 +94,7 @@ class TestForgetting:
             assert_equals_oracle(driver, request_id, oracle)
 
     def test_a_request_that_starts_again_publishes_again(self, get_caching_driver, oracle, policy, forget):
-        """It was in the batch at the reset; after a failed step all its KV is of later, and serves others."""
+        """A request of the batch at the reset shares its KV again after a failed step: all of it is computed anew."""
         driver = get_caching_driver(policy=policy, max_tokens=40)
         driver.add(0, PROMPT)
         driver.step()
@@ -120,7 +120,7 @@ def load(model: torch.nn.Module, seed: int) -> None:
 
 
 def assign(model: torch.nn.Module, seed: int) -> None:
-    """By the hook alone: the new tensors' counters are where the old ones' were."""
+    """Assign new weights; only the hook shows it, since the new tensors' counters equal the old ones'."""
     new = build_slow_decay(ATTENTION_ONLY, seed=seed)
     model.load_state_dict(new.state_dict(keep_vars=True), assign=True)
 
@@ -237,7 +237,10 @@ class TestNewWeights:
             assert_equals_oracle(driver, 1, Oracle(model))
 
     def test_while_suspended(self, driver):
-        """As an RL refit does it: what waits is computed with the new weights only, generated tokens kept."""
+        """New weights loaded while suspended, as in an RL refit, compute all waiting requests.
+
+        Generated tokens are kept.
+        """
         model = driver.engine.controller.inference_wrapped_model.model
         driver.add(0, PROMPT, num_tokens_to_generate=12)
         driver.add(1, PROMPT)

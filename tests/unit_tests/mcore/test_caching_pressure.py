@@ -45,7 +45,7 @@ class TestThreeBlocks:
             assert_equals_oracle(driver, request_id, oracle)
 
     def test_outgrowing_the_pool_leaves_its_blocks_to_others(self, get_caching_driver, oracle, policy):
-        """It fails alone; what it had computed was right, so the next one may use it."""
+        """The request fails alone; its computed blocks are right, so the next request may use them."""
         driver = get_caching_driver(policy=policy, block_count=3)
         driver.add(0, make_prompt(40), num_tokens_to_generate=20)
         while driver.engine.has_unfinished_requests():
@@ -120,9 +120,9 @@ def test_a_match_is_pinned_before_others_are_evicted(get_caching_driver, oracle)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_evicted_and_resumed(get_caching_driver, oracle, policy):
-    """KV-10, EX-2: whoever comes back finds what is left of its blocks, and each prompt token is counted once.
+    """KV-10, EX-2: a resumed request finds the rest of its blocks, and each prompt token is counted once.
 
-    With "ref_zero" the oldest finds nothing: those who shared its first block have ended by then.
+    With "ref_zero" the oldest finds nothing: the requests that shared its first block have ended by then.
     """
     driver = get_caching_driver(policy=policy, block_count=6, paused_buffer_size_gb=0)
     shared = make_prompt(BLOCK)

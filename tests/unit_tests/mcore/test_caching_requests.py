@@ -1,4 +1,4 @@
-"""What a request carries works the same on cached blocks: sampling, stop words, alternatives, and its life's story."""
+"""Request features on cached blocks work as without: sampling, stop words, alternatives, and events."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class TestOff:
 
     @staticmethod
     def run(driver, monkeypatch) -> list[str]:
-        """What was called, of hashing and indexing."""
+        """Return the names of the hashing and indexing functions that were called."""
         calls: list[str] = []
         block_hashes, add = hash_chain._hashes_of_blocks, BlockIndex.add
 

@@ -75,7 +75,7 @@ def test_rewriting_equal_values_is_seen(get_caching_driver):
 
 
 def test_writes_past_the_interface_are_seen(get_caching_driver, monkeypatch):
-    """Negative control: whoever writes to the pool by another operator."""
+    """Negative control: writes to the pool by another operator are seen."""
     driver = get_caching_driver()
     caches = driver.context.key_value_cache
 

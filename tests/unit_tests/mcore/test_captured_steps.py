@@ -29,11 +29,11 @@ class Unwatched:
 
 
 class PaddedUnwatched(Unwatched, PaddedDriver):
-    """What is recorded."""
+    """Padded driver whose steps are recorded."""
 
 
 class PlainUnwatched(Unwatched, Driver):
-    """What it is compared with."""
+    """Plain driver for comparison."""
 
 
 class Recorded:
@@ -80,7 +80,7 @@ def recorded(get_oracle, kind: str, driver=PaddedUnwatched, *, is_ahead: bool = 
 
 
 def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, ProgramRecorder]:
-    """Of two requests; of three others at other lengths, one of which leaves a snapshot."""
+    """Record decode steps of two requests, and of three others at other lengths, one of which leaves a snapshot."""
     driver = run.driver
     for request_id, length in enumerate((35, 40)):
         driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **(PLAIN | params))
@@ -103,7 +103,7 @@ def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, Prog
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["default", "reference"])
 def test_decode_steps_are_the_same_program(get_oracle, kind, backend):
-    """CU-4: whoever decodes, at whatever length, with a snapshot in one of them; nothing is read back."""
+    """CU-4: requests and lengths do not matter, nor a snapshot in one of the steps; nothing is read back."""
     with operators_by("reference") if backend == "reference" else contextlib.nullcontext():
         run = recorded(get_oracle, kind)
         first, second = decode_steps(run)
@@ -218,7 +218,7 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
 
 
 def test_the_recorder_sees_what_no_graph_can_have():
-    """Of the recorder itself: a read-back, a tensor from the host, a boolean index, an address, a number, a shape."""
+    """The recorder sees a read-back, a tensor from the host, a boolean index, an address, a number, and a shape."""
 
     def record(*, number: float = 2.0, rows: int = 3, tensor=torch.arange(6.0)) -> ProgramRecorder:  # noqa: B008
         with (program := ProgramRecorder()):

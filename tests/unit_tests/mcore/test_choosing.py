@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: greedy and drawn rows in any mix, and tokens that must not come yet."""
+"""Token choice from a step's logits: greedy and drawn rows in any mix, and tokens that are not yet allowed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_forbidden_token_that_is_none(logits: Tensor, token: int) -> None:
 
 
 def test_drawn_logits_are_not_copied(logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every row is drawn, the operator reads the model's own."""
+    """The operator reads the model's own logits if every row is drawn."""
     seen = []
 
     def watch(given: Tensor, batch: object) -> Tensor:

@@ -177,7 +177,7 @@ WISHES = [
 
 
 def check_metadata(get_oracle, driver, *, is_caching: bool) -> None:
-    """Those above, in the same steps, by this driver and by a plain one."""
+    """Run the steps above by this driver and by a plain one, and compare them."""
     runs = []
     for kind in (driver, Driver):
         run = new_driver("hybrid", get_oracle, kind, is_caching=is_caching, max_sequence_length=96)
@@ -272,7 +272,7 @@ def test_what_makes_no_sense_is_refused(settings):
 
 
 def test_tokens_are_read_after_the_launch(get_oracle):
-    """CU-6: a step is launched before the tokens of the one before are read; none are read before somebody asks."""
+    """CU-6: a step is launched before the previous step's tokens are read, and tokens are read only on request."""
     driver = new_driver("hybrid", get_oracle)
     driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
     driver.step()

@@ -84,7 +84,7 @@ class TestTooLarge:
         assert driver.records[1].computed_prefill_token_count == 0
 
     def test_a_prompt_and_generation_larger_than_the_pool(self, get_driver, get_oracle, kind):
-        """It runs until it cannot; what it generated until then is reported."""
+        """The request runs until the pool is full, and its tokens until then are reported."""
         driver = get_driver(kind, block_count=3)
         driver.add(0, make_prompt(40), num_tokens_to_generate=20)
         driver.add(1, make_prompt(5))
@@ -276,14 +276,14 @@ def test_graphs_are_refused():
     ],
 )
 def test_what_no_machine_and_no_model_can_hold_is_refused(batching, message):
-    """Before anything is allocated; no clamp that nobody is told of."""
+    """Impossible sizes are refused before anything is allocated; nothing is clamped silently."""
     model = build_slow_decay(HYBRID)
     with pytest.raises(ConfigError, match=message):
         build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=torch.float32)
 
 
 def test_more_positions_than_were_learned_are_refused():
-    """Where positions are learned there are no others; without them a sequence may be longer."""
+    """Learned positions bound a sequence; without them a sequence may be longer."""
     config = dataclasses.replace(HYBRID, position_embedding_type="learned_absolute")
     batching = BatchingConfig(block_count=2, max_sequence_length=10**6)
     with pytest.raises(ConfigError, match=r"is more than the .* positions that the model has learned"):

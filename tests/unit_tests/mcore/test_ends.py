@@ -45,7 +45,7 @@ def generate(model, *, ends: tuple[int, ...] = (), **params):
 
 
 def test_any_of_several_ends(model, free):
-    """The first that comes, and it is no part of the text; ignored they are ordinary tokens."""
+    """The first end token ends the text and is not part of it; ignored, end tokens are ordinary tokens."""
     other = next(token for token in range(97) if token not in free)
     record, outcome = generate(model, ends=(other, free[5], free[3]))
     first = free.index(free[3])
@@ -67,7 +67,7 @@ def test_all_ends_are_put_off(model, free):
 
 @pytest.mark.parametrize("ignores", [False, True])
 def test_stop_token_ids(model, free, ignores):
-    """They hold where the end of a document is ignored, too."""
+    """Stop token ids also hold where the end of a document is ignored."""
     record, outcome = generate(model, stop_token_ids=(96, free[4]), ignore_eos=ignores)
     at = free.index(free[4])
     assert outcome == (free[: at + 1], "stop")
@@ -90,7 +90,7 @@ class TestNoToken:
     """A prompt that is computed, and scored, and nothing else."""
 
     def test_scores_are_those_of_a_recompute(self, model):
-        """In chunks, beside a neighbour that generates; every prompt token is computed once."""
+        """Scores are equal in chunks and beside a neighbour that generates; every prompt token is computed once."""
         driver, oracle = Driver(model, HYBRID, max_tokens=16, max_requests=4), Oracle(model)
         driver.add(0, PROMPT, num_tokens_to_generate=0)
         driver.add(1, make_prompt(20), num_tokens_to_generate=6)

@@ -48,7 +48,7 @@ def test_the_order_of_events(pressed):
 
 
 def test_each_admission_is_noted_and_only_admissions(pressed):
-    """As many as there were first chunks, each of which begins at token 0."""
+    """There are as many notes as first chunks, each of which begins at token 0."""
     for request_id in pressed.records:
         beginnings = sum(start == 0 for start, _ in pressed.seen[request_id].chunks)
         assert pressed.events(request_id).count("ADD_CONTEXT") == beginnings

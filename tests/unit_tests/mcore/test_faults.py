@@ -1,4 +1,4 @@
-"""SE-2, EX-8: an error at any place of a step ends the request that it is for, or nobody; the others never notice."""
+"""SE-2, EX-8: an error at any place of a step ends at most the request that it concerns; others are not affected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ("hybrid", "attention_only")
 
 
 class Planted(Exception):
-    """What is injected."""
+    """Injected error."""
 
 
 class Unprintable(Exception):
@@ -121,7 +121,7 @@ ENDS_ONE = {
 
 
 def assert_nothing_is_left(driver: Driver) -> None:
-    """Blocks, slots of both kinds, futures, matchers: nobody has any."""
+    """Check that no blocks, slots of either kind, futures or matchers are in use."""
     engine, scheduler = driver.engine, driver.scheduler
     engine.check()
     assert not engine.has_unfinished_requests()
@@ -342,7 +342,7 @@ def test_negative_control_a_commit_that_raises_is_seen(get_driver, monkeypatch):
 
 
 class TestStopWords:
-    """What texts say comes after the commit, and is the same as before."""
+    """Stop words: the text is checked after the commit, with results as before."""
 
     @pytest.mark.parametrize("count", [3, 4, 5])
     def test_a_stop_word_in_the_last_token_is_the_reason(self, get_driver, count):

@@ -70,7 +70,7 @@ def play(driver: HybridDriver) -> HybridDriver:
 def rule(length: int, policy: str) -> list[int]:
     """Tokens that each of a length's six requests skips."""
     own, turn = (length - 1) // BLOCK * BLOCK, (length + 19) // BLOCK * BLOCK
-    if policy == "ref_zero":  # whoever comes when all have ended finds nothing
+    if policy == "ref_zero":  # a request that arrives after all have ended finds nothing
         return [0, own, 0, 0, 0, 0]
     return [0, own, 0, (2 * BLOCK + 3 + 30) // BLOCK * BLOCK, own, turn]
 
@@ -80,7 +80,7 @@ def rule(length: int, policy: str) -> list[int]:
 def test_cache_on_equals_cache_off(get_oracle, get_driver, oracle, mode, budget, policy):
     """LA-2, HY-3, HY-4, HY-6, HY-7, EX-1: tokens, logits, log-probs, states, skipped tokens.
 
-    In `align` a smaller budget would end chunks, and leave states, where nobody asked for them.
+    In `align` a smaller budget would end chunks, and leave states, at positions that were not requested.
     """
     batching = {"max_tokens": budget, "max_requests": 24}
     off = play(get_driver(KIND, **batching))
@@ -211,7 +211,7 @@ def test_a_spec_of_another_kind_is_refused():
 
 
 def test_training_has_gradients_everywhere(oracle):
-    """The same model trains: plain forward with labels, every parameter has a finite gradient that is not zero."""
+    """A served model trains: a forward with labels gives every parameter a finite gradient that is not zero."""
     model = build_slow_decay(GATED_DELTA_NET).train()
     tokens = torch.tensor([make_prompt(70), make_prompt(70, seed=1)])
     loss = model(tokens, torch.arange(70).expand(2, -1), None, labels=tokens.roll(-1, 1)).mean()

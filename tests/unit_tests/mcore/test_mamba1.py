@@ -149,7 +149,7 @@ class TestNegativeControls:
 
 
 def test_the_oracle_has_a_long_memory(get_oracle):
-    """What the first block left in the states decides the logits 130 tokens later, without any attention."""
+    """States that the first block left decide the logits 130 tokens later, without any attention."""
     oracle, tokens = get_oracle("mamba1_only"), make_prompt(150)
     changed = [*make_prompt(BLOCK, seed=8), *tokens[BLOCK:]]
     assert (oracle.logits(tokens)[-1] - oracle.logits(changed)[-1]).abs().max() > 1e-2

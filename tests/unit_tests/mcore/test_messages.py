@@ -71,7 +71,7 @@ def test_tensors_of_a_message_alone():
 
 
 def test_a_token_that_the_host_does_not_know_yet():
-    """It goes from the step before to its place without a read-back."""
+    """The token goes from the previous step to its place without a read-back."""
     unknown = dataclasses.replace(STEP.chunks[0], token_ids=(LAST_SAMPLED,))
     step = dataclasses.replace(STEP, chunks=(unknown, *STEP.chunks[1:]))
     sampled = SampledTokens(torch.tensor([11, 50, 13]), {8: 0, 7: 1, 9: 2})

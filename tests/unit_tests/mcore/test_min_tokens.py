@@ -41,7 +41,7 @@ def free(model):
 
 @pytest.mark.parametrize("fewest", [0, 1, 3, 4, 5, 20])
 def test_the_termination_token_is_ruled_out(generate, free, fewest):
-    """It would be the fourth token; until then the tokens are the same, and where it would come the next best is."""
+    """The token would be the fourth; until then tokens are unchanged, and in its place the next best is chosen."""
     end = free[3]
     assert end not in free[:3]
     record = generate(num_tokens_to_generate=20, termination_id=end, min_tokens=fewest)

@@ -171,7 +171,7 @@ def test_two_swapped_blocks_are_seen(get_driver, get_oracle, kind):
 
 
 def test_reading_what_nobody_wrote_is_seen(get_driver):
-    """Poison works: a block table that names a block of nobody gives NaN, not something plausible."""
+    """Poison works: a block table that names an unused block gives NaN, not something plausible."""
     driver = get_driver("attention_only", max_tokens=40)
     driver.add(VICTIM, make_prompt(PROMPT_LENGTH))
     request = driver.engine.get_request(VICTIM)

@@ -47,7 +47,7 @@ def test_everything_is_replaced_where_cuda_is_not(originals, monkeypatch):
 
 
 class TestStandIns:
-    """What they answer."""
+    """Answers of the stand-ins."""
 
     @pytest.fixture(autouse=True)
     def installed(self, originals, monkeypatch):
@@ -95,7 +95,7 @@ def test_the_device_is_the_current_cuda_device_where_there_is_one(monkeypatch):
 
 
 def run(code: str) -> None:
-    """In a fresh process."""
+    """Run code in a fresh process."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""SC-3: how many prompts prefill in a step changes who waits, and nothing that comes out."""
+"""SC-3: the number of prompts that prefill in a step changes waiting times, but no output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the engine, in any order: what ends well equals the oracle, and nothing is lost or leaked."""
+"""Random events in any order: requests that end well equal the oracle, and nothing is lost or leaked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class Broken(RuntimeError):
-    """What a failing forward raises."""
+    """Error that a failing forward raises."""
 
 
 class Life:

@@ -21,7 +21,7 @@ BATCHING = BatchingConfig(block_count=40, block_size=16, max_requests=6, max_tok
 
 @dataclass
 class Life:
-    """What was asked for when, and what came of it."""
+    """Request with its arrival step and its outcome."""
 
     step: int
     prompt: tuple[int, ...]

@@ -25,7 +25,7 @@ def oracle(get_oracle):
 
 
 def chunks(driver: HybridDriver, request_id: int) -> list[tuple[int, int]]:
-    """What a request prefilled in each step."""
+    """Chunks of the prompt that a request prefilled, one per step."""
     length = driver.records[request_id].prompt_token_count
     return [chunk for chunk in driver.seen[request_id].chunks if chunk[1] <= length]
 
@@ -155,7 +155,7 @@ class TestBothModes:
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
 
     def test_states_beside_decodes_are_equal(self, get_oracle, kind):
-        """Where the one computes a prompt at once and the other in pieces of blocks."""
+        """States are equal if one engine computes a prompt at once and the other in pieces of blocks."""
         drivers = [build_driver(get_oracle, kind)]
         drivers.append(build_driver(get_oracle, kind, mode="align", max_tokens=BLOCK, max_requests=4))
         prompt = make_prompt(3 * BLOCK)

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def skip(self) -> int:
-        """What the rule gives: the last snapshot below the end, since all complete blocks are cached."""
+        """Expected skip: the last snapshot below the end, since all complete blocks are cached."""
         return max([k for k in self.kept if k < len(self.prompt)], default=0)
 
     @property

@@ -63,7 +63,7 @@ class Control:
         self.requests.append(self.driver.engine.get_request(request_id))
 
     def slot(self, request_id: int) -> int:
-        """Of the snapshot at the last boundary of one of the two prompts."""
+        """Snapshot slot at the last boundary of one of the two prompts."""
         block_hash = self.requests[request_id].block_hashes[(3, 2)[request_id] - 1]
         return self.driver.scheduler.cache.states.find(block_hash)
 
@@ -160,11 +160,11 @@ def test_a_snapshot_of_another_position(build, oracle, monkeypatch, chunks, toke
 
 
 class TestRestoring:
-    """What is between the slot and the running state slot."""
+    """Mistakes between the snapshot slot and the running state slot."""
 
     @pytest.mark.parametrize("value", [0.0, torch.nan])
     def test_nothing_is_restored(self, build, oracle, monkeypatch, value):
-        """Computing goes on from a zero state, or from what nobody wrote."""
+        """Computing goes on from a zero state, or from unwritten memory."""
 
         def forget(
             self: SnapshotPool, slots: Sequence[int], block_hashes: object, live: StatePool, owned: list[int]

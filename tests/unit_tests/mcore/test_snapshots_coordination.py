@@ -37,7 +37,7 @@ def assert_all_equal(driver: HybridDriver, get_oracle) -> None:
 
 @pytest.mark.parametrize("batching", STEPS)
 class TestLeaders:
-    """With and without chunks."""
+    """Leaders, with and without chunks."""
 
     def test_followers_resume_at_the_common_prefix(self, get_oracle, batching):
         """The leader leaves a snapshot there beside its own."""
@@ -75,7 +75,7 @@ class TestLeaders:
         assert_all_equal(driver, get_oracle)
 
     def test_one_slot_serves_all_who_wish_for_the_same(self, get_oracle, batching):
-        """Whoever wishes for another finds no slot, and does not wait."""
+        """A request for another snapshot finds no slot, and does not wait."""
         driver = build_driver(get_oracle, slots=1, **batching)
         add_all(driver)
         driver.add(3, ALIKE[0][:37])
@@ -87,7 +87,7 @@ class TestLeaders:
         assert_all_equal(driver, get_oracle)
 
     def test_an_aborted_leader(self, get_oracle, batching):
-        """Its reservation is given back; the first follower leads, and takes the snapshot for the second."""
+        """The leader's reservation is returned; the first follower leads, and takes the snapshot for the second."""
         driver = build_driver(get_oracle, **batching)
         add_all(driver)
         plan = driver.scheduler.schedule()
@@ -101,7 +101,7 @@ class TestLeaders:
         assert_all_equal(driver, get_oracle)
 
     def test_a_failing_leader(self, get_oracle, batching):
-        """It is the oldest, so it leads again; what the failed forward wrote is in no visible slot."""
+        """The oldest request leads again; states of the failed forward are in no visible slot."""
         driver = build_driver(get_oracle, **batching)
         add_all(driver)
         for call in (0, 1):
@@ -116,7 +116,7 @@ class TestLeaders:
 
 @pytest.mark.parametrize("computed", [30, 60, 90])
 def test_a_leader_aborted_in_mid_prefill(get_oracle, computed):
-    """Its successor shares the blocks that it left, and resumes only where there is a snapshot."""
+    """The successor shares the blocks that the leader left, and resumes only at a snapshot."""
     driver = build_driver(get_oracle, max_tokens=30)
     add_all(driver)
     while driver.engine.get_request(0).computed_end < computed:
@@ -144,7 +144,7 @@ def test_nobody_waits_for_what_the_leader_has_passed(get_oracle):
     assert [chunk[0] for chunk in driver.steps[-1]] == [0, 2]
     assert waits(driver) == 1
     driver.run()
-    assert driver.skipped(1, 2) == [96, 64]  # SI-1: where nobody had asked for states
+    assert driver.skipped(1, 2) == [96, 64]  # SI-1: where no states were requested
     assert_all_equal(driver, get_oracle)
 
 
@@ -160,7 +160,7 @@ def test_unrelated_requests_overtake(get_oracle):
 
 
 def test_a_snapshot_that_is_given_up_before_the_follower_comes(get_oracle):
-    """It waited in vain, and computes; it neither fails nor stalls."""
+    """The follower waited in vain, and computes; it neither fails nor stalls."""
     driver = build_driver(get_oracle, slots=1, max_requests=1, max_tokens=400)
     add_all(driver, 2)
     driver.step()

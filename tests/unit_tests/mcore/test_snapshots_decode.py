@@ -48,7 +48,7 @@ def test_the_boundary_of_a_turn_that_ends_on_it(get_oracle, oracle):
 
 
 def test_only_the_last_one_is_kept(get_oracle, oracle):
-    """It replaces the one before, which nobody consumed; not one that prefill left, nor one that was consumed."""
+    """A new snapshot replaces the unused one before it, but not one of prefill and not one that was used."""
     driver = build_driver(get_oracle)
     driver.add(0, make_prompt(20), num_tokens_to_generate=60)
     request = driver.engine.get_request(0)
@@ -68,7 +68,7 @@ def test_only_the_last_one_is_kept(get_oracle, oracle):
 
 
 class TestNeverAtTheCostOfPrefill:
-    """They are optional: they take free slots, and each other's."""
+    """Snapshots of decode are optional: they take free slots, and each other's."""
 
     def test_there_is_none_free(self, get_oracle, oracle):
         driver = build_driver(get_oracle, slots=1)
@@ -79,7 +79,7 @@ class TestNeverAtTheCostOfPrefill:
         assert_equals_oracle(driver, 1, oracle)
 
     def test_each_others(self, get_oracle, oracle):
-        """The only slot is another answer's, which nobody asked for since."""
+        """The only slot belongs to another answer and was not used since."""
         driver = build_driver(get_oracle, slots=1)
         for request_id in range(2):
             driver.sight(request_id, make_prompt(10, seed=request_id), num_tokens_to_generate=10)
@@ -128,7 +128,7 @@ def test_of_many_at_once(get_oracle, oracle):
 
 
 def test_of_an_aborted_answer(get_oracle, oracle):
-    """What was computed before serves who continues the same text."""
+    """Snapshots of the aborted answer serve a request that continues the text."""
     driver = build_driver(get_oracle)
     driver.add(0, make_prompt(20), num_tokens_to_generate=60)
     request = driver.engine.get_request(0)

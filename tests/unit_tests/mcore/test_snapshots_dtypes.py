@@ -29,7 +29,7 @@ def play(driver: Driver) -> Driver:
 
 
 def differences(on: Driver, off: Driver, first: int = 0) -> torch.Tensor:
-    """Of the log-probs of generated tokens, as long as both engines chose the same ones before."""
+    """Differences of log-probs of generated tokens, up to the first token that differs."""
     found = []
     for request_id in range(first, 2 * COUNT):
         one, other = on.records[request_id], off.records[request_id]

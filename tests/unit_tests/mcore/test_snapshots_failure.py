@@ -69,7 +69,7 @@ def test_a_forward_that_raises(get_oracle, oracle, policy, call):
     ],
 )
 def test_failing_before_and_after_the_forward(get_oracle, oracle, monkeypatch, target):
-    """KV-5: the slots were written, and nobody can find them."""
+    """KV-5: the slots were written, but no request can find them."""
     driver = in_flight(build_driver(get_oracle, max_tokens=40))
 
     def fail(*_: object, **__: object) -> None:
@@ -89,7 +89,7 @@ def test_failing_before_and_after_the_forward(get_oracle, oracle, monkeypatch, t
 
 
 def test_failing_when_the_only_slot_was_to_be_written(get_oracle, oracle):
-    """What was in it is lost with the failed step; the request computes all, and leaves it again."""
+    """The slot's content is lost with the failed step; the request computes all tokens, and leaves it again."""
     driver = build_driver(get_oracle, slots=1)
     driver.sight(0, PROMPT)
     driver.add(1, LONG)
@@ -160,7 +160,7 @@ def test_aborts(get_oracle, oracle, stage):
 
 @pytest.mark.parametrize("slots", [100, 0])
 def test_an_evicted_request_resumes_from_its_snapshot(get_oracle, oracle, slots):
-    """Its blocks became evictable, and were not lost: only what lies behind its snapshot is computed again."""
+    """The evicted request's blocks were kept as evictable: only tokens after its snapshot are computed again."""
     driver = build_driver(get_oracle, slots=slots, is_exact=False, block_count=6)
     driver.add(0, make_prompt(60), num_tokens_to_generate=18)
     driver.add(1, make_prompt(20, seed=1), num_tokens_to_generate=20)

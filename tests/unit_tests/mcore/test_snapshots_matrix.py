@@ -69,7 +69,7 @@ def play(driver: Driver) -> Driver:
 
 @functools.cache
 def play_off(get_driver: Callable[..., Driver], kind: str, max_tokens: int, chunked: bool) -> Driver:
-    """What all engines with the cache on are compared with."""
+    """Outputs with the cache off, with which all engines with the cache on are compared."""
     return play(get_driver(kind, max_requests=40, max_tokens=max_tokens, enable_chunked_prefill=chunked))
 
 
@@ -79,7 +79,7 @@ def rule(length: int, policy: str, slots: int) -> list[int]:
         return [0] * 8
     own = (length - 1) // BLOCK * BLOCK
     follower = (2 * BLOCK + 3 + 30) // BLOCK * BLOCK
-    if policy == "ref_zero":  # whoever comes when all have ended finds nothing
+    if policy == "ref_zero":  # a request that arrives after all have ended finds nothing
         return [0, own, 0, 0, follower, 0, 0, 0]
     turn = (length + 19) // BLOCK * BLOCK  # what was generated last was never computed
     return [0, own, 0, 0, follower, 2 * BLOCK, own, turn]

@@ -1,4 +1,4 @@
-"""SI-1: what is left where nobody asked for it holds what it should, and who resumes from it gets the same logits."""
+"""SI-1: opportunistic checkpoints hold the right states, and resuming from them gives equal logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_second_sighting_is_right(get_oracle, oracle, budget: int):
 
 
 def test_other_states_would_be_seen(get_oracle, oracle):
-    """What lies in the slot is what is resumed from."""
+    """Resuming reads the content of the slot."""
     driver = build_driver(get_oracle)
     first, second = prompts(2)
     driver.sight(0, first)
@@ -73,7 +73,7 @@ def test_a_checkpoint(get_oracle, oracle):
 
 
 def test_a_checkpoint_at_the_end_of_the_prompt(get_oracle, oracle):
-    """It is one of the prompt's positions; the next one is not."""
+    """The end of the prompt is one of the request's positions; the next boundary is not."""
     driver = build_driver(get_oracle)
     prompt = SYSTEM[: 4 * BLOCK]
     driver.sight(0, prompt, cache_checkpoint=(len(prompt),))

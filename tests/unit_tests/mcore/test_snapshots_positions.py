@@ -103,7 +103,7 @@ class TestDivergence:
         driver.sight(1, long)
         other = [*long[:85], *make_prompt(20, seed=2)]
         dropped = driver.writes.dropped
-        assert driver.sight(2, other) == 64  # SI-1: nobody had asked for states there
+        assert driver.sight(2, other) == 64  # SI-1: no states were requested there
         assert driver.records[2].matched_block_count == 5
         assert driver.writes.dropped - dropped == WRITES * (80 - 64)
         assert assert_snapshots_equal_oracle(driver, other, oracle) == [32, 64, 80, 96]
@@ -145,7 +145,7 @@ class TestWholePrefixAtOnce:
             assert_equals_oracle(driver, request_id, oracle)
 
     def test_without_chunks_it_waits_for_a_step_with_room(self, get_oracle, oracle):
-        """Its 35 tokens do not fit beside 40 others; it skips as much in the next step."""
+        """The prompt's 35 tokens do not fit beside 40 others; it skips as much in the next step."""
         driver = build_driver(get_oracle, max_tokens=60, max_requests=4, enable_chunked_prefill=False)
         prompt = make_prompt(20)
         driver.sight(0, prompt)

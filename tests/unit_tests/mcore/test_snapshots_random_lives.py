@@ -1,4 +1,4 @@
-"""Whatever happens to an engine with snapshots, in any order: what ends well equals the oracle; nothing is lost.
+"""Random events with snapshots, in any order: requests that end well equal the oracle; nothing is lost.
 
 `HybridDriver` compares every admission and snapshot with token lists meanwhile.
 """
@@ -140,7 +140,7 @@ def test_random_lives(get_oracle, monkeypatch, seed):
 
 
 def check_life(life: Life, oracle: Oracle) -> None:
-    """Everybody has ended, and what they got is what the oracle gives."""
+    """Check that all requests have ended, with the oracle's outputs."""
     driver = life.driver
     assert len(driver.records) == life.added
     for request_id, record in driver.records.items():

@@ -94,7 +94,7 @@ def test_stale_maps_after_a_resume(get_oracle, oracle, max_tokens):
 
 @pytest.mark.parametrize("max_tokens", [20, 400])
 def test_prompt_log_probs_with_a_skip(get_oracle, oracle, max_tokens):
-    """A 4: upstream files generated log-probs under the prompt's; whoever asks for those skips nothing."""
+    """A 4: upstream files generated log-probs under the prompt's; a request for those skips no tokens."""
     driver = build_driver(get_oracle, max_tokens=max_tokens)
     prompt = make_prompt(4 * BLOCK + 5)
     driver.sight(0, prompt)

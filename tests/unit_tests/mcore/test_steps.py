@@ -1,4 +1,4 @@
-"""What one step does: a single varlen call, padding that reaches nothing, slices shorter than the window."""
+"""Single steps: one varlen call, padding without effect, slices shorter than the window."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
 
 
 def test_decode_reads_states_in_place_where_their_rows_follow_each_other(get_driver, get_oracle):
-    """A view where it can be one; a copy where somebody in between has left; the lowest slot is taken again."""
+    """Adjacent rows are read as a view; after a row between them has left, as a copy; the lowest slot is reused."""
     driver = get_driver()
     seen: list[list[int] | str] = []
     stage = driver.context.stage
@@ -218,7 +218,7 @@ def test_state_dtypes_are_what_the_flags_say(get_driver, get_oracle, dtype):
 
 
 def test_upstreams_view_of_the_context(get_driver):
-    """What layers, the base's loop and logs ask a dynamic context."""
+    """The context answers the queries of layers, the base's loop and logs."""
     driver = get_driver(max_tokens=40, max_requests=3, token_rounder=8)
     context = driver.context
     assert not context.has_unfinished_requests()

@@ -41,7 +41,7 @@ def resolve(path: str) -> object:
 
 
 def attributes_of(cls: type) -> set[str]:
-    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source).
+    """Attributes that instances of `cls` inherit from megatron-core, including instance variables (by its source).
 
     Of a class of torch's own what it declares, parents included.
     """
@@ -123,7 +123,7 @@ def our_subclasses() -> list[type]:
 
 @pytest.mark.parametrize("cls", our_subclasses(), ids=lambda cls: cls.__name__)
 def test_no_private_name_of_ours_is_upstreams_by_accident(cls):
-    """A helper method of ours that upstream calls too would be overridden without anybody noticing."""
+    """A helper method of ours that upstream also calls would be overridden unnoticed."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     ours = {name for name in defined_attributes(tree) if is_private(name)}
     assert ours & attributes_of(cls) <= LISTED

@@ -47,7 +47,7 @@ def speak(pair: Pair, answer: PendingOutput) -> Driver:
 
 
 def is_red(pair: Pair, answer: PendingOutput) -> bool:
-    """Whether anybody objects: the engine itself, its invariants, the drafter, or the comparison."""
+    """Return whether a check fails: the engine's, its invariants, the drafter's, or the comparison."""
     try:
         driver = speak(pair, answer)
         assert not driver.engine.error_isolation.count, "the drafter saw another past"
@@ -72,7 +72,7 @@ def _keeps_the_state_of_a_rejected_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def _goes_on_from_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
-    """Where there is one: the slot of the state before the right one, under the right one's name."""
+    """Give the preceding snapshot, if there is one, the name of the right one."""
     write = model_input._stage_snapshots
 
     def shifted(prefill: list, *rest: object) -> object:
@@ -104,7 +104,7 @@ def _shift(chunk: step.ScheduledChunk, is_shifted: Callable[[object], bool]) -> 
 
 
 def _publishes_a_block_early(patch: pytest.MonkeyPatch) -> None:
-    """With the last token that was drawn, whose K/V nobody has computed."""
+    """Publish a block with the last drawn token, whose K/V are not computed."""
     end = Scheduler._end
 
     def published(self: Scheduler, request: object, *args: object, **kwargs: object) -> None:

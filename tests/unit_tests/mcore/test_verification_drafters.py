@@ -1,4 +1,4 @@
-"""Speculation changes nothing, whoever drafts: prompt lookup, and a model, for each kind of layer."""
+"""Speculation changes no output with any drafter: prompt lookup, and a model, for each kind of layer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def serve(driver: Driver, metadata: list[dict]) -> Driver:
 
 
 def check(pair: Pair, metadata: list[dict], answer=right_for_a_while) -> Driver:
-    """The same with drafts, which nobody sees."""
+    """Serve the requests with and without drafts and check that the outputs are equal."""
     serve(pair.plain, metadata)
     drafter = Knowing(answer, seed=len(metadata))
     drafter.truth = pair.truth()
@@ -63,7 +63,7 @@ def check(pair: Pair, metadata: list[dict], answer=right_for_a_while) -> Driver:
 
 @pytest.fixture(scope="module")
 def free(get_driver) -> tuple[int, ...]:
-    """What comes behind the prompt when nobody ends it."""
+    """Tokens after the prompt without any end condition."""
     driver = get_driver("hybrid")
     driver.add(0, PROMPT, num_tokens_to_generate=24)
     return driver.run()[0].generated_tokens
@@ -75,7 +75,7 @@ def pair_of(get_driver, mode: str) -> Pair:
 
 @pytest.mark.parametrize("mode", ["kernel", "align"])
 def test_stop_words(get_driver, free, mode):
-    """Of one token and of two, ignored before the least number of tokens; blocks end behind the 3rd and the 19th."""
+    """Stop words of one and two tokens are ignored before the minimum length; blocks end after tokens 3 and 19."""
     words = [(f"<{free[i]}>",) for i in (0, 1, 2, 3, 4, 9, 17, 18, 19, 20)]
     words += [(f"<{free[i]}><{free[i + 1]}>", "never") for i in (1, 2, 3, 12, 18, 19)]
     metadata = [{"stop_words": one} for one in words] + [{"stop_words": one, "min_tokens": 5} for one in words[:6]]
@@ -85,7 +85,7 @@ def test_stop_words(get_driver, free, mode):
 
 @pytest.mark.parametrize("mode", ["kernel", "align"])
 def test_end_tokens_and_lengths(get_driver, free, mode):
-    """In the middle of an accepted run nothing behind the end is taken; K never reaches beyond the last token."""
+    """An end within an accepted run drops the tokens after it; K never reaches beyond the last token."""
     metadata = [{"termination_id": free[i]} for i in (1, 3, 4, 10, 18, 19, 20)]
     metadata += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 3), (3, 4), (3, 5), (1, 24))]
     metadata += [{"num_tokens_to_generate": count} for count in (1, 2, 3, 8, 9)]

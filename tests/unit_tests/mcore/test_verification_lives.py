@@ -17,7 +17,7 @@ KINDS = ["hybrid", "gated_delta_net", "attention_only", "mamba1"]
 
 
 class Prophet(Knowing):
-    """It knows what the oracle would say, and asks for it when a request is new."""
+    """Drafter that knows the oracle's tokens, which it computes when a request is new."""
 
     def __init__(self, oracle, driver_of, answer, seed: int) -> None:
         super().__init__(answer, seed)
@@ -69,7 +69,7 @@ def test_random_lives(get_driver, get_oracle, seed):
 
 
 def test_a_paused_request_keeps_the_state_that_it_goes_on_from(get_driver, get_oracle):
-    """It gave back the block of a rejected draft, and another one, who was here first, needed that for a token."""
+    """The request returned the block of a rejected draft, and an older request needed that block for a token."""
     drafter, oracle = Knowing(wrong), get_oracle("hybrid")
     settings = {"cache": caching("kernel", 1), "speculative_tokens": 1, "block_count": 3}
     driver = get_driver("hybrid", drafter=drafter, **settings)
@@ -88,7 +88,7 @@ def test_a_paused_request_keeps_the_state_that_it_goes_on_from(get_driver, get_o
 
 
 def test_a_drafter_costs_its_drafts_only(get_driver, get_oracle, caplog):
-    """It raises, or answers what no drafts are: counted each time, said once of each kind, and nothing else."""
+    """An error or invalid drafts are counted each time, logged once of each kind, and have no other effect."""
     life = life_of(
         get_driver,
         get_oracle,

@@ -54,7 +54,7 @@ def test_a_generated_id_without_a_token_is_empty_text(get_driver, stop_words):
 
 
 def test_a_stop_word_behind_one(get_driver):
-    """It is found across what reads as nothing."""
+    """A stop word is found across tokens that read as nothing."""
     driver = make_driver(get_driver)
     prompt = [token % KNOWN for token in make_prompt(20)]
     driver.add(0, prompt, temperature=3.0, seed=4, num_tokens_to_generate=30)

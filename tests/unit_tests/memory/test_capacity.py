@@ -26,7 +26,7 @@ NEITHER = dataclasses.replace(RECURRENT, states=None)
 def plan_all(
     shapes: list[ModelShape], batching: BatchingConfig, cache: CacheConfig | None = None, free: int = GIB
 ) -> list[EnginePlan]:
-    """What each of some ranks decides when it has heard what the others have room for."""
+    """Plans of some ranks, each of which knows the capacity of the others."""
     capacities: list[Capacity] = []
 
     def plan(rank: int, gather) -> EnginePlan:

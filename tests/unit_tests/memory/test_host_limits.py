@@ -107,7 +107,7 @@ def test_other_errors_stay_what_they_are():
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to these limits")
 @pytest.mark.parametrize(("tool", "flag"), [("run_inference", "-v"), ("run_server", "-d")])
 def test_the_tools_say_when_not_even_the_libraries_fit(tool: str, flag: str):
-    """In a process of its own, with the real limit; before torch is imported, which would end in a traceback."""
+    """The tool fails cleanly under a real limit in a new process, before importing torch ends in a traceback."""
     command = f"ulimit {flag} 400000; exec {sys.executable} tools/{tool}.py"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

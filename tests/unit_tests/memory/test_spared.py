@@ -1,4 +1,4 @@
-"""OB-4: Python's collector passes over what is loaded before anybody is served."""
+"""OB-4: Python's garbage collector passes over objects that are loaded before serving begins."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_example_of_a_continuation() -> None:
     ],
 )
 def test_cut_lengths(start: int, length: int, chunk_size: int, pieces: list[int]) -> None:
-    """In training, and wherever a grid is wanted: the first piece completes the current chunk."""
+    """The first piece completes the current chunk, in training and wherever a grid is wanted."""
     assert cut_lengths(start, length, chunk_size) == pieces
 
 

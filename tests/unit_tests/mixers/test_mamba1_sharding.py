@@ -65,7 +65,7 @@ def whole_parameters() -> dict[str, Tensor]:
 
 
 def parameters_of_rank(index: int, ranks: int) -> dict[str, Tensor]:
-    """What rank `index` of `ranks` holds of the whole parameters."""
+    """Parts of the whole parameters that rank `index` of `ranks` holds."""
     held = {}
     for name, whole in whole_parameters().items():
         if name == "in_proj.weight":
@@ -97,7 +97,7 @@ def test_one_layout_reads_what_another_wrote(saved: int, loaded: int, tmp_path: 
 
 
 def test_keys_shapes_and_places() -> None:
-    """Of rank 1 of 2: global shape and offset of every tensor."""
+    """Global shape and offset of every tensor are right on rank 1 of 2."""
     state = sharded_state(mixer_of_rank(1, 2))
     apply_factories(state)
     found = [shard for shard in nested_values(state) if isinstance(shard, ShardedTensor)]

@@ -98,7 +98,7 @@ def parts(whole: Tensor, sections: tuple[int, ...], index: int, ranks: int) -> T
 
 
 def parameters_of_rank(index: int, ranks: int) -> dict[str, Tensor]:
-    """What rank `index` of `ranks` holds of the whole parameters."""
+    """Parts of the whole parameters that rank `index` of `ranks` holds."""
     whole = whole_parameters()
     held = {name: part(whole[name], index, ranks) for name in ("A_log", "dt_bias", "D", "norm.weight")}
     held["in_proj.weight"] = parts(whole["in_proj.weight"], ZXBC_DT, index, ranks)
@@ -160,7 +160,7 @@ def test_without_the_split_another_layout_reads_interleaved_rows(tmp_path: Path)
 
 
 def test_keys_shapes_and_places() -> None:
-    """Of rank 1 of 2: global shape and offset of every tensor, as megatron-core's `MambaMixer` describes them."""
+    """Shapes and offsets of every tensor on rank 1 of 2 are those of megatron-core's `MambaMixer`."""
     found = shards(sharded_state(mixer_of_rank(1, 2)))
     assert {key.removeprefix(PREFIX): (shard.global_shape, shard.global_offset) for key, shard in found.items()} == {
         "A_log": ((8,), (4,)),

@@ -60,31 +60,31 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 
 @pytest.fixture(scope="session")
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
-    """The same for Llama."""
+    """Oracles of Llama, each made once."""
     return _make_each_once(llama_oracle, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def denses(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
-    """The same for families with attention in every layer, and for Llama with biases."""
+    """Oracles of families with attention in every layer, and of Llama with biases, each made once."""
     return _make_each_once(dense_oracle, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
-    """The same for Mamba, FalconMamba and Jamba."""
+    """Oracles of Mamba, FalconMamba and Jamba, each made once."""
     return _make_each_once(mamba_oracle, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def qwens(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
-    """The same for Qwen3-Next."""
+    """Oracles of Qwen3-Next, each made once."""
     return _make_each_once(qwen3_next_oracle, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
-    """The same for the families of hybrid_oracle.py."""
+    """Oracles of the families of hybrid_oracle.py, each made once."""
     return _make_each_once(hybrid_oracle, tmp_path_factory)
 
 

@@ -33,7 +33,7 @@ def directory(request, tmp_path, tiny_model, tiny_config) -> Path:
 
 
 def test_equal_ids(directory):
-    """The same ids and the same end as ours."""
+    """Ids and the end token equal ours."""
     ours, theirs = TextTokenizer(directory), AutoTokenizer.from_pretrained(directory, local_files_only=True)
     assert theirs(TEXT)["input_ids"] == ours.tokenize(TEXT)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eod, ours.bos) == (0, None)

@@ -64,7 +64,7 @@ def test_values_that_cannot_work_name_the_file(tmp_path, content):
 
 
 def test_flags_decide_over_them(tmp_path):
-    """One that says what is the package's default, too."""
+    """Flags override the file's defaults, even a flag that equals the package's default."""
     flags = ["--load-hf", str(directory(tmp_path)), "--generation-config", "auto", "--temperature", "0", "--top_k", "3"]
     settings = parse_arguments(flags)
     params = request_defaults(settings.source, settings.sampling_given)

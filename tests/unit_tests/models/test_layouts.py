@@ -79,7 +79,7 @@ def load_and_compute(directories: Sequence[Path], parallel: ParallelConfig) -> l
 
 @pytest.mark.parametrize(("parallel", "kinds"), LAYOUTS, ids=lambda value: getattr(value, "described", lambda: "")())
 def test_each_rank_has_its_part(parallel, kinds, stored):
-    """Of checkpoints of both forms; the ranks together compute what one computes."""
+    """Each rank has its part of checkpoints of both forms; the ranks together compute the output of one."""
     cases = [(kind, form) for kind in kinds for form in SAVE]
     directories = [stored(*case)[1] for case in cases]
     by_rank = run_ranks(load_and_compute, parallel.smallest_world, directories, parallel)
@@ -102,7 +102,7 @@ def random_parts(config: ModelConfig, parallel: ParallelConfig) -> Part:
     ids=["TP 2, EP 2", "PP 2, two replicas"],
 )
 def test_random_weights_agree(parallel, world):
-    """What several ranks hold of one tensor is one: routers, norms, tied embeddings on the first and last stage."""
+    """Tensors that several ranks hold are equal: routers, norms, tied embeddings on the first and last stage."""
     seen: dict[tuple[str, str], Tensor] = {}
     shared = set()
     for part in run_ranks(random_parts, world, CONFIGS["latent_experts"], parallel):

@@ -51,7 +51,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def errors_of(directories: list[Path], parallel: ParallelConfig) -> list[str]:
-    """What this rank raises for each; another rank's tensors are all that may differ."""
+    """Errors of this rank, one for each directory; ranks may differ only in tensors that the others hold."""
     platform.initialize(parallel)
     found = []
     for directory in directories:
@@ -133,7 +133,7 @@ def test_the_embedded_model(layout):
 
 
 def numbers_read(directory: Path, parallel: ParallelConfig) -> int:
-    """How many numbers of weights this rank reads."""
+    """Count the values of weights that this rank reads."""
     read = []
     get, read_tensor = WeightFiles.get, checkpoint_files.read_tensor
     WeightFiles.get = lambda *args: read.append(get(*args)) or read[-1]
@@ -144,7 +144,7 @@ def numbers_read(directory: Path, parallel: ParallelConfig) -> int:
 
 @pytest.mark.parametrize("form", ["native", "distributed"])
 def test_each_rank_reads_its_part(form, tmp_path):
-    """In the distributed form whole rows of it: of a matrix that is cut along its columns all of them."""
+    """Ranks read whole rows of the distributed form, hence all of a matrix split along its columns."""
     model = perturbed_model(CONFIGS["mamba2"])
     (save_checkpoint if form == "native" else save_dist_checkpoint)(tmp_path, model, CONFIGS["mamba2"])
     whole = sum(tensor.numel() for tensor in held(model).values())

@@ -1,4 +1,4 @@
-"""From flags to a model: which weights, which configuration, which tokenizer, which type."""
+"""Model loading from flags: weights, configuration, tokenizer, and dtype."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ EQUAL = {  # what the model of this module is, by the names of its flags
 def test_equal_values_keep_the_embedded_weights(
     overrides: dict, tiny_model: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those that are None in the configuration, and follow from others there."""
+    """Overrides equal to the configuration keep the weights, even if None there and derived from other fields."""
     loaded = load_model(SourceConfig(), overrides, device=CPU)
     assert torch.equal(logits(loaded.model), logits(tiny_model))
     assert loaded.name == "embedded"
@@ -164,7 +164,7 @@ def test_null_tokenizer_on_request(embedded: Path) -> None:
 
 
 def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Module) -> None:
-    """The same tensors serve squared ReLU and GELU; the flag decides."""
+    """Squared ReLU and GELU use equal tensors, so the flag decides."""
     loaded = load_model(SourceConfig(load=str(saved)), {"squared_relu": True, "norm_epsilon": 1e-3}, device=CPU)
     assert (loaded.config.squared_relu, loaded.config.norm_epsilon) == (True, 1e-3)
     assert not torch.allclose(logits(loaded.model), logits(tiny_model))

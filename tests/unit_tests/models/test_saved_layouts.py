@@ -58,7 +58,7 @@ def save_again(sources: Sequence[Path], targets: Sequence[Path], parallel: Paral
 
 @pytest.fixture(scope="module")
 def saved(whole, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """The same models saved at every layout, by layout and kind."""
+    """Models saved at every layout, by layout and kind."""
     places = {}
     for layout, parallel in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("saved")
@@ -84,7 +84,7 @@ def test_loaded_at(layout, saved, whole):
 
 
 def test_ranks_wrote_files_of_their_own(saved):
-    """At one layout each rank has parts to write; replicas write nothing twice."""
+    """Each rank writes its parts at one layout; replicas write nothing twice."""
     shards = {layout: sorted(saved[layout, "mamba2"].glob("*.distcp")) for layout in ("1", "TP 2")}
     assert [len(files) for files in shards.values()] == [1, 2]
     total = {layout: sum(file.stat().st_size for file in files) for layout, files in shards.items()}
@@ -105,7 +105,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: str) -> str:
-    """What this rank raises when something goes wrong on one of them."""
+    """Error that this rank raises if saving fails on one rank."""
     platform.initialize(parallel)
     loaded = load_model(SourceConfig(load=str(source)), {}, parallel=parallel, device=CPU)
 

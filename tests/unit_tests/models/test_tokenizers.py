@@ -33,7 +33,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def source(files: Path, flags: str) -> SourceConfig:
-    """Of `field=value` pairs; a value with a dot is a file of the fixture's."""
+    """Source with the given `field=value` pairs; a value with a dot is a file of the fixture's."""
     fields: dict = {}
     for pair in flags.split():
         name, _, value = pair.partition("=")
@@ -125,7 +125,7 @@ def test_a_file_that_is_gone(files, tmp_path):
 
 
 def test_that_it_is_not_saved_is_said(files, tmp_path, caplog, monkeypatch):
-    """What a saved model lacks is named: a tokenizer of the caller's own."""
+    """A warning names the part that a saved model lacks: a tokenizer of the caller's own."""
     saved = []
     monkeypatch.setattr(load, "save_dist_checkpoint", lambda *args: saved.append(args[3]))
     for tokenizer in (object(), NullTokenizer(7)):
@@ -157,7 +157,7 @@ def test_sizes_of_a_tiktokenizer(files):
     ],
 )
 def test_as_it_was_trained(files, kind, names, expected):
-    """Where nothing is asked for and nothing is beside the weights; not if that is switched off."""
+    """The training tokenizer is used if none is requested and none lies beside the weights, unless switched off."""
     facts = trained(files, kind, **names)
     chosen = choose_tokenizer(SourceConfig(), files / "empty", ANY, facts)
     assert type(chosen) is expected

@@ -129,7 +129,7 @@ def coded(tmp_path: Path) -> Path:
 
 
 def test_a_tokenizer_runs_no_code_and_asks_nobody(coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever answered yes would have run it."""
+    """Loading runs no code and does not prompt; with the answer yes the code would have run."""
     asked = []
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(builtins, "input", lambda *question: asked.append(question) or "y")
@@ -148,7 +148,7 @@ def test_a_class_that_transformers_has_is_taken_instead(coded: Path, tmp_path: P
 
 
 def test_a_tokenizers_files_are_read_once(tmp_path: Path) -> None:
-    """What is written into the directory later changes nothing."""
+    """Later changes in the directory have no effect."""
     byte_level("<a>", "<b>").save(str(tmp_path / "tokenizer.json"))
     template = tmp_path / "chat_template.jinja"
     template.write_text("{{ bos_token }}{{ messages[0]['content'] }}")
@@ -161,7 +161,7 @@ def test_a_tokenizers_files_are_read_once(tmp_path: Path) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
 
 
-# Files that are none
+# Invalid files
 
 
 def make_pipe(path: Path) -> None:
@@ -236,7 +236,7 @@ def test_files_of_a_tokenizer(name: str, kind: str, tmp_path: Path) -> None:
         shutil.copy(tmp_path / "vocab.json", tmp_path / "vocab.txt")  # one that may be read
     put(tmp_path, name, kind)
     if name == "vocab.json" and kind == "a directory":
-        return  # of a name that nobody minds
+        return  # of a name that is not checked
     with pytest.raises(ConfigError, match=f"{name}: .*{kind}") as caught:
         TextTokenizer(tmp_path)
     one_line(caught)
@@ -319,7 +319,7 @@ def test_headers_of_weights(what: str, llama_copy: Path) -> None:
 
 
 def test_a_tensor_of_nothing_is_not_split_for_ever(llama_copy: Path) -> None:
-    """Its shape says 2**40 experts without any rows, which take no bytes."""
+    """The tensor's shape has 2**40 experts without any rows, which take no bytes."""
     (llama_copy / "model.safetensors").write_bytes(header(a=tensor(0, 0, 2**40, 0)))
     with pytest.raises(CheckpointError, match=r"tensor a of shape .* is not one of 1099511627776 parts"):
         WeightFiles(llama_copy).split("a", str)

@@ -52,7 +52,7 @@ def test_other_tokens(record, tokens, first):
 
 
 def test_two_best_tokens_may_change_places_where_they_are_as_good(record):
-    """What follows such a place is another text, and is not compared."""
+    """Tokens after such a place belong to another text, and are not compared."""
     off = scored(record, runner_up=0.9e-4)
     assert found(off, scored(record, tokens=(9, 3), log_probs=(-0.5, -7.0), skipped=2)) == []
     assert found(scored(record, runner_up=1.1e-4), scored(record, tokens=(9, 8), skipped=2)) != []
@@ -112,7 +112,7 @@ def printed(pairs, dtype: torch.dtype = FP32, width: int = 120) -> str:
 
 
 def test_table(record):
-    """Where requests differ, these are shown."""
+    """The table shows the requests that differ."""
     text = printed(compare([scored(record)] * 2, [scored(record, skipped=2), scored(record, tokens=(7, 9), skipped=1)]))
     (row,) = [line for line in text.splitlines() if "│" in line]
     assert "differ from the 2. on" in row
@@ -130,7 +130,7 @@ def test_many_requests_are_not_all_shown(record):
 
 
 def test_the_verdict_says_what_was_compared_and_the_limit(record):
-    """In 16 bits there are differences, and two limits for them."""
+    """The verdict in 16 bits allows differences and names two limits for them."""
     pairs = compare([scored(record)], [scored(record, log_probs=(-0.5076, -1.001), skipped=2)])
     text = printed(pairs, BF16)
     assert "1 request compared, off and on: 2 tokens equal" in text

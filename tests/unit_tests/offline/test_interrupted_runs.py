@@ -155,7 +155,7 @@ def test_without_a_file_they_are_printed(prompt_file, capfd, interrupt):
 
 @pytest.mark.parametrize("step", [2, 45])
 def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
-    """In its first run, with the cache off, and in its second: the results are those of the run that was cut short."""
+    """An interrupt in the first run, with the cache off, or in the second, keeps the results of that run."""
     interrupt(step, signal.SIGINT)
     output = tmp_path / "out.json"
     argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--prefix-cache-compare"]

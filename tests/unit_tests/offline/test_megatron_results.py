@@ -43,7 +43,7 @@ RUN += ["--return-log-probs", f"{BATCHING}-block-count", "64", f"{BATCHING}-pref
 
 
 def problems(golden: dict, current: dict) -> list[str]:
-    """What the checker would find: tokens exactly, log-probs of equal length within 1e-3, texts as far as both go."""
+    """Problems that the checker finds: exact tokens, log-probs within 1e-3, texts up to the shorter length."""
     ids = set(golden) - THEIR_SYSTEM_KEYS
     found = [f"unexpected {one}" for one in sorted(set(current) - THEIR_SYSTEM_KEYS - ids)]
     for one in sorted(ids & set(current)):
@@ -93,7 +93,7 @@ def test_their_keys_alone(theirs):
 
 
 def test_the_checker_is_content(ours, theirs):
-    """With three passes as with one: the last one's ids begin at 0."""
+    """The checker accepts three passes as it does one: the last pass's ids begin at 0."""
     golden = {one: ours[one] for one in "012"} | {"throughput": [1.0]}
     assert problems(golden, theirs) == []
     assert len(theirs["throughput"]) == 3
@@ -114,7 +114,7 @@ def test_the_checker_can_fail(ours, theirs):
 
 
 def test_log_probs(ours, theirs, written):
-    """Of P - 1 prompt tokens; none where they are skipped."""
+    """Log-probs cover P - 1 prompt tokens, or none if they are skipped."""
     for one in "012":
         assert theirs[one]["prompt_logprobs"] == pytest.approx(ours[one]["prompt_logprobs"], abs=1e-5)
         assert theirs[one]["logprobs"] == theirs[one]["prompt_logprobs"] + theirs[one]["generated_logprobs"]
@@ -159,7 +159,7 @@ def test_tokens_are_tracked_in_our_format_too(written):
 
 @pytest.mark.parametrize("form", ["full", "megatron"])
 def test_every_nth_result_and_the_last(written, form):
-    """They keep their ids; throughput is of all."""
+    """Results keep their ids; throughput counts all requests."""
     more = ("--output-format", form, "--inference-repeat-n", "2")
     every = written(*more, "--output-every-n-results", "2")
     ids = {key for key in every if key.isdigit()}

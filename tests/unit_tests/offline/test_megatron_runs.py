@@ -133,7 +133,7 @@ def yaml_of(flags: str) -> str:
 
 
 def words_of(flags: str, variables: dict[str, str]) -> list[str]:
-    """The same as somebody types them."""
+    """Split the flags into words, as on a command line."""
     words: list[str] = []
     for line in flags.split("\n"):
         name, _, value = line.partition(": ")
@@ -145,7 +145,7 @@ def words_of(flags: str, variables: dict[str, str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """By run: a folder with Megatron-LM's checkpoint, and the vocabulary beside it."""
+    """Folders, by run, with Megatron-LM's checkpoint and the vocabulary beside it."""
     made = {}
     for name, (config, _) in RUNS.items():
         root = tmp_path_factory.mktemp(f"run_{name}")

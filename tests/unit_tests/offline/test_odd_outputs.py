@@ -127,7 +127,7 @@ def test_no_control_character_reaches_a_terminal(capfd):
 
 
 def test_a_process_whose_reader_leaves(output):
-    """To its end, where Python writes out what is left in its buffers."""
+    """The process runs to its end, where Python flushes its buffers."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, "--output-path", str(output)]

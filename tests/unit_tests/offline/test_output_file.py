@@ -18,7 +18,7 @@ from megatron_ext.scheduling.record import Status
 
 @pytest.fixture
 def target(tmp_path) -> Path:
-    """Where to write, in a folder of its own."""
+    """Target file in a folder of its own."""
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder" / "out.json"
 
@@ -126,7 +126,7 @@ def test_what_cannot_work_is_found_before_anything_runs(tmp_path, monkeypatch, p
 
 
 def test_a_folder_that_takes_nothing_is_found_before_anything_runs(target, monkeypatch):
-    """By writing, since root may write anywhere but on a file system that is mounted for reading."""
+    """The check writes a file, since root may write anywhere except on a read-only file system."""
 
     def read_only(*_: object) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -95,7 +95,7 @@ class TestFlags:
 
     @pytest.mark.parametrize(("policy", "expected"), [("lru", [0, 8]), ("ref_zero", [0, 0])])
     def test_policies(self, run, policy, expected):
-        """KV-4: nobody uses the blocks any more when the second prompt comes."""
+        """KV-4: no request uses the blocks any more when the second prompt arrives."""
         results = run({"token_ids": PROMPT}, {"token_ids": PROMPT}, flags=(POLICY, policy))
         assert skipped(results) == expected
         assert (results["prefix_cache"]["blocks_cached"] > 0) == (policy == "lru")
@@ -251,7 +251,7 @@ class TestComparison:
 
     @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
     def test_a_planted_difference(self, compare, monkeypatch, dtype):
-        """With keys that do not cover the tokens, the second prompt hits blocks of the first."""
+        """Planted keys do not cover the tokens, so the second prompt hits blocks of the first."""
         right = hash_chain._hashes_of_blocks
 
         def of_zeros(parent, packed, *blocks):

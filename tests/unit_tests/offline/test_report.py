@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""Report that a run prints."""
 
 from __future__ import annotations
 

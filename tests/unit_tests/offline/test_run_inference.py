@@ -169,7 +169,7 @@ def test_nccl_without_cuda_is_gloo(caplog):
 
 
 def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):
-    """What decides the longest sequence, seen by whether a request of 60 tokens is served."""
+    """The winning source sets the maximum sequence length, shown by whether a request of 60 tokens is served."""
     path = prompt_file(json.dumps({"token_ids": [1] * 50, "num_tokens_to_generate": 10}))
     saved, yaml = str(tmp_path / "saved"), tmp_path / "flags.yaml"
 

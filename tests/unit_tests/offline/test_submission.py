@@ -1,4 +1,4 @@
-"""When prompts are submitted, and that records come back in order of submission."""
+"""Submission times of prompts, and the order of records, which is that of submission."""
 
 from __future__ import annotations
 

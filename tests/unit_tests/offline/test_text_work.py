@@ -1,4 +1,4 @@
-"""Text work that nobody asked for is not done: prompts are tokenized once, and ids are read for whoever shows them."""
+"""Unneeded text work is not done: prompts are tokenized once, and only shown ids are detokenized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = ((5, 9, 13, 2, 40, 41, 42, 7), (5, 9, 13, 2, 40, 41, 42, 8))
 
 @pytest.fixture
 def tokenized(monkeypatch) -> Counter[str]:
-    """How often each text becomes tokens."""
+    """Count how often each text is tokenized."""
     counts, tokenize = Counter(), NullTokenizer.tokenize
 
     def counting(tokenizer: NullTokenizer, text: str) -> list[int]:
@@ -33,7 +33,7 @@ def tokenized(monkeypatch) -> Counter[str]:
 
 @pytest.fixture
 def detokenized(monkeypatch) -> Counter[tuple[int, ...]]:
-    """How often each list of tokens becomes text."""
+    """Count how often each list of tokens is detokenized."""
     counts, detokenize = Counter(), NullTokenizer.detokenize
 
     def counting(tokenizer: NullTokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -73,7 +73,7 @@ def test_ids_are_read_once_for_the_json(tmp_path, detokenized):
 
 
 def test_without_json_only_prompts_that_are_shown_are_read(tmp_path, detokenized):
-    """Of twenty the first and the last five."""
+    """Only the first and the last five of twenty prompts are read."""
     prompts = [(5, 9, number) for number in range(40, 60)]
     run(tmp_path, [{"token_ids": ids} for ids in prompts])
     assert [i for i, ids in enumerate(prompts) if detokenized[ids]] == [*range(5), *range(15, 20)]

@@ -24,5 +24,5 @@ def usable(backends: Backends) -> list[str]:
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Of tests that are too long for Triton's interpreter: with its backend they run where kernels are asked for."""
+    """Marks of tests that are too long for Triton's interpreter: with its backend they need the mark `kernels`."""
     return (pytest.mark.kernels,) if name == triton.NAME and triton.is_interpreted() else ()

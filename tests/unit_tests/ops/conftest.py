@@ -18,7 +18,7 @@ OPERATORS = "megatron_ext.ops."
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same with all tensors inside on `device`; where they are there already, the very same tensors."""
+    """Move all tensors inside a value to `device`; tensors that are there already are returned as they are."""
     if isinstance(value, torch.Tensor):
         return value if value.is_meta else value.to(device)
     if dataclasses.is_dataclass(value):

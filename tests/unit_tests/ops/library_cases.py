@@ -86,7 +86,7 @@ class Case:
         return states
 
     def inputs(self) -> Tensors:
-        """What a library is given."""
+        """Inputs of a library."""
         named: Tensors = dict(zip(NAMES[self.operator], self.arguments(), strict=True))
         named |= {name: value for name, value in self.made().options.items() if isinstance(value, Tensor)}
         if self.is_decode:
@@ -101,7 +101,7 @@ class Case:
         return named
 
     def computed(self, order: Sequence[int] = range(len(LIVE))) -> Tensors:
-        """What our kernels make of it; with another `order` sequences go on from each other's states."""
+        """Outputs of our kernels; with another `order` sequences continue each other's states."""
         run, made, device = self.made().run, self.made(), platform.device()
         arguments, options = moved(self.arguments(), device), moved(made.options, device)
         with run.backends.forced(triton.NAME):
@@ -139,7 +139,7 @@ def cases(library: str) -> list[Case]:
 
 @functools.cache
 def answers(library: str) -> dict[Case, Tensors]:
-    """What a library says to all of its cases, from one process of its own."""
+    """Answers of a library to all of its cases, from one process."""
     folder = next(one for one in LIBRARIES if one.name == library).packages
     process = Path(__file__).with_name("library_process.py")
     asked = cases(library)
@@ -153,7 +153,7 @@ def answers(library: str) -> dict[Case, Tensors]:
 
 
 def relative_errors(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """Of all that both have: the largest difference, in parts of the largest value."""
+    """Relative errors of the shared outputs: the largest difference over the largest value."""
     shared = [name for name in theirs if name in ours]
     errors = {}
     for name in shared:

@@ -106,7 +106,7 @@ def selective_scan(update: Callable[..., Tensor], u, delta, A, B, C, D, states, 
 
 
 def mamba_ssd(x, dt, A, B, C, D, starts) -> Tensors:
-    """From zero states: the library takes initial ones for rows of a batch, not for packed sequences."""
+    """Run from zero states: the library takes initial ones for rows of a batch, not for packed sequences."""
     module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     sequences = torch.repeat_interleave(torch.arange(len(starts) - 1, device=x.device), starts.diff())
     packed = (t[None] for t in (x, dt))

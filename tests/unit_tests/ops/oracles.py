@@ -1,4 +1,4 @@
-"""What the operators compute, written token by token from their formulas, in fp64; nothing of the package is used."""
+"""Oracles of the operators, computed token by token from their formulas in fp64, without code of the package."""
 
 from __future__ import annotations
 
@@ -151,5 +151,5 @@ def assert_close(name: str, got: Tensor, want: Tensor, atol: float = 1e-4, rtol:
 
 
 def assert_states_close(name: str, got: Tensor, want: Tensor) -> None:
-    """As assert_close, with the tolerance for states."""
+    """Compare as assert_close does, with the tolerance for states."""
     assert_close(name, got, want, atol=1e-5)

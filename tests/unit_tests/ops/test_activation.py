@@ -61,7 +61,7 @@ def test_gated_silu_equals_its_formula(dtype: torch.dtype, factor: float) -> Non
 
 
 def test_nan_stays_and_rows_know_nothing_of_each_other() -> None:
-    """To the bit; no row at all is nothing."""
+    """Rows are independent to the bit, NaN stays in its row, and zero rows give an empty result."""
     inner = numbers(4, 64)
     whole, broken = gated_silu(inner), inner.clone()
     broken[1] = torch.nan

@@ -50,7 +50,7 @@ class Shape:
         return BUILDERS[self.operator.backends.operator](_Random(dtype), tokens, *self.sizes)
 
     def state(self) -> tuple[int, ...]:
-        """Of one slot."""
+        """Shape of one slot's state."""
         return STATES[self.operator.backends.operator](*self.sizes)
 
 
@@ -128,7 +128,7 @@ class Run:
         for i, start in enumerate(STARTS[: len(lengths)]):
             if start == 0:
                 self.live[2 * i + 1] = torch.nan  # never read
-        self.live[::2] = torch.nan  # nobody's
+        self.live[::2] = torch.nan  # unused
         self.snapshots = torch.full((SLOTS, *shape.state()), torch.nan, device=DEVICE)
 
     def prefill(
@@ -178,7 +178,7 @@ class Run:
 
 
 def assert_pools_close(got: Run, want: Run, tolerance: float = 2e-5) -> None:
-    """The same slots hold states, and nearly the same ones; the others are poisoned still."""
+    """Check that equal sets of slots hold nearly equal states, and that the other slots are still poisoned."""
     for name in ("live", "snapshots"):
         one, other = getattr(got, name), getattr(want, name)
         assert torch.equal(one.isnan(), other.isnan()), name
@@ -315,7 +315,7 @@ def test_inputs_may_be_views(shape: Shape, backend: str) -> None:
 
 @exact
 def test_shapes_that_do_not_fit_are_refused(shape: Shape, backend: str) -> None:
-    """Where plain torch would say so, too: memory of others is not read."""
+    """Such shapes are refused as in plain torch: memory of others is not read."""
     run = Run(shape, backend, (4,))
     order = run.order
     run.order = lambda *tokens: tuple(t if i else t.repeat_interleave(2, -1) for i, t in enumerate(order(*tokens)))

@@ -79,7 +79,7 @@ CALLS = 2  # the compiler and the linker
 
 
 def library_file(say) -> Path:
-    """Where the library is found or built; it is not kept open."""
+    """Path of the library, found or built; it is not kept open."""
     library = open_library(say)
     library.close()
     return library.path
@@ -148,7 +148,7 @@ with cache.lock("{key}", print):
 
 
 def copy_sources(folder: Path) -> Path:
-    """What the package has in C++, below another folder."""
+    """Copy the package's C++ sources below another folder."""
     shutil.copytree(PACKAGE / "ops", folder / "ops", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     return folder / "ops"
 
@@ -261,7 +261,7 @@ class TestKey:
 
 
 class TestWithout:
-    """Where there is no library the reference computes, and that is said once."""
+    """Missing library: the reference computes, and a warning appears once."""
 
     def test_no_compiler(self, cache, monkeypatch, capsys):
         monkeypatch.setenv("CXX", "/nowhere/c++")
@@ -398,7 +398,7 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
 
 @needs_compiler
 class TestSmallLibrary:
-    """Of a few lines, by the real compiler."""
+    """Library of a few lines, built by the real compiler."""
 
     @pytest.fixture
     def compiled(self, tmp_path, cache, monkeypatch):

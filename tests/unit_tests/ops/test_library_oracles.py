@@ -25,7 +25,7 @@ SWAPPED = [(library, case) for library, case in ALL if case.name.endswith("prefi
 
 
 def tolerance(case: Case) -> float:
-    """In parts of the largest value; on a device libraries multiply fp32 in tf32."""
+    """Tolerance in units of the largest value; on a device libraries multiply fp32 in tf32."""
     if case.dtype == torch.bfloat16:
         return 2e-2
     return 2e-6 if triton.is_interpreted() else 5e-3
@@ -39,7 +39,7 @@ def name_of(value: str | Case) -> str:
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest) -> str:
-    """Its name, where it was fetched."""
+    """Name of a library; skips or fails if it was not fetched."""
     fetched = {one.name: one.folder.is_dir() for one in oracles.LIBRARIES}
     if not all(fetched.values()):
         missing = [name for name, is_there in fetched.items() if not is_there]
@@ -75,7 +75,7 @@ def test_each_scan_has_a_library() -> None:
 
 
 def test_another_file_than_the_known_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was fetched lies in a folder whole, or there is no folder."""
+    """Fetching gives a complete folder or none."""
     monkeypatch.setattr(oracles, "FOLDER", tmp_path / "oracles")
     with zipfile.ZipFile(tmp_path / "tiny_oracle-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tiny_oracle.py", "kernels = []\n")

@@ -41,7 +41,7 @@ class Step:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         counts = [-(-keys // BLOCK) for _, keys in self.rows]
-        order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()  # block 0 is nobody's
+        order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()  # block 0 is unused
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         shape = (sum(counts) + 2, BLOCK, self.kv_heads, self.head_size)
         self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
@@ -117,7 +117,7 @@ def test_16_bits(dtype: torch.dtype, head_size: int) -> None:
     "rows", [[(1, 4500)], [(1, 2048), (1, 2049), (3, 5000)], [(70, 4200)], [(1, 4096)], [(2, 4097)]], ids=str
 )
 def test_more_keys_than_a_span(rows: list[tuple[int, int]]) -> None:
-    """What is summed in spans is one softmax in the end, also where the last key ends a span or is alone in one."""
+    """Sums over spans give one softmax, even if the last key ends a span or is alone in one."""
     step = Step(rows, sum(queries == 1 for queries, _ in rows))
     assert_close("long", step.attend(), step.expected())
 

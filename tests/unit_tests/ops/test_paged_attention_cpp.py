@@ -1,4 +1,4 @@
-"""What the C++ backend promises beyond the contract: the same bits however a sequence is cut, and beside whatever."""
+"""Guarantees of the C++ backend beyond the contract: equal bits however a sequence is split and batched."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_block_that_is_not_there_is_refused() -> None:
 
 
 def test_a_table_that_is_too_short_is_refused() -> None:
-    """Of the blocks that the keys fill none may be missing: what lies behind the table is not read."""
+    """A table must have every block that the keys fill: memory after the table is not read."""
     sequence = Sequence(40)
     batch = build_paged_batch([sequence.table], [40], [40], 0, sequence.block, "cpu")
     short = dataclasses.replace(batch, block_table=batch.block_table[:, :-1].contiguous())

@@ -1,4 +1,4 @@
-"""What the Triton kernels promise beyond the contract: padded steps, few queries at once, windows, and bits.
+"""Guarantees of the Triton kernels beyond the contract: padded steps, few queries at once, windows, and bits.
 
 A step as a CUDA graph replays it has more sequences, a wider block table and a longer token axis than there is work
 for; pools hold NaN wherever no sequence has written.
@@ -65,7 +65,7 @@ class Pool:
         return torch.randn(*shape, generator=self.generator).to(self.dtype)
 
     def batch(self, few: int) -> PagedBatch:
-        """With `few` sequences that decode, each with one query or more."""
+        """Batch with `few` sequences that decode, each with one query or more."""
         queries, keys = zip(*self.rows, strict=True)
         batch = build_paged_batch(self.tables, queries, keys, 0, self.block, "cpu")
         return dataclasses.replace(batch, num_decode=few)
@@ -115,7 +115,7 @@ def test_every_configuration(name: str, channels: int) -> None:
 
 
 def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
-    """What heads of that size launch."""
+    """Kernels that heads of that size launch, with their configs."""
     key = next(types for types, _ in kernels.MANY if name in types), channels
     yield from (("paged_prefill", kernels.MANY[key]), ("paged_decode_split", kernels.FEW[key]))
     yield "merge_splits", kernels.SUMS[channels]

@@ -92,7 +92,7 @@ class TestDistribution:
         assert_same_distribution(frequencies(LOGITS, temperature=1.3, top_k=top_k, top_p=top_p), wanted)
 
     def test_top_p_is_of_the_mass_that_top_k_left(self):
-        """Of masses .4 .3 .2 .1, top_k 2 leaves 4/7 and 3/7: top_p 0.5 is reached by the first alone."""
+        """Top-p applies to the mass after top-k: of .4 .3 .2 .1, top_k 2 leaves 4/7 and 3/7, the first above 0.5."""
         logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
         assert frequencies(logits, top_k=2, top_p=0.5).tolist() == [1, 0, 0, 0]
         assert int((frequencies(logits, top_p=0.5) > 0).sum()) == 2
@@ -183,7 +183,7 @@ class TestExtremes:
 
 
 class TestTies:
-    """Of equal logits the one with the smaller id is better, and zero has one sign."""
+    """Ties: of equal logits the smaller id wins, and zero has one sign."""
 
     @pytest.mark.parametrize("vocabulary", [7, 50, 300])
     def test_top_k_keeps_the_smaller_ids(self, vocabulary: int):
@@ -224,7 +224,7 @@ class Oracle:
         self.ends = line.cumsum(0)
 
     def allows(self, token: int, uniform: float) -> bool:
-        """Whether this token may be drawn: at its place, give or take 1e-5."""
+        """Return whether this token may be drawn: its interval contains `uniform`, give or take 1e-5."""
         begin = float(self.ends[token - 1]) if token else 0.0
         return begin - NEAR <= uniform <= float(self.ends[token]) + NEAR
 

@@ -26,7 +26,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def by_kernels() -> Iterator[None]:
-    """Whatever draws here is the kernel."""
+    """Make every draw use the kernel."""
     with SAMPLING.forced(triton.NAME):
         yield
 
@@ -70,7 +70,7 @@ def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: in
 def frequencies(
     logits: list[float], count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0
 ) -> Tensor:
-    """How often each token comes over a uniform grid, in numbers of `count`."""
+    """Counts of each token over a uniform grid of `count` numbers."""
     grid = [(i + 0.5) / count for i in range(count)]
     batch = sampling_batch([temperature] * count, [top_k] * count, [top_p] * count, grid)
     tokens = sample_tokens(torch.tensor(logits, device=DEVICE).expand(count, -1), batch)
@@ -97,7 +97,7 @@ def test_extreme_temperatures(temperature: float) -> None:
 
 
 def test_rows_know_nothing_of_each_other_and_nan_gives_some_token() -> None:
-    """To the bit, at any place in a wider tensor; the last of uniform numbers has a token."""
+    """Rows are independent to the bit, at any place in a wider tensor; the last of the uniform numbers has a token."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(5, 300, generator=generator).to(DEVICE)
     rows = [(1.0, 0, 0.9, math.nextafter(1.0, 0.0))] * 5

@@ -33,7 +33,7 @@ class Inputs:
         return [getattr(self, field.name) for field in fields(self)]
 
     def tokens(self, start: int, end: int) -> Inputs:
-        """The same with only tokens [start, end)."""
+        """Inputs of tokens [start, end) only."""
         return replace(self, **{name: getattr(self, name)[start:end] for name in ("x", "dt", "B", "C")})
 
     def scan(self, starts: Sequence[int], lengths: Sequence[int], chunk_size: int) -> ScanOutput:

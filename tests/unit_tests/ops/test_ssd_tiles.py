@@ -34,7 +34,7 @@ DONE = (0, 0, 0, 0, 0, 0, 16, 33, 64)  # of these computed by the first step
 LIVE = (4, 0, 7, 2, 9, 5, 1, 8, 3)  # of 11 slots
 # Sequence, its tokens, slot: at ends of tiles, two within one, in the tile that a step began in, at the very end.
 KEPT = ((8, 128, 2), (8, 192, 5), (8, 130, 0), (8, 131, 3), (7, 40, 1), (7, 130, 7), (4, 64, 6), (0, 1, 9))
-PADDING = (7, 0)  # tokens of two sequences that are nobody's, one in the middle and one at the end
+PADDING = (7, 0)  # tokens of two sequences of padding, one in the middle and one at the end
 
 
 class Layer:
@@ -62,7 +62,7 @@ class Layer:
         return recurrence(x, dt, self.A, b, c, self.D, [len(x)])
 
     def _tokens(self, t: Tensor, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Of these spans, and of padding; those are NaN, as tokens behind the last sequence are."""
+        """Tokens of these spans and of padding, which are NaN, like tokens after the last sequence."""
         parts = [t.split(LENGTHS)[row][start:end] for row, start, end in spans]
         parts.insert(1, t.new_full((PADDING[0], *t.shape[1:]), torch.nan))
         return torch.cat([*parts, t.new_full((5, *t.shape[1:]), torch.nan)])
@@ -97,7 +97,7 @@ class Layer:
         return found
 
     def _chunks(self, starts: Sequence[int], lengths: Sequence[int], bounded: bool) -> PackedChunks:
-        """With an empty sequence of padding at the end."""
+        """Chunks of the sequences, with an empty padding sequence at the end."""
         chunks = cut_chunks(starts, lengths, 16, self.device)
         sequences, cu_seqlens = chunks.sequences, chunks.sequences.cu_seqlens
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:]])
@@ -180,10 +180,10 @@ def test_every_configuration_of_tiles_computes_the_same(
 
 @pytest.mark.usefixtures("fixed_order_dot")
 def test_bits_do_not_depend_on_cuts_at_absolute_multiples() -> None:
-    """CU-2: from a start within a tile, whatever is kept and whoever is beside.
+    """CU-2: from a start within a tile, with any kept states and any neighbours.
 
-    The state that is kept is the one that the sequence goes on with. A cut elsewhere is seen in the last bits, which
-    shows that this test could fail.
+    The kept state is the one with which the sequence continues. A cut elsewhere changes the last bits, which shows that
+    this test can fail.
     """
     whole, parts, other = (Layer(BF16) for _ in range(3))
     for layer in (whole, parts, other):

@@ -55,7 +55,7 @@ def assert_close(found, expected) -> None:
 
 
 def padded_chunks():
-    """What a captured step says of these sequences."""
+    """Chunks that a captured step describes for these sequences."""
     cuts = np.zeros((GRID.sequences, GRID.chunks), dtype=np.int64)
     for row, *prefill in zip(cuts, STARTS, LENGTHS, STOPS, strict=True):
         start, length, stops = prefill
@@ -139,7 +139,7 @@ def test_attention_by_lengths_on_the_device(backend, window):
 
 
 def test_drawing_in_place_gives_the_same_tokens():
-    """CU-4: every kind of cut and greedy rows in one pass; equal logits by their ids; rows of NaN harm nobody."""
+    """CU-4: all filters and greedy rows in one pass; equal logits by their ids; rows of NaN affect no other row."""
     generator = torch.Generator().manual_seed(2)
     rows, words = 600, 50
     logits = torch.randn(rows, words, generator=generator) * 3

@@ -35,7 +35,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def assert_right(got: Tensor, want: Tensor, relative: float = 1e-5) -> None:
-    """In nearly all digits: a step size of a thousandth too."""
+    """Check nearly all digits, even of a step size of a thousandth."""
     assert got.dtype is torch.float32
     assert ((got.double() - want.cpu()).abs() <= relative * want.cpu().abs()).all()
 
@@ -74,7 +74,7 @@ def test_extremes() -> None:
 
 
 def test_tokens_know_nothing_of_each_other() -> None:
-    """To the bit, whatever is beside a token, and no token at all."""
+    """Tokens are independent to the bit, whatever their neighbours, and zero tokens are allowed."""
     dt, bias, log = numbers(9, 40), numbers(40), numbers(40)
     whole, _ = step_sizes(dt, bias, log)
     alone, _ = step_sizes(dt[4:5], bias, log)

@@ -88,7 +88,7 @@ def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, t
     ],
 )
 def test_bits_do_not_depend_on_cuts(name: str, size: int, cut: int) -> None:
-    """CU-2: at any token, and of SSD at multiples of its tile; nor on states kept on the way, nor on who is beside."""
+    """CU-2: cuts are at any token, for SSD at multiples of its tile; kept states and neighbours have no effect."""
     whole, parts = (Steps(name, size, torch.float32, torch.float32) for _ in range(2))
     wanted = whole.prefill([5, 7], [0, 0], [63, 65], kept=[(7, cut + 3, 1)])
     first = parts.prefill([7], [0], [cut])

@@ -56,7 +56,7 @@ def expected(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatc
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 17, 29])
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_last_keys_of_each_query(mix: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA-4: whatever lies behind a sequence's keys, or in blocks of nobody; in tiles of a few queries."""
+    """FA-4: memory after a sequence's keys and unused blocks have no effect; computed in tiles of a few queries."""
     monkeypatch.setattr(windowed, "_SMALLEST_TILE", 6)
     found = paged_attention(*pool(mix), scale=0.3, window=window)
     torch.testing.assert_close(found, expected(*pool(mix), window), atol=1e-5, rtol=1e-5)
@@ -86,7 +86,7 @@ def test_the_comparison_sees_one_key_more() -> None:
 
 
 def test_layers_of_a_step_share_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is gathered is worked out once for each window."""
+    """The gather plan is computed once for each window."""
     q, keys, values, batch = pool("both")
     made, band = [], windowed._band
     monkeypatch.setattr(windowed, "_band", lambda *args: made.append(args[2]) or band(*args))

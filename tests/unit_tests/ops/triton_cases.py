@@ -1,7 +1,7 @@
-"""Steps of sequences through one operator with states, as the parity tests of kernels run them, beside their truth.
+"""Steps of sequences through one operator with states for the parity tests of kernels, with their references.
 
-Three steps: some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN where
-nobody has written, and rows and slots of padding are in every step.
+Three steps: some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN in
+unwritten places, and rows and slots of padding are in every step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _conv(weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_padding(chunks: PackedChunks) -> PackedChunks:
-    """The same, with a sequence of no tokens behind the others."""
+    """Append an empty padding sequence to the chunks."""
     sequences, first = chunks.sequences, chunks.sequences.cu_seqlens
     return replace(chunks, sequences=replace(sequences, cu_seqlens=torch.cat([first, first[-1:]])))
 
@@ -163,7 +163,7 @@ class Steps:
     def check_outputs(
         self, name: str, y: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
     ) -> None:
-        """What a step gave, within the rounding of its type, and of the states that it began with: of their largest."""
+        """Check the outputs of a step, within the rounding of its dtype and of its initial states: of their largest."""
         spans = zip(rows, starts, ends, strict=True)
         want = torch.cat([self.truths[row][0][start:end] for row, start, end in spans])
         tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}[self.dtype]

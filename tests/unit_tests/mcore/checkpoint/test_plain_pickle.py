@@ -93,7 +93,7 @@ class Runs:
 
 
 class RunsInBuiltin(Runs):
-    """The same through a builtin."""
+    """Attack that runs code through a builtin."""
 
     def __reduce__(self) -> tuple[Callable, tuple[str]]:
         return exec, (f"import os; os.mkdir({str(self.folder)!r})",)
@@ -148,7 +148,7 @@ def extension() -> Any:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_is_run(attack: str, tmp_path: Path, extension: None) -> None:
-    """With the control that Python's own reader runs it."""
+    """Our reader runs no code; as a control, Python's own reader does."""
     data = ATTACKS[attack](tmp_path / "made")
     with pytest.raises(PlainPickleError) as caught:
         plain_pickle.load(data, ALLOWED)

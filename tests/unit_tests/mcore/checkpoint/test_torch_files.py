@@ -77,7 +77,7 @@ def test_of_some_rows_no_others_are_read() -> None:
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 2)], ids=str)
 def test_rows_of_a_file_that_ends_too_early(rows: slice) -> None:
-    """Whatever is cut off or overwritten is one error, or rows of the right size."""
+    """Truncated or overwritten files give one error, or rows of the right size."""
     data = saved(VALUES)
     header = data.index(b"PK\x03\x04", data.index(b"data/0") - 60)
     for spoiled in (data[:header] + b"XX" + data[header + 2 :], data.replace(b"PK\x03\x04", b"PK\x03\x05")):

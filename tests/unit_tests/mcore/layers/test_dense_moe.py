@@ -32,7 +32,7 @@ WAYS = {"all": 0, "picked": 1e-9, "by shapes": dense_moe._PICKED_BELOW}
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How experts are computed, whatever the shapes are."""
+    """Computation of the experts, forced whatever the shapes are."""
     monkeypatch.setattr(dense_moe, "_PICKED_BELOW", WAYS[request.param] or 1e9)
     return request.param
 
@@ -44,7 +44,7 @@ def run_fixed(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_reference(name: str, way: str) -> None:
-    """CU-5: every kind of routing, experts and activation, to the plain layer's tolerance; NaN harms nobody else."""
+    """CU-5: every kind of routing, experts and activation, to the plain layer's tolerance; NaN stays in its own row."""
     config = LAYERS[name]
     layer, hidden = make_layer(config), make_hidden(config, 7, 2)
     assert routing_margin(layer, hidden.flatten(0, 1), config) > LEAST_MARGIN
@@ -87,7 +87,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_routings_are_the_same_program(way: str) -> None:
-    """CU-4, CU-5: nothing is read back, whoever goes where; the plain layer is the negative control."""
+    """CU-4, CU-5: nothing is read back, whatever the routing; the plain layer is the negative control."""
     config, programs = LAYERS["groups"], []
     layer = make_layer(config)
     place = torch.zeros(5, 1, config.hidden_size)
@@ -106,7 +106,7 @@ def test_two_routings_are_the_same_program(way: str) -> None:
 
 
 def test_weights_behind_each_other_stay_parameters() -> None:
-    """The same objects, values and gradients; written in place they are seen, replaced they are laid out again."""
+    """Parameters keep identity, values and gradients; in-place writes are seen, a replacement repeats the layout."""
     weights = [nn.Parameter(torch.full((2, 3), float(i))) for i in range(3)]
     with torch.inference_mode():
         whole = stacked(weights)

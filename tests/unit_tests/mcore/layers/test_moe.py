@@ -218,7 +218,7 @@ def serve_mixed(driver: Driver, **params: object) -> None:
 
 
 def test_routers_do_not_waver(oracle):
-    """What the tests below compare does not hang on the rounding of a router's score."""
+    """Comparisons in the tests below do not depend on the rounding of a router's score."""
     for length in LENGTHS:
         prompt = make_prompt(length)
         tokens = [*prompt, *oracle.greedy(prompt, 20).tokens]

@@ -151,7 +151,7 @@ def test_what_is_wanted_beside_the_arithmetic_is_upstreams(setting):
 @torch.inference_mode()
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_rms_norm_by_length(scale):
-    """Beside torch's own in fp64, rows of zeros and one channel among them."""
+    """RMS norm agrees with torch's in fp64, including rows of zeros and a single channel."""
     x = torch.randn(7, 48, generator=torch.Generator().manual_seed(1)) * scale
     x[3] = 0.0
     norm = norms.PlainRMSNorm(48, eps=1e-5)
@@ -161,7 +161,7 @@ def test_rms_norm_by_length(scale):
 
 
 def test_who_hooks_into_a_layer_sees_its_calls():
-    """A step adds what layers give without calling them, unless somebody watches."""
+    """A step adds layer outputs without calling the layers, unless they have hooks."""
     model = build_slow_decay(HYBRID).eval()
     with torch.inference_mode():
         expected, seen = forward(model), []

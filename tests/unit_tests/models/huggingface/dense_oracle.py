@@ -132,7 +132,7 @@ def _value(name: str, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def routing_margin(model: PreTrainedModel, tokens: list[int]) -> float:
-    """By how much a router prefers the last expert that it chooses, for the token where it wavers most."""
+    """Smallest margin, over all tokens, by which a router prefers the last expert that it chooses."""
     margins: list[float] = []
 
     def note(gate: nn.Module, _: object, output: tuple[Tensor, ...]) -> None:

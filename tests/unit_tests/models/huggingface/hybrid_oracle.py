@@ -265,7 +265,7 @@ def make(shape: Shape, directory: Path) -> PreTrainedModel:
 
 
 def _is_outer_norm(name: str) -> bool:
-    """Whether it is a norm other than those of the gated delta net."""
+    """Return whether the name is of a norm outside the gated delta net."""
     return "norm" in name.removesuffix(".weight").rsplit(".", 1)[-1] and "linear_attn" not in name
 
 
@@ -291,7 +291,7 @@ def _value(name: str, parameter: Tensor, norms_around: int) -> Tensor:
 
 @torch.no_grad()
 def routing_margin(model: nn.Module, tokens: list[int]) -> float:
-    """By how much a router prefers what it chooses, for the token where it wavers most; infinite without routers."""
+    """Smallest margin, over all tokens, by which a router prefers its choice; infinite without routers."""
     margins = [math.inf]
 
     def note(router: nn.Module, args: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:

@@ -142,7 +142,7 @@ def _value(name: str, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def routing_margin(model: nn.Module, tokens: list[int]) -> float:
-    """By how much a router prefers what it chooses, for the token where it wavers most; infinite without routers."""
+    """Smallest margin, over all tokens, by which a router prefers its choice; infinite without routers."""
     margins = [math.inf]
 
     def note(router: nn.Module, args: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:

@@ -159,10 +159,10 @@ def moe_layers(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def routing_margin(model: NemotronHForCausalLM, tokens: list[int]) -> float:
-    """By how much a router of the model prefers what it chooses, for the token where it wavers most.
+    """Smallest margin, over all tokens, by which a router of the model prefers its choice.
 
-    Of groups: the smallest difference between a sum that is chosen and one that is not. Of experts: the same between
-    scores plus biases, within the chosen groups.
+    For groups: the smallest difference between a chosen and an unchosen sum. For experts: the smallest difference
+    between chosen and unchosen scores plus biases, within the chosen groups.
     """
     inputs: list[tuple[nn.Module, Tensor]] = []
     hooks = [
@@ -176,7 +176,7 @@ def routing_margin(model: NemotronHForCausalLM, tokens: list[int]) -> float:
 
 
 def _margin(gate: nn.Module, hidden: Tensor) -> float:
-    """The same for one router and its inputs [T, h]."""
+    """Margin of one router for its inputs [T, h]."""
     scores = (hidden @ gate.weight.T).sigmoid() + gate.e_score_correction_bias  # [T, experts]
     grouped = scores.unflatten(-1, (gate.num_group, -1))
     group_scores = grouped.topk(2).values.sum(-1)  # [T, groups]
@@ -235,7 +235,7 @@ def their_greedy(model: PreTrainedModel, tokens: list[int], count: int) -> list[
 
 
 def largest_excess(got: Tensor, reference: Tensor) -> float:
-    """How far the worst element is outside the tolerance: at most 1 is equal."""
+    """Largest error of an element in units of its tolerance: at most 1 is equal."""
     return ((got - reference).abs() / (ATOL + RTOL * reference.abs())).max().item()
 
 

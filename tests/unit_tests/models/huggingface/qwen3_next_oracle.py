@@ -112,7 +112,7 @@ def _value(name: str, parameter: Tensor, config: Qwen3NextConfig) -> Tensor:
 
 @torch.no_grad()
 def routing_margin(model: Qwen3NextForCausalLM, tokens: list[int]) -> float:
-    """By how much a router prefers the last expert that it chooses, for the token where it wavers most."""
+    """Smallest margin, over all tokens, by which a router prefers the last expert that it chooses."""
     margins: list[float] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda gate, _, output: margins.append(_gap(output[0], gate.top_k)))

@@ -76,7 +76,7 @@ def test_published_configuration() -> None:
 
 
 def test_what_transformers_saves(tmp_path: Path) -> None:
-    """Its own file form: a list of layer types, infinity as an object."""
+    """The file form of transformers is read: a list of layer types, infinity as an object."""
     NemotronHConfig(hybrid_override_pattern="M*-", architectures=["NemotronHForCausalLM"]).save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     assert "layers_block_type" in text

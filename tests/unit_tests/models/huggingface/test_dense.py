@@ -42,7 +42,7 @@ def load_hf(directory: Path, overrides: dict | None = None, **source: object) ->
 
 
 def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
     tokens = oracle.prompt(length, seed=length)
     return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
 
@@ -129,7 +129,7 @@ def _records(loaded: LoadedModel, cache: CacheConfig) -> list[RequestRecord]:
 
 
 def _differences(warm: list[RequestRecord], cold: list[RequestRecord]) -> torch.Tensor:
-    """Of the log-probs of generated tokens, as long as both chose the same ones before."""
+    """Differences of log-probs of generated tokens, up to the first token that differs."""
     found = []
     for one, other in zip(warm, cold, strict=True):
         pairs = zip(one.generated_tokens, other.generated_tokens, strict=True)

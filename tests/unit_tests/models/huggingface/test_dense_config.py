@@ -114,7 +114,7 @@ def test_published_configurations() -> None:
 
 
 def test_what_files_leave_out() -> None:
-    """What transformers takes then: a window in Mistral and none in Mixtral, other bases, weights as they are."""
+    """Missing fields get transformers' values: a window in Mistral, none in Mixtral, other bases, untied weights."""
     without = {
         name: {key: value for key, value in raw.items() if key not in ("sliding_window", "rope_theta", "rms_norm_eps")}
         for name, raw in PUBLISHED.items()
@@ -163,7 +163,7 @@ def test_windows_of_all_layers() -> None:
 
 
 def test_yarn() -> None:
-    """In either object, beside the base or outside; what it leaves out is transformers'."""
+    """Either object is read, with the base inside or outside; missing fields get transformers' defaults."""
     raw = PUBLISHED["qwen3"]
     config = translate(raw | {"rope_scaling": YARN})
     assert (config.yarn_rotary_scaling_factor, config.yarn_original_max_position_embeddings) == (4.0, 32768)
@@ -276,6 +276,6 @@ MODEL = translate(PUBLISHED["qwen3"] | {"rope_scaling": YARN, "vocab_size": 100}
     ids=str,
 )
 def test_settings_that_make_no_sense(changes: dict, named: str) -> None:
-    """Of a saved checkpoint, which nobody needs to have written with us."""
+    """Invalid settings of a saved checkpoint are refused, whichever program wrote it."""
     with pytest.raises(ConfigError, match=named):
         dataclasses.replace(MODEL, **changes)

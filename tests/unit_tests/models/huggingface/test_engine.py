@@ -32,7 +32,7 @@ def serve(loaded: LoadedModel, batching: BatchingConfig, prompts: Sequence[list[
 
 
 def outside(record: RequestRecord, logits_of: Callable[[list[int]], Tensor]) -> list[str]:
-    """What differs from the reference: nothing if equal. Greedy tokens may be any of two closer than 1e-4."""
+    """Differences from the reference, empty if equal. Greedy tokens may be either of two closer than 1e-4."""
     prompt, generated = list(record.prompt_tokens), list(record.generated_tokens)
     logits = logits_of(prompt + generated)
     chosen = logits[len(prompt) - 1 : -1]

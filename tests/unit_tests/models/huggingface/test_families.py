@@ -73,7 +73,7 @@ def test_whatever_a_known_field_says_there_is_a_model_or_one_line(family: Family
 
 
 def test_only_the_registry_names_families() -> None:
-    """To add one touches its file, the registry, and tests."""
+    """A new family touches only its own file, the registry, and tests."""
     folder = ROOT / "megatron_ext" / "models" / "huggingface"
     naming = {
         str(path.relative_to(folder))
@@ -87,7 +87,7 @@ def test_only_the_registry_names_families() -> None:
 
 
 def test_tensors_of_a_layer() -> None:
-    """By number of layer and of expert; what a model does not have is asked of nobody."""
+    """Tensors are found by number of layer and of expert; tensors that the model lacks are not read."""
     table = TensorTable(
         layers={
             "*": weights({ATTENTION_NORM: "norm"}),
@@ -228,7 +228,7 @@ def excess(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def test_a_new_family_is_one_record(toy: Path, llamas) -> None:
-    """Its record and a place in the registry: fields, names and conversions are read by the shared machinery."""
+    """A record and a place in the registry suffice: shared machinery reads fields, names and conversions."""
     assert excess(load_hf(toy).model, llamas("mha")[0]) <= 1
 
 

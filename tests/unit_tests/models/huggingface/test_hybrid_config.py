@@ -316,7 +316,7 @@ PUBLISHED = {
 
 
 def sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Of a Mamba-2 layer: heads, their channels, groups and states."""
+    """Sizes of a Mamba-2 layer: heads, their channels, groups and states."""
     return config.mamba_heads, config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
 
 
@@ -386,7 +386,7 @@ def test_qwen3_5() -> None:
 
 
 def test_olmo_hybrid() -> None:
-    """FA-2: norms behind attention and its MLP; a rotary base of null is none, one that is not there is 10,000."""
+    """FA-2: norms follow attention and MLP; a rotary base of null means no rotation, a missing base means 10,000."""
     config = translate(OLMO)
     assert (config.hybrid_override_pattern, config.position_embedding_type) == ("M-M-M-AF" * 2, "none")
     assert (config.qk_layernorm_over_heads, config.linear_norm_epsilon) == (True, 1e-5)

@@ -42,7 +42,7 @@ def load_hf(directory: Path, bf16: bool = False) -> LoadedModel:
 
 
 def excess(ours: nn.Module, theirs: PreTrainedModel, length: int = 129) -> float:
-    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
     tokens = oracle.prompt(length, seed=length)
     return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
 
@@ -71,7 +71,7 @@ def test_warm_starts_equal_transformers(name: str, mode: str, hybrids) -> None:
     loaded = load_hf(directory)
     driver = HybridDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=48, max_requests=8, mode=mode)
     leaves_more = mode == "align"  # at 48 tokens, where the first step ends
-    assert play(driver) == [0, 96, 48 if leaves_more else 64, 112, 64]  # 64: a snapshot that nobody asked for
+    assert play(driver) == [0, 96, 48 if leaves_more else 64, 112, 64]  # 64: an opportunistic checkpoint
     for request_id in range(5):
         assert engine_excess(driver, request_id, theirs) <= 1
 
@@ -254,5 +254,5 @@ def test_comparison_sees_one_wrong_setting(name: str, override: dict, hybrids) -
 
 
 def test_the_parts_of_a_projection(hybrids) -> None:
-    """What the settings above change is what the file says: the input's factor times each part's."""
+    """The settings above have the effect that the file states: the input's factor times each part's."""
     assert load_hf(hybrids(FALCON)[1]).config.mamba_multipliers == pytest.approx(PARTS)

@@ -29,7 +29,7 @@ def load_hf(directory: Path, overrides: Mapping[str, object] | None = None) -> L
 
 
 def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
     tokens = oracle.prompt(length, seed=length)
     return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
 
@@ -202,7 +202,7 @@ def test_index_that_disagrees(error: str, shards: Path) -> None:
 
 
 def test_rotary_frequencies_of_older_files(llama_copy: Path, llamas) -> None:
-    """They follow from the configuration; any other unknown tensor is refused."""
+    """Frequencies in the file are ignored, since the configuration gives them; any other unknown tensor is refused."""
     oracle.edit_weights(
         llama_copy,
         lambda t: t.update({f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in (0, 1)}),
@@ -263,7 +263,7 @@ def test_imported_checkpoint_saved_and_loaded(llamas, tmp_path: Path) -> None:
 
 
 def test_whole_file_beside_an_index(shards: Path, llamas) -> None:
-    """As transformers does: `model.safetensors` decides where both are."""
+    """`model.safetensors` wins if there is an index too, as in transformers."""
     tensors = load_file(llamas("mha")[1] / "model.safetensors")
     save_file(tensors, shards / "model.safetensors", metadata={"format": "pt"})
     edit_index(shards, lambda m: m.clear())

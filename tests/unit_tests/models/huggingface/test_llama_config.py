@@ -56,7 +56,7 @@ SCALED_3 = SCALED | {"rope_type": "llama3"}
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("factor", [8.0, 32])
 def test_scaling_of_llama_3_1(name: str, factor: float) -> None:
-    """Of the published 3.1 (8) and 3.2 (32) configurations."""
+    """Scaling of the published 3.1 (8) and 3.2 (32) configurations."""
     config = translate(LLAMA_3 | {name: SCALED_3 | {"factor": factor}, "max_position_embeddings": 131072})
     assert (config.use_rope_scaling, config.rope_scaling_factor, config.rotary_base) == (True, factor, 500000)
     assert not translate(LLAMA_3).use_rope_scaling

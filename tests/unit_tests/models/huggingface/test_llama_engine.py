@@ -119,7 +119,7 @@ def test_text_begins_as_its_tokenizer_begins_it(engine: InferenceEngine, llamas)
 
 
 def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
-    """Where the text spells it, where the chat template does, and where the caller asks for it; ids are left alone."""
+    """One beginning token is added to text, to chat templates, and on request; ids are left alone."""
     chat = engine.controller.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}])
     assert chat.startswith("<s>")
     asked = SamplingParams(num_tokens_to_generate=1, temperature=0.0)

@@ -48,14 +48,14 @@ def test_logits_and_greedy_tokens_equal(name: str, mambas) -> None:
 
 @pytest.mark.parametrize("name", JAMBA)
 def test_routers_do_not_waver(name: str, mambas) -> None:
-    """What is compared does not hang on the rounding of a router's score."""
+    """Comparisons do not depend on the rounding of a router's score."""
     theirs, _ = mambas(name)
     for length in LENGTHS:
         assert mamba_oracle.routing_margin(theirs, oracle.prompt(length, seed=length)) > LEAST_MARGIN, length
 
 
 def excess(driver: HybridDriver, request_id: int, theirs: PreTrainedModel) -> float:
-    """How far the logits of all generated tokens are outside of the tolerance; at most 1 is equal."""
+    """Largest error of the logits of all generated tokens in units of the tolerance; at most 1 is equal."""
     record = driver.records[request_id]
     prompt, generated = list(record.prompt_tokens), list(record.generated_tokens)
     reference = oracle.their_logits(theirs, prompt + generated)[len(prompt) - 1 : -1]
@@ -64,7 +64,7 @@ def excess(driver: HybridDriver, request_id: int, theirs: PreTrainedModel) -> fl
 
 
 def play(driver: HybridDriver) -> list[int]:
-    """The same prompt, another end, and the next turn of the chat: skipped tokens of each."""
+    """Serve one prompt twice, with another end, and with the next chat turn; return the skipped tokens of each."""
     prompt = oracle.prompt(100, seed=1)
     driver.sight(0, prompt, num_tokens_to_generate=13)
     driver.add(1, prompt)
@@ -83,7 +83,7 @@ def test_warm_starts_equal_transformers(name: str, mode: str, mambas) -> None:
     loaded = load_hf(directory)
     driver = HybridDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=48, max_requests=8, mode=mode)
     leaves_more = mode == "align"  # at 48 tokens, where the first step ends
-    assert play(driver) == [0, 96, 48 if leaves_more else 64, 112, 64]  # 64: a snapshot that nobody asked for
+    assert play(driver) == [0, 96, 48 if leaves_more else 64, 112, 64]  # 64: an opportunistic checkpoint
     for request_id in range(5):
         assert excess(driver, request_id, theirs) <= 1
 

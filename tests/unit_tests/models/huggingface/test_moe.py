@@ -106,7 +106,7 @@ def test_refused_by_name(changes: dict, named: str) -> None:
 
 @pytest.mark.parametrize("name", MOE_SHAPES)
 def test_routers_do_not_waver(name: str, oracles) -> None:
-    """What the oracle tests compare does not hang on the rounding of a router's score."""
+    """Comparisons in the oracle tests do not depend on the rounding of a router's score."""
     theirs, _ = oracles(name)
     for length, count in [*((length, 10) for length in LENGTHS), (20, 16)]:
         tokens = oracle.prompt(length, seed=length)
@@ -263,7 +263,7 @@ def test_files_that_do_not_fit_are_refused(message: str, moe_copy: Path) -> None
 
 
 def test_own_checkpoint_keeps_the_expert_bias(oracles, tmp_path: Path) -> None:
-    """It is a buffer, and stays in fp32 when the weights do not."""
+    """The expert bias is a buffer, and stays in fp32 when the weights do not."""
     loaded, name = load_hf(oracles("MoE")[1]), "decoder.layers.1.mlp.router.expert_bias"
     bias = loaded.model.get_buffer(name)
     assert bias.abs().min() > 0

@@ -130,7 +130,7 @@ def test_comparison_sees_one_wrong_tensor(control: str, oracles) -> None:
 
 @torch.no_grad()
 def test_oracle_has_a_long_memory(oracles) -> None:
-    """What the first tokens left in the states decides the logits 250 tokens later, in a model without attention."""
+    """States that the first tokens left decide the logits 250 tokens later, in a model without attention."""
     theirs, _ = oracles("no attention")
     tokens, other = oracle.prompt(300, seed=5), oracle.prompt(50, seed=6)
     changed = oracle.their_logits(theirs, other + tokens[50:])

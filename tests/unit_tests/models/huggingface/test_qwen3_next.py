@@ -32,7 +32,7 @@ def load_hf(directory: Path, overrides: Mapping[str, object] | None = None) -> L
 
 
 def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
     tokens = oracle.prompt(length, seed=length)
     return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
 
@@ -60,7 +60,7 @@ def test_warm_starts_equal_transformers(name: str, mode: str, qwens) -> None:
     theirs, directory = qwens(name)
     loaded = load_hf(directory)
     driver = HybridDriver(loaded.model, loaded.config, block_size=16, mode=mode, max_requests=8, max_tokens=400)
-    assert play(driver) == [0, 96, 64 if mode == "kernel" else 0, 112, 64]  # 64: a snapshot that nobody asked for
+    assert play(driver) == [0, 96, 64 if mode == "kernel" else 0, 112, 64]  # 64: an opportunistic checkpoint
     for request_id in range(5):
         assert engine_excess(driver, request_id, theirs) <= 1
 
@@ -193,7 +193,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_are_not_supported_are_refused(name: str) -> None:
-    """By name, in one line."""
+    """Unsupported fields are refused by name, in one line."""
     value, message = REFUSED[name]
     translate(FIELDS)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -221,7 +221,7 @@ def test_older_files_and_what_they_leave_out() -> None:
 
 
 def test_tensors_for_predicting_ahead_are_passed_over(qwen_copy: Path, qwens) -> None:
-    """As transformers does; any other unknown tensor is refused."""
+    """Tensors for predicting ahead are ignored, as by transformers; any other unknown tensor is refused."""
     oracle.edit_weights(qwen_copy, lambda t: t.update({"mtp.fc.weight": torch.ones(3)}))
     assert excess(load_hf(qwen_copy).model, qwens("experts")[0]) <= 1
     oracle.edit_weights(qwen_copy, lambda t: t.update({"model.layers.0.linear_attn.D": torch.ones(3)}))

@@ -24,7 +24,7 @@ CASES = [
 
 
 def excess(driver: HybridDriver, request_id: int, theirs: torch.nn.Module) -> float:
-    """How far the logits of all generated tokens are outside of 1e-4 (plus 1e-4 of the value); at most 1 is equal."""
+    """Largest error of all generated tokens' logits in units of 1e-4 (plus 1e-4 of the value); at most 1 is equal."""
     record = driver.records[request_id]
     prompt, generated = list(record.prompt_tokens), list(record.generated_tokens)
     reference = oracle.their_logits(theirs, prompt + generated)[len(prompt) - 1 : -1]
@@ -33,7 +33,7 @@ def excess(driver: HybridDriver, request_id: int, theirs: torch.nn.Module) -> fl
 
 
 def play(driver: HybridDriver) -> list[int]:
-    """The same prompt, another end, and the next turn of the chat: skipped tokens of each."""
+    """Serve one prompt twice, with another end, and with the next chat turn; return the skipped tokens of each."""
     prompt = oracle.prompt(100, seed=1)
     driver.sight(0, prompt, num_tokens_to_generate=13)
     answer = driver.records[0].generated_tokens
@@ -59,7 +59,7 @@ def build(oracles):
 def test_warm_starts_equal_transformers(build, name, batching):
     """HY-3, HY-4, EX-1: an implementation that we did not write computes the whole prompt."""
     driver, theirs = build(name, **batching)
-    assert play(driver) == [0, 96, 64, 112, 64]  # 64: a snapshot that nobody asked for
+    assert play(driver) == [0, 96, 64, 112, 64]  # 64: an opportunistic checkpoint
     for request_id in range(5):
         assert excess(driver, request_id, theirs) <= 1
 

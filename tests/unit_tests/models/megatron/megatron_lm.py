@@ -41,7 +41,7 @@ FUSED = {
 
 
 def arguments(config: ModelConfig, **changes: object) -> Namespace:
-    """What Megatron-LM saves of a run; few of its thousand arguments, with some that are not the model's."""
+    """Arguments that Megatron-LM saves: few of its thousand, including some that do not concern the model."""
     values = {
         "num_layers": config.layer_count,
         "hidden_size": config.hidden_size,
@@ -137,7 +137,7 @@ def stored_tensors(model: nn.Module, config: ModelConfig, *, fused: bool = True)
 
 
 def training_state(tensors: Mapping[str, Tensor]) -> dict:
-    """What a training run saves beside the model."""
+    """Training state that a run saves beside the model."""
     moments = {f"optimizer.state.exp_avg.{key}": torch.zeros_like(value) for key, value in tensors.items()}
     moments |= {f"chained_0.{key}": value for key, value in moments.items()}
     objects = {"rng_state": [1, 2], "rerun_state_machine_state": {"mode": 1}}

@@ -51,7 +51,7 @@ class With:
         self.state = state if slots is None else (state, slots)
 
 
-class Pickler(pickle._Pickler):  # the one in Python can be made to write what nobody would
+class Pickler(pickle._Pickler):  # Python's implementation can be made to write unusual instructions
     """Writes `With` as an instruction that gives attributes."""
 
     def save(self, obj: object, save_persistent_id: bool = True) -> None:
@@ -152,7 +152,7 @@ def test_metadata_runs_nothing(attack: str, saved: Path, tmp_path: Path) -> None
 
 
 def test_the_hidden_bytes_look_like_a_tensor_to_python(saved: Path, tmp_path: Path) -> None:
-    """The control: whoever lists the dictionary sees a tensor, whoever looks it up sees bytes, which torch runs."""
+    """The control: listing the dictionary shows a tensor, a look-up gives bytes, which torch runs."""
     metadata = pickle.loads(bytes_for_a_tensor(saved, tmp_path / "made", hidden=True))
     described = metadata.state_dict_metadata
     assert isinstance(dict(described.items())[TARGET], TensorStorageMetadata)
@@ -168,7 +168,7 @@ def zipped(value: object) -> bytes:
 
 
 class PicklesEverything:
-    """What `torch.save` takes for the module `pickle`."""
+    """Stand-in for the module `pickle`, for `torch.save`."""
 
     Pickler = Pickler
     __name__ = "pickle"

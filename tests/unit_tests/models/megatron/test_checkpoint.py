@@ -259,7 +259,7 @@ def test_nothing_in_a_pickle_is_run(name: str, saved: Path, tmp_path: Path) -> N
 def test_older_checkpoint_is_replaced_whole(
     older: Callable, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
 ) -> None:
-    """Of either form."""
+    """An older checkpoint of either form is replaced whole."""
     directory = tmp_path / "checkpoint"
     older(directory, tiny_model, tiny_config)
     (directory / "tokenizer.json").write_text("{}")

@@ -135,7 +135,7 @@ def test_logits_are_upstreams(model: GPTModel, tmp_path: Path) -> None:
 
 
 def test_norms_of_their_own(model: GPTModel, tmp_path: Path) -> None:
-    """As local specs write them."""
+    """Separate norms are read as local specs write them."""
     for layer in model.decoder.layers:
         layer.submodules_config.sharded_state_dict_keys_map.clear()
     save(model, tmp_path)

@@ -62,7 +62,7 @@ def written(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> 
     ids=str,
 )
 def test_hybrid(changes: dict, fused: bool, tiny_config: ModelConfig, tmp_path: Path) -> None:
-    """Beside the state of training, which nobody asks for."""
+    """The hybrid loads from a checkpoint that holds training state too."""
     config = ModelConfig(**(tiny_config.to_dict() | changes))
     model = perturbed(build_model(config, device=CPU, seed=3))
     tensors = megatron_lm.stored_tensors(model, config, fused=fused)
@@ -258,7 +258,7 @@ if __name__ == "__main__":  # the writer starts this file once more
 
 
 def test_what_upstreams_own_writer_leaves(tmp_path: Path) -> None:
-    """Its processes, its files, its pickles. In a process of its own, which is ended if the writer hangs."""
+    """Files and pickles of upstream's own writer load. The writer runs in a new process, ended if it hangs."""
     script, directory = tmp_path / "write.py", tmp_path / "run"
     script.write_text(WRITER)
     directory.mkdir()

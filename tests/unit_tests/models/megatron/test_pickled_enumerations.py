@@ -121,7 +121,7 @@ def rewritten(path: Path, write: Callable[[object], bytes]) -> None:
 
 
 def test_a_checkpoint_of_those_pythons(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
-    """Its `.metadata` and its `common.pt` say the same, and it loads; an attribute of an enumeration's does not."""
+    """The checkpoint's `.metadata` and `common.pt` name the enumeration alike, and it loads; other attributes fail."""
     saved = tmp_path / "checkpoint"
     save_dist_checkpoint(saved, tiny_model, tiny_config)
     stored = read_metadata(saved)
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_those_pythons(tiny_model: nn.Module, tiny_config: Model
 
 
 class _OldModule:
-    """What `torch.save` takes for the module `pickle`."""
+    """Stand-in for the module `pickle`, for `torch.save`."""
 
     Pickler = OldPickler
     __name__ = "pickle"

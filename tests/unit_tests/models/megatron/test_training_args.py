@@ -80,7 +80,7 @@ def test_other_ways_to_say_it(changes: dict, expected: dict) -> None:
     "changes", [{"add_bias_linear": True, "add_qkv_bias": True}, {"add_bias_linear": None}], ids=str
 )
 def test_biases(changes: dict) -> None:
-    """Of every linear layer, unless Megatron was told otherwise."""
+    """Every linear layer has biases, unless Megatron was told otherwise."""
     config = converted(arguments(hybrid_override_pattern="M-M*-", **changes))
     assert not config.disable_bias_linear
     assert config.num_experts is None, "without E layers nothing of experts is taken over"
@@ -147,7 +147,7 @@ def test_gated_delta_nets_that_are_refused(changes: dict, message: str) -> None:
 
 
 def test_older_arguments() -> None:
-    """What the first Megatron with GPT in megatron-core had no argument for is off."""
+    """Features without an argument in the first Megatron with GPT in megatron-core are off."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
     values = {name: getattr(arguments(), name) for name in (*names, "kv_channels", "padded_vocab_size")}
     config = converted(Namespace(**values), is_gpt=True)
@@ -222,7 +222,7 @@ def test_what_is_no_namespace(args: object) -> None:
 
 @pytest.mark.parametrize(("asked", "fits"), [(512, True), (497, True), (496, False), (513, False)])
 def test_padding_of_the_vocabulary(asked: int, fits: bool) -> None:
-    """To a multiple of 8 on each of 2 ranks: less than 16 rows."""
+    """The vocabulary is padded to a multiple of 8 on each of 2 ranks: less than 16 rows."""
     if fits:
         assert converted(arguments(), vocab_size=asked).vocab_size == asked
     else:

@@ -65,7 +65,10 @@ def test_a_signal_while_weights_are_written(
 def test_a_signal_while_the_old_checkpoint_is_replaced(
     tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path, monkeypatch
 ) -> None:
-    """What has begun then is finished: there is always one whole checkpoint. The signal takes effect after it."""
+    """A replacement that has begun is finished: there is always one whole checkpoint.
+
+    The signal takes effect after it.
+    """
     target = tmp_path / "checkpoint"
     save_checkpoint(target, tiny_model, tiny_config)
     rename, calls = Path.rename, []
@@ -102,7 +105,7 @@ with scratch_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as scratc
 
 
 class TestTargets:
-    """What cannot be written is found before anything is loaded."""
+    """Targets that cannot be written are found before anything is loaded."""
 
     @pytest.fixture
     def refused(self, monkeypatch):
