@@ -30,16 +30,17 @@ UNREADABLE = (OSError, ValueError, yaml.YAMLError)  # what `read_case` raises
 
 @dataclass(frozen=True)
 class Case:
-    """One run to compare.
+    """Run whose results are compared.
 
     Attributes:
         name: `<model>/<case>`.
         flags: Arguments of `tools/run_inference.py`; paths are relative to the case's folder.
-        metrics: Names of what to compare.
-        must_see_cache: Something is skipped, and the golden values are lost without the cache or with wrong contents.
+        metrics: Names of the compared metrics.
+        must_see_cache: True if tokens are skipped and the golden values differ without the cache or with wrong
+            contents.
 
     Raises:
-        ValueError: A metric is not known, there is none, or those there are cannot see the cache.
+        ValueError: If a metric is unknown, the list is empty, or its metrics cannot see the cache.
     """
 
     name: str
@@ -59,30 +60,30 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Of log-probs. States in 16 bits round a sum up or down as its terms are added in one order or another."""
+        """Tolerance of log-probs. States in 16 bits round a sum up or down depending on the order of its terms."""
         dtypes = {"bf16", "fp16"} & set(self.flags)
         return STATE_ROUNDING if dtypes else LOG_PROB_TOLERANCE
 
     @property
     def outcome(self) -> list[str]:
-        """Those of its metrics that the cache must not change."""
+        """Names of the metrics that the cache must not change."""
         return [name for name in OUTCOME if name in self.metrics]
 
     @property
     def folder(self) -> Path:
-        """Where the case's files are."""
+        """Folder of the case's files."""
         return CASES / self.name
 
     @property
     def golden_path(self) -> Path:
-        """Where the golden values are, which may not exist yet."""
+        """Path of the golden values, which may not exist yet."""
         return self.folder / "golden_values.json"
 
     def golden_values(self) -> dict[str, Any]:
-        """The golden values.
+        """Golden values of the case.
 
         Raises:
-            FileNotFoundError: There are none; says which command makes them.
+            FileNotFoundError: If the file does not exist; the message names the command that makes it.
         """
         if not self.golden_path.is_file():
             raise FileNotFoundError(f"{self.name} has no {self.golden_path.name}; `{self.regenerate}` writes it")
@@ -113,7 +114,7 @@ class Case:
 
 
 def _run_tool(arguments: list[str], folder: Path, errors: Path) -> None:
-    """In its process."""
+    """Run the tool in its process."""
     with errors.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     with Path(os.devnull).open("wb") as file:
@@ -142,9 +143,10 @@ def read_case(folder: Path) -> Case:
     """Read a case's YAML file.
 
     Raises:
-        OSError: There is none.
-        ValueError: It is not a mapping with `flags`, `metrics` and, if wanted, `must_see_cache`; see also `Case`.
-        yaml.YAMLError: It is not YAML.
+        OSError: If the file does not exist.
+        ValueError: If the file is not a mapping with `flags`, `metrics` and, if wanted, `must_see_cache`; see also
+            `Case`.
+        yaml.YAMLError: If the file is not YAML.
     """
     name = folder.relative_to(CASES).as_posix()
     config = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))

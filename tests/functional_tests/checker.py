@@ -32,7 +32,7 @@ _SYSTEM_VALUES = ("model", "lifetime_prefill_token_count", "lifetime_skipped_tok
 
 
 def golden_values(results: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of a run: no times, no memory, no version."""
+    """Stored part of a run: no times, no memory, no version."""
     system = {key: results[key] for key in SYSTEM_KEYS if key not in _NOT_STORED}
     return {key: _golden_request(entry) for key, entry in requests(results).items()} | system
 
@@ -58,13 +58,13 @@ def requests(results: dict[str, Any]) -> dict[str, Any]:
 def differences(
     golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence[str], tolerance: float = LOG_PROB_TOLERANCE
 ) -> list[str]:
-    """Where a fresh run differs from the golden values, a line each, requests in golden order; empty if it does not.
+    """Differences of a fresh run from the golden values, a line each, requests in golden order; empty if equal.
 
     Args:
-        golden: What was stored.
-        fresh: What a run gave.
-        metrics: What to compare.
-        tolerance: Of log-probs, absolute.
+        golden: Stored values.
+        fresh: Results of a run.
+        metrics: Names of the compared metrics.
+        tolerance: Absolute tolerance of log-probs.
 
     Raises:
         ValueError: If `metrics` is empty or has a name that is not in `METRICS`.
@@ -117,7 +117,7 @@ def _tokens(where: str, golden: dict, fresh: dict) -> Iterator[str]:
 
 
 def _around(tokens: Sequence[int], index: int) -> str:
-    """As `... 4 5 >6< 7 8 ...`; `>end<` behind the last token."""
+    """Format tokens as `... 4 5 >6< 7 8 ...`; `>end<` after the last token."""
     first, end = max(0, index - _NEIGHBOURS), index + 1 + _NEIGHBOURS
     here = f">{tokens[index]}<" if index < len(tokens) else ">end<"
     words = [*map(str, tokens[first:index]), here, *map(str, tokens[index + 1 : end])]
@@ -178,7 +178,7 @@ def _events(where: str, golden: dict, fresh: dict) -> Iterator[str]:
 
 
 def _times(where: str, golden: dict, fresh: dict) -> Iterator[str]:
-    """Of the fresh run alone: a first token comes after the request and not after its end."""
+    """Check the times of the fresh run alone: a first token comes after the request and not after its end."""
     ttft, latency = fresh["ttft"], fresh["latency"]
     if ttft is None:
         if golden["generated_tokens"]:

@@ -161,7 +161,7 @@ def test_a_shared_prefix_is_computed_once():
 
 
 def test_each_policy_evicts_in_its_own_way():
-    """KV-4: `lru` keeps what fits and evicts the ends of sequences first; `ref_zero` keeps nothing that nobody uses."""
+    """KV-4: `lru` keeps what fits and evicts the ends of sequences first; `ref_zero` keeps no unused block."""
     lru, ref_zero = (golden_of(f"attention/eviction_{policy}") for policy in ("lru", "ref_zero"))
     assert differences(lru, ref_zero, ["generated_tokens"]) == []
     assert lru["prefix_cache"]["blocks_evicted"] > 0
@@ -220,10 +220,10 @@ def test_blocks_outlive_snapshots():
 
 
 def test_the_second_sighting_resumes_and_leaves_states_where_prefixes_part():
-    """HY-4, KV-6, SI-1: the first of a new kind computes all, the second resumes from a snapshot that nobody asked for.
+    """HY-4, KV-6, SI-1: the first of a new kind computes all, the second resumes from an opportunistic checkpoint.
 
-    That is where they part in the first kind, and 96 tokens before it in the second; the third resumes where they part,
-    and so does a follower.
+    The checkpoint is where they part in the first kind, and 96 tokens before it in the second; the third resumes where
+    they part, and so does a follower.
     """
     got = entries("hybrid/shared_prefix")
     assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384, 384, 256, 512]

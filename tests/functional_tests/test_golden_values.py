@@ -22,7 +22,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @pytest.mark.parametrize("folder", case_folders(), ids=lambda path: path.relative_to(CASES_FOLDER).as_posix())
 def test_the_case_can_be_read(folder: Path):
-    """Whatever is wrong with its YAML file is said here; the other tests leave it out."""
+    """Errors of a case's YAML file are reported here; the other tests leave the case out."""
     read_case(folder)
 
 
@@ -43,7 +43,9 @@ def test_golden_values_hold_no_times(case: Case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.outcome], ids=lambda case: case.name)
 def test_greedy_choices_are_clear(case: Case):
-    """Where the two best tokens are close, another CPU may choose the other one: such a case says nothing.
+    """Greedy choices must be clear, since another CPU may choose the other of two close tokens.
+
+    A case without log-probs is run with them.
 
     A case without log-probs is run with them.
     """

@@ -37,7 +37,7 @@ def add_case(tmp_path, monkeypatch) -> Callable[..., Path]:
 
 
 def collect(module: Path) -> dict[str, Any]:
-    """What importing the module gives, as it would be collected."""
+    """Import the module as pytest would collect it and return its names."""
     return runpy.run_path(str(module))
 
 

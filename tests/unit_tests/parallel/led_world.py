@@ -41,7 +41,7 @@ class Letters:
 
 
 def following(token: int, length: int) -> int:
-    """What comes behind a token with so many up to it, in a decode."""
+    """Next token of a decode, after a token and `length` tokens in all."""
     return (token + length // 3) % TOKENS
 
 
@@ -165,7 +165,7 @@ class Listener:
 
 
 class Pools:
-    """Whether a follower's pools are there."""
+    """Stand-in for pools that are never allocated on a worker."""
 
     is_there = False
 
@@ -209,7 +209,7 @@ class World:
         self.core = EngineCore(parts, input_settings, proposals=proposals, workers=self.driver)
 
     def start_anew(self) -> None:
-        """As `InferenceEngine.reset` does."""
+        """Reset the core as `InferenceEngine.reset` does."""
         replicas = len(self.models)
         self.core.cancel()
         self.start(replicas)
@@ -223,7 +223,7 @@ class World:
         return pickle.loads(self.sent.pop(0))
 
     def step(self) -> list:
-        """One step of everybody: rank 0 first, the others from what has been sent."""
+        """Run one step on all ranks: rank 0 first, the others from the messages sent."""
         step = self.core.compute()
         records = self.core.report(step)
         self.deliver()

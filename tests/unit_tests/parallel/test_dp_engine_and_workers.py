@@ -1,6 +1,6 @@
-"""MR-2, SE-10, SP-5: any life of any requests, drafts included: followers of rank 0's commands write the same messages.
+"""MR-2, SE-10, SP-5: for random requests, drafts included, workers that replay rank 0's commands write equal messages.
 
-And drafts take nothing from anybody: every plan is the one without them, with drafts where room was left.
+Drafts cost other requests nothing: every plan equals the one without drafts, plus drafts in the remaining room.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ PARAMS = st.builds(
 def checked_plan(
     queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: DraftBudget
 ) -> StepPlan:
-    """SP-5: nobody pauses, is preempted, waits or computes less for drafts; no cached block goes for one."""
+    """SP-5: no request pauses, is preempted, waits or computes less for drafts; no cached block is evicted for one."""
     plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NO_DRAFT_BUDGET))
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
-    assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come behind decodes
+    assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come after decodes
     for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):
         assert getattr(plan, name) == getattr(plain, name), name
     assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
@@ -155,7 +155,7 @@ class LedMachine(RuleBasedStateMachine):
     @rule(weights=st.booleans())
     def reset(self, weights: bool) -> None:
         (self.core.weights_changed if weights else self.core.reset_prefix_cache)()
-        if self.prompts:  # who has not heard of it finds what was there
+        if self.prompts:  # a rank that missed the reset finds the old blocks
             self.submit([max(self.prompts, key=len)], RequestParams(num_tokens_to_generate=2))
             self.steps_of(2)
 
@@ -193,7 +193,7 @@ class LedMachine(RuleBasedStateMachine):
 
 
 class DraftingMachine(LedMachine):
-    """The same with drafts."""
+    """Machine with drafts."""
 
     DRAFTS = st.tuples(st.sampled_from([3, 1, 7]), st.integers(0, 8))
 

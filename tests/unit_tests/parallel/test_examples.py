@@ -48,7 +48,7 @@ def test_every_script_is_here():
 
 
 def started(script: str, folder: Path, *arguments: str) -> tuple[argparse.Namespace, list[str]]:
-    """What a script would start, written down by a stand-in for Python: torchrun's arguments, and the tool's."""
+    """Return the command lines of a script, recorded by a stand-in for Python: torchrun's arguments, and the tool's."""
     for name, body in {
         "python": 'printf "%s\\n" "$@"',
         "srun": 'shift; exec "$@"',  # its own flag first

@@ -1,7 +1,7 @@
 """MR-5: an MoE layer whose experts are spread over ranks, against the reference that one rank is tested with.
 
-Ranks of one replica have the same tokens; replicas have others, and another number of them. None has none: a rank
-without work computes a token that is nobody's.
+Ranks of one replica have equal tokens; replicas have other tokens, and another number of them. No replica has zero
+tokens: a rank without work computes a dummy token.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ Models = dict[str, tuple[ModelConfig, Whole]]
 
 @dataclass
 class Computed:
-    """What a rank's layer gave for all `COUNTS`.
+    """Results of a rank's layer for all `COUNTS`.
 
     Attributes:
-        replica: Its own.
-        outputs: [T, 1, h] each.
-        reached: How many tokens came to its experts.
+        replica: Replica of the rank.
+        outputs: Outputs, [T, 1, h] each.
+        reached: Number of tokens that reached its experts.
     """
 
     replica: int

@@ -90,7 +90,7 @@ HAPPENINGS = {
 
 
 def said(outcomes: Sequence[Outcome]) -> list[str]:
-    """What all ranks say together."""
+    """Error lines of all ranks."""
     return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_inference.py:")]
 
 
@@ -100,7 +100,7 @@ def exit_codes(outcomes: Sequence[Outcome]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def waiting_worlds() -> dict[str, list[Outcome]]:
-    """Worlds in which somebody waits for what one rank has to say."""
+    """Outcomes of worlds in which ranks wait for a message from one rank."""
     return run_at_once(
         {
             "hang": lambda: run_world(run_tool, 3, SHORT, 1, "hang", grace=1.0),

@@ -127,7 +127,7 @@ UNEVEN = {"same": SAME, "idle": IDLE, "uneven": everything("kernel"), "uneven, a
 
 @functools.cache
 def replicas_alone(name: str) -> tuple[Lived, Lived]:
-    """What one rank does with the requests of each replica."""
+    """Results of one rank for the requests of each replica."""
     parts = [part_of(UNEVEN[name], replica, 2) for replica in range(2)]
     return tuple(live_poisoned(None, config_of("experts"), whole_of("experts"), parts))
 

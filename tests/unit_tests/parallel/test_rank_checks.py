@@ -53,7 +53,7 @@ def test_a_step_beside_none():
 
 
 def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[bytes]]:
-    """As `live`, with random sleeps, and the digest of each step."""
+    """Run `live` with random sleeps, and return the hash of each step too."""
     from megatron_ext.mcore.step_executor import StepExecutor
 
     compute, digests = StepExecutor.compute, []

@@ -176,7 +176,7 @@ def test_ranks_hold_and_send_what_the_formulas_say(layout):
             share = share_of(parallel, config, rank[name].stage)
             assert_holds(rank[name], config, share)
             assert_sends(rank[name], config, share)
-        # Of all ranks of a replica together: what goes to experts does not depend on who has them.
+        # Of all ranks of a replica together: messages to experts do not depend on their placement.
         expected = [scale.expert_sends(config, share_of(parallel, config, r[name].stage), TOKENS, BYTES) for r in ranks]
         sent = [rank[name].sent.get("all-to-all", []) for rank in ranks]
         assert [len(one) for one in sent] == [one.count for one in expected]

@@ -94,7 +94,7 @@ def die(*_: object, **__: object) -> None:
 
 
 def die_at_start() -> None:
-    """In the first thing that a rank does after the ranks have met: it never connects in a group of Megatron's."""
+    """Exit in the first function after the ranks have met: this rank never connects in a group of Megatron's."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel = die
@@ -149,7 +149,7 @@ def test_it_answers_and_outlives_silence(name: str, ends: dict[str, list[Outcome
 
 
 def test_a_rank_that_raises_ends_the_server():
-    """Whoever waits gets a 500, nothing is tried again, and the rank's own words are the last ones."""
+    """Waiting clients get a 500, nothing is retried, and the rank's own error message is the last line."""
     outcomes = run_world(run_server, 2, ["--tensor-model-parallel-size", "2"], "wait", "fail")
     assert exit_codes(outcomes) == [1, 1], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_server.py: error: rank 1: ZeroDivisionError: planted in two lines"]

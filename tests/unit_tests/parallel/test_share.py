@@ -1,4 +1,4 @@
-"""What a rank holds of a model, and how megatron-core is told where stages begin."""
+"""Share of a model that a rank holds, and the settings by which megatron-core learns where stages begin."""
 
 from __future__ import annotations
 

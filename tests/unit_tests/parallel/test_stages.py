@@ -43,7 +43,7 @@ def test_counts(given_sizes, expected):
 
 @given(st.integers(1, 60), st.integers(1, 12), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60))
 def test_no_layer_vanishes(layers, stages, first, last):
-    """Whatever is split is split whole; what cannot be split is refused."""
+    """Splits keep every layer; a model that cannot be split is refused."""
     if stages == 1:
         first = last = None
     parallel = ParallelConfig(

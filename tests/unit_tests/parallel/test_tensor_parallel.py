@@ -54,12 +54,12 @@ SCRIPT = dataclasses.replace(everything("kernel"), actions=ACTIONS[:13])
 
 @dataclass
 class Sighted:
-    """What an engine did, and what it had in its pools meanwhile.
+    """Actions of an engine and the contents of its pools meanwhile.
 
     Attributes:
-        logits: By request and number of tokens computed then; [V].
-        states: The same; convolution and recurrent states of all layers.
-        kv_heads: Of its KV cache.
+        logits: Logits by request and number of tokens computed by then; [V].
+        states: Convolution and recurrent states of all layers, by the keys of `logits`.
+        kv_heads: KV heads of its cache.
     """
 
     lived: Lived
@@ -95,7 +95,7 @@ def sections(mixer: RecurrentMixer) -> tuple[int, ...]:
 
 
 def share_of_states(model: torch.nn.Module, whole: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """What one of two ranks has of the states [layers, ...] of a sequence."""
+    """Share that one of two ranks has of the states [layers, ...] of a sequence."""
     mixer = next(module for module in model.modules() if isinstance(module, RecurrentMixer))
     conv, recurrent = whole
     parts = [part.chunk(2, dim=1)[rank] for part in conv.split(sections(mixer), dim=1)]
@@ -128,7 +128,7 @@ def test_two_ranks_do_what_one_does(name):
 
 
 def test_the_comparison_of_states_can_fail():
-    """What is one rank's share is not the other's."""
+    """One rank's share differs from the other's."""
     config = MODELS["hybrid"]
     model = build_slow_decay(config)
     expected = sight(config, model)

@@ -79,7 +79,7 @@ def is_alive(pid: int) -> bool:
 
 
 def pids(path: Path) -> list[int]:
-    """Of the ranks that have come so far."""
+    """Process ids of the ranks that have started so far."""
     return [int(text) for text in (file.read_text() for file in path.iterdir()) if text]
 
 
@@ -109,7 +109,7 @@ def test_the_server_has_imported_everything_and_computed_nothing():
 
 
 def test_results_of_any_size_come_back():
-    """They are files: no pipe that fills up, no shared memory that goes with its process."""
+    """Results are files: no pipe fills up, and no shared memory vanishes with its process."""
     results = run_ranks(large_result, 2)
     assert [float(one.mean()) for one in results] == [0, 1]
 
@@ -150,7 +150,7 @@ def test_exit_codes_are_told(code, expected):
 
 
 def test_hash_seeds_are_those_of_the_ranks():
-    """These ranks are started by exec, for a fork inherits the seed."""
+    """Ranks with hash seeds are started by exec, since a fork inherits the seed."""
     same, _ = run_ranks(hash_and_pid, 2)
     assert same == run_ranks(hash_and_pid, 1)[0]
     first, second = run_ranks(hash_and_pid, 2, hash_seeds=(1, 2), meet=False)
@@ -215,7 +215,7 @@ def test_worlds_come_first_and_one_at_a_time(tmp_path):
 
 
 def run_pytest(folder: Path, options: str) -> str:
-    """In a process of its own, with the plugin: what it prints."""
+    """Run pytest with the plugin in a new process and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *"-p a_copy -p xdist -p no:cacheprovider".split(), *options.split()],
         cwd=folder,

@@ -27,7 +27,7 @@ def test_longest_run_stops_at_the_first_miss(chain):
 
 
 def test_parts_of_a_run_are_those_of_a_list(chain):
-    """Of a run that ends before the block hashes do."""
+    """Parts equal those of a list for a run that ends before the block hashes do."""
     run, blocks = chain.longest_run([A, B, X]), [0, 1]
     parts = [slice(None), slice(1, None), slice(2, None), slice(-1, None), slice(0, 9), slice(None, None, -1)]
     assert [run[part] for part in parts] == [blocks[part] for part in parts]
@@ -67,7 +67,7 @@ def test_a_digest_has_one_block_and_a_block_one_digest(chain):
 
 
 def test_the_hottest_prefixes(chain):
-    """Most hits first, among equals the longest; what nobody resumed from is none."""
+    """Prefixes with most hits come first, then the longest; prefixes without hits are left out."""
     chain.add([X], [3], A)
     for block in (1, 1, 2, 2, 3):
         chain.count_hit(block)

@@ -87,7 +87,7 @@ def test_a_block_in_use_is_never_evicted():
 
 
 def test_equal_contents_computed_twice_end_in_one_block():
-    """KV-5: whoever publishes second uses the first one's block, so that a chain in a table is a chain in the index."""
+    """KV-5: the second publisher uses the first one's block, so that a chain in a table is a chain in the index."""
     cache = PrefixCache(4, LRU)
     mine, yours = cache.allocate(1), cache.allocate(1)
     assert cache.publish([b"a"], mine, None) == tuple(mine)
@@ -98,7 +98,7 @@ def test_equal_contents_computed_twice_end_in_one_block():
 
 
 def test_a_run_that_begins_with_known_contents_goes_on_from_there():
-    """KV-5: the known blocks are swapped, those that nobody uses come back into use, and the rest is indexed behind."""
+    """KV-5: known blocks are swapped, unused ones return to use, and the other blocks are indexed after them."""
     cache = PrefixCache(5, LRU)
     left = fill(cache, CHAIN[:2])
     mine = cache.allocate(3)
@@ -177,7 +177,7 @@ def test_check_finds(damage):
 
 
 def parted(cache, matched, start):
-    """What is shown once a request of these matched blocks has resumed behind `start` of them, eight times."""
+    """Divergences shown after requests with these matched blocks have resumed after `start` of them, eight times."""
     before = cache.divergences.shown
     for _ in range(8):
         cache.note_divergence(matched, start)

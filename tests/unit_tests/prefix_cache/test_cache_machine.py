@@ -30,10 +30,10 @@ class Owner:
 
 @dataclass
 class Model:
-    """What should be cached: prefixes of words, each with the time it was last let go by its last owner."""
+    """Expected cache: prefixes of words, each with the time at which its last owner released it."""
 
     cached: set[str] = field(default_factory=set)
-    left_at: dict[str, int] = field(default_factory=dict)  # of prefixes that nobody uses
+    left_at: dict[str, int] = field(default_factory=dict)  # of unused prefixes
     hits: dict[str, int] = field(default_factory=dict)  # requests that resumed at their ends, while they were cached
     stood: dict[str, float] = field(default_factory=dict)  # as `left_at`: the age of the cache then
     age: float = 0.0
@@ -45,7 +45,7 @@ class Model:
         return saved / COSTS.block_bytes * chance(self.hits.get(prefix, 0), is_continued=False)
 
     def rank(self, prefix: str, policy: EvictionPolicyName) -> float:
-        """Who has the least goes first."""
+        """Rank of a prefix; the lowest is evicted first."""
         return self.left_at[prefix] if policy is EvictionPolicyName.LRU else self.stood[prefix] + self.worth(prefix)
 
 

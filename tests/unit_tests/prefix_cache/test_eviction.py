@@ -20,7 +20,7 @@ def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
 
 @pytest.mark.parametrize("name", list(EvictionPolicyName))
 class TestContract:
-    """What the cache relies on."""
+    """Contract on which the cache relies."""
 
     def test_evictable_blocks_are_counted_listed_and_evicted_once(self, name):
         policy = build_policy(name)

@@ -46,7 +46,7 @@ def key(prefix: str) -> bytes:
 
 
 def operations(start: int, end: int) -> float:
-    """Of the blocks [start, end), token by token."""
+    """Operations of the blocks [start, end), counted token by token."""
     tokens = range(start * COSTS.block_size, end * COSTS.block_size)
     return sum(COSTS.token_flops + COSTS.position_flops * token for token in tokens)
 
@@ -85,10 +85,10 @@ class Owner:
 
 @dataclass
 class Model:
-    """What is cached, and where it stands."""
+    """Expected contents of the cache and their ranks."""
 
     cached: set[str] = field(default_factory=set)
-    left_at: dict[str, float] = field(default_factory=dict)  # age of the blocks, of prefixes that nobody uses
+    left_at: dict[str, float] = field(default_factory=dict)  # age of the blocks, of unused prefixes
     ranks: dict[str, float] = field(default_factory=dict)  # of the leaves among them
     taken: dict[str, Taken] = field(default_factory=dict)
     block_age: float = 0.0
@@ -154,7 +154,7 @@ class Lives(RuleBasedStateMachine):
         self.owners.append(Owner(word, len(matched), [*matched, *blocks]))
 
     def consume(self, matched: str) -> None:
-        """From the last snapshot in the run."""
+        """Resume from the last snapshot in the run."""
         known = {*self.model.taken, *self.guesses}
         found = next((p for p in reversed(prefixes(matched)) if p in known), None)
         if found is not None:
@@ -271,7 +271,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.model.taken)
     @rule(data=st.data())
     def lose_a_snapshot(self, data: st.DataObject) -> None:
-        """One that could not be restored."""
+        """Drop a snapshot, as if it could not be restored."""
         prefix = data.draw(st.sampled_from(sorted(self.model.taken)))
         self.cache.states.drop(key(prefix))
         self.model.forget(prefix)
@@ -328,7 +328,7 @@ def test_the_machine_finds_a_planted_mistake(
 
 
 def keys_per_eviction(leaves: int) -> float:
-    """How many entries are weighed for each block that goes, and for each snapshot."""
+    """Number of entries weighed for each evicted block, and for each snapshot."""
     cache = PrefixCache(2 * leaves, FLOPS, leaves, COSTS)
     weighed = []
     for part, name in ((cache._policy, "_key"), (cache.states._order._others, "_key")):
@@ -383,7 +383,7 @@ def test_the_age_of_blocks_does_not_go_back():
 
 
 def test_snapshots_age_as_well():
-    """SI-2: one that nobody uses goes after as much has gone by as it is worth."""
+    """SI-2: an unused snapshot is evicted after as much computing has passed as it is worth."""
     cache = PrefixCache(20, FLOPS, 2, EntryCosts())
     table = cache.allocate(4)
     cache.publish([b"deep%d" % i for i in range(4)], table, None)

@@ -17,7 +17,7 @@ POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
 
 
 def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
-    """Without snapshots that nobody asked for: one that is not taken, or given up, is not lost."""
+    """Scheduler without opportunistic checkpoints; a checkpoint not taken, or given up, is not lost."""
     asked_for = OpportunisticRules(most=0)
     return Scheduler(make_limits(block_size=2, total_blocks=blocks, opportunistic=asked_for), policy, b"model", slots)
 

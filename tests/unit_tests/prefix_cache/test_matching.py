@@ -1,4 +1,4 @@
-"""Where computing begins: the last boundary with a snapshot, in few look-ups however long the prompt is (CU-6)."""
+"""Start of computing: the last boundary with a snapshot, found in few look-ups for any prompt length (CU-6)."""
 
 from __future__ import annotations
 

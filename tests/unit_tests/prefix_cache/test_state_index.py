@@ -1,4 +1,4 @@
-"""HY-2, HY-5, EX-1: who has which slot, and who gives one up; at last any life of an index against lists."""
+"""HY-2, HY-5, EX-1: owners of slots and the order of eviction; finally random uses of an index against lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def visible(index: StateIndex) -> set[bytes]:
 
 
 def test_found_only_once_it_is_written():
-    """HY-6: a reserved slot is nobody's to find."""
+    """HY-6: a reserved slot cannot be found."""
     index = StateIndex(1)
     slot = index.reserve(b"a")
     assert index.find(b"a") is None
@@ -104,7 +104,7 @@ class TestOptional:
         assert (index.replaced, index.evicted) == (1, 0)
 
     def test_the_one_before_is_replaced_where_none_is_free_either(self):
-        """The slot is its own request's: nobody wanted for one."""
+        """The slot is its own request's: no other request lacked one."""
         index = filled(2, b"ax", optional=b"x")
         index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
         assert (index.replaced, index.evicted) == (1, 0)
@@ -191,7 +191,7 @@ class Lives(RuleBasedStateMachine):
         self.reserved[block_hash] = rank
 
     def make_room(self, rank: Rank) -> bool:
-        """HY-5, SI-1: nobody gives way to a guess; guesses go first, then those of decode, the oldest first."""
+        """HY-5, SI-1: no snapshot gives way to opportunistic ones; those go first, then those of decode, by age."""
         if rank is Rank.OPPORTUNISTIC:
             return False
         victims = sorted((one for one in self.order if self.ranks[one] <= rank), key=self.ranks.get)

@@ -13,7 +13,7 @@ from megatron_ext.routing.prompt import Prompt
 
 @pytest.mark.parametrize("name", BALANCERS)
 def test_every_request_is_served_though_replicas_die(name):
-    """Whatever the rule, each turn has its first token, those that were retried too, and books balance."""
+    """Each turn has its first token with every rule, retried turns too, and the counters balance."""
     scale = Scale(6, 250, capacity=900, failures=0.5)
     balancer = BALANCERS[name](6)
     world = World(scale, balancer)
@@ -67,7 +67,7 @@ def test_rows_and_plots(tmp_path, capsys):
 
 
 def test_the_cost_rule_counts_blocks_once():
-    """Of two requests with the same prompt the second adds nothing to what is in use."""
+    """The second of two requests with equal prompts adds nothing to the blocks in use."""
     rule, prompt = CostRule(2), Prompt(range(10), "x")
     for request in ("a", "b"):
         rule.choose(prompt)

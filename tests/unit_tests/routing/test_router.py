@@ -1,4 +1,4 @@
-"""Where requests go, and what the router is told for that; test_router_machine.py has any life of a fleet."""
+"""Routing decisions and the router's inputs; test_router_machine.py tests random sequences of a fleet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hold(router: Router, replica: str, length: int, salt: str | None = None) -> 
 
 
 def busy(router: Router, replica: str, tokens: int) -> None:
-    """Give a replica so many tokens to compute that nobody else shares."""
+    """Give a replica so many unshared tokens to compute."""
     prompt = router.prompt([10**6 + i for i in range(tokens)])
     router.began(object(), Decision(replica, 0, 0, Reason.LOAD), prompt)
 
@@ -135,7 +135,7 @@ def test_who_is_full_or_draining_gets_nothing():
 
 
 def test_first_prefix_block():
-    """RP-2: who has the first block is taken to have all; of those the least loaded one."""
+    """RP-2: a replica with the first block counts as having all; of such replicas the least loaded one is chosen."""
     router = fleet("first_prefix_block")
     hold(router, "0", 40)
     hold(router, "2", 4)
@@ -215,7 +215,7 @@ def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
 
 
 def test_what_others_generated_is_expected():
-    """RP-2: a limit of 10,000 tokens is no load of 10,000 tokens."""
+    """RP-2: the expected length follows other requests: a limit of 10,000 tokens is not a load of 10,000 tokens."""
     router = fleet(count=1)
     for i in range(500):
         prompt = router.prompt([i])
@@ -286,7 +286,7 @@ def test_settings(settings, message):
 
 
 def test_new_conversations_with_one_beginning_do_not_crowd_one_replica():
-    """What they share draws them as long as the replica holds no more than others; what is their own always does."""
+    """A shared beginning attracts requests while the replica holds no more than others; their own tokens always do."""
     router = Router()
     homes: dict[int, str] = {}
     for name in ("a", "b"):

@@ -67,7 +67,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.names = self.requests = 0
 
     def name_of(self, replica: str, prefix: Prefix) -> int:
-        """What a replica calls a block; others call theirs otherwise."""
+        """Name that a replica gives to a block; other replicas use other names."""
         return hash((replica, "block", prefix))
 
     @precondition(lambda self: self.router is None)
@@ -201,7 +201,7 @@ class RouterMachine(RuleBasedStateMachine):
         return sum(one.to_compute + one.to_generate for one in self.sent.values() if one.replica == name)
 
     def costs(self, possible: list[str], prompt: Prefix) -> list[tuple[object, ...]]:
-        """Of the least loaded one as if it skipped nothing, and of the least loaded of those that skip as much."""
+        """Costs of the least loaded replica as if it skipped nothing, and of the least loaded with an equal skip."""
         length, alike = len(prompt[1]), {}
         for name in possible:
             alike.setdefault((self.copies[name].size, self.skipped(name, prompt)), []).append(name)

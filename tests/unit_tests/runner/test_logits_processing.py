@@ -62,7 +62,7 @@ def bad_words(params: RequestParams) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def wanted(model) -> dict[str, tuple[RequestParams, list[int]]]:
-    """What each case asks for, where words that must not come would come, and the tokens by the plain recompute."""
+    """Parameters of each case, its words that must not come placed where they would come, and the recomputed tokens."""
     oracle, found = Oracle(model), {}
     for name, fields in CASES.items():
         params = RequestParams(num_tokens_to_generate=COUNT, **fields)
@@ -152,7 +152,7 @@ def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
 
 
 def test_log_probs_are_the_models_own(model, wanted):
-    """Whatever was done to the logits before the choice."""
+    """Log-probs do not show the logits processing before the choice."""
     driver, oracle = Driver(model, HYBRID), Oracle(model)
     params = dataclasses.replace(wanted["all"][0], return_log_probs=True, top_n_logprobs=3, skip_prompt_log_probs=True)
     driver.engine.add_request(0, PROMPTS["all"], params)
@@ -165,7 +165,7 @@ def test_log_probs_are_the_models_own(model, wanted):
 
 
 def test_rows_that_ask_for_nothing_are_not_touched(model, wanted, monkeypatch):
-    """They are sampled as they come, from the logits as they are."""
+    """Rows without options are sampled from the unchanged logits."""
     seen = []
     sample = controller._sample
     monkeypatch.setattr(controller, "_sample", lambda logits, rows: seen.append(len(rows)) or sample(logits, rows))

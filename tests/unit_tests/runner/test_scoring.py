@@ -93,7 +93,7 @@ def test_rows_that_ask_for_different_numbers(monkeypatch):
 
 @pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory"), CPU_ALLOCATOR])
 def test_no_memory_for_a_prompt_ends_its_request(driver, get_oracle, monkeypatch, error):
-    """SE-2: and nobody else's; what it owned is free at once."""
+    """SE-2: only the request itself ends; its memory is free at once."""
     at_once(monkeypatch, 10)
 
     def no_memory(rows: int) -> None:
@@ -115,7 +115,7 @@ def test_no_memory_for_a_prompt_ends_its_request(driver, get_oracle, monkeypatch
 
 
 def test_no_memory_for_sampled_tokens_ends_those_that_find_none_alone(get_driver, get_oracle, monkeypatch):
-    """SE-2: all of the batch at once find none, each by itself does but one; who asks for nothing never notices."""
+    """SE-2: memory lacks for the whole batch, then only for one row; rows without log-probs are not affected."""
     driver = get_driver()
     requests = {}
 
@@ -149,7 +149,7 @@ def test_another_error_repeats_the_step(driver, get_oracle, monkeypatch):
 
 
 def test_no_memory_in_the_forward_repeats_the_step(driver, get_oracle, monkeypatch):
-    """KV-5: it is nobody's in particular."""
+    """KV-5: the error belongs to no particular request."""
     driver.add(0, PROMPT)
     driver.add(1, make_prompt(30))
 

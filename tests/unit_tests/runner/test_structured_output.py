@@ -52,7 +52,7 @@ def row_metadata(seed: int, count: int = 96) -> RequestParams:
 
 @pytest.fixture(scope="module")
 def answers(loaded):
-    """Of 200 random schemas, 64 at once, beside a neighbour that may say anything."""
+    """Answers to 200 random schemas, 64 at once, beside a neighbour with free text."""
     return run_all(engine_of(loaded))
 
 
@@ -152,7 +152,7 @@ def test_a_regular_expression(loaded, expression):
 
 
 def test_penalties_and_biases_act_within_the_form(loaded):
-    """What they make likely comes only where it may; words that must not come give way to the form."""
+    """Tokens made likely come only where the grammar allows; bad words give way to the grammar."""
     form = {"type": "regex", "regex": "(a|b)(a|b)(a|b)"}
     a, b = (loaded.tokenizer.tokenize_plain(letter)[0] for letter in "ab")
     engine = engine_of(loaded)
@@ -304,7 +304,7 @@ def test_a_fault_in_the_mask_thread_ends_its_request_alone(loaded, monkeypatch, 
     """SE-10: also if it is no error that the library documents; the request is refused, and the fault is logged."""
 
     class Panic(BaseException):
-        """As a library's panic."""
+        """Exception like a library's panic."""
 
     take = Matcher.take
 

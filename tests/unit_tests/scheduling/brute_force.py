@@ -69,13 +69,13 @@ def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
 
 
 def plan_by_looking_at_all(scheduler: Scheduler) -> StepPlan:
-    """What the next step would be."""
+    """Plan of the next step that looks at all waiting requests."""
     with mock.patch.object(planner, "_plan_admissions", look_at_all):
         return planner.plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.pending_blocks)
 
 
 def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) -> None:
-    """Nobody who sleeps would have done anything but follow, and all others do the same."""
+    """Check that sleeping requests would only have followed, and that all others are planned equally."""
     for name in ("preemptions", "pauses", "resumes", "admissions", "chunks", "deferral"):
         assert getattr(plan, name) == getattr(brute, name), f"other {name}"
     assert [request for request, _ in plan.failures] == [request for request, _ in brute.failures]

@@ -120,7 +120,7 @@ def step(scheduler: Scheduler) -> StepPlan:
 
 
 def commit(scheduler: Scheduler, plan: StepPlan, sampled: Mapping[int, int] | None = None) -> list[Request]:
-    """The step was computed. Every request that is due a token gets one that nobody else has, or that of `sampled`."""
+    """Commit a computed step. Each request due a token gets a unique one, or that of `sampled`."""
     due = [chunk.request for chunk in plan.chunks if chunk.yields_token]
     tokens = {request.request_id: 1000 * (request.arrival + 1) + len(request.tokens) for request in due}
     return scheduler.commit(describe_step(plan.chunks, scheduler.limits.block_size), tokens | dict(sampled or {}))
@@ -132,10 +132,10 @@ def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 
 def followers(plan: StepPlan) -> dict[int, int]:
-    """Who waits for whom."""
+    """Leaders by follower."""
     return {one.request.request_id: one.wait_for for one in plan.deferrals if one.wait_for is not None}
 
 
 def asleep(scheduler: Scheduler) -> dict[int, int]:
-    """Who is known to wait for whom, and is not looked at."""
+    """Leaders by sleeping follower; sleeping requests are not looked at."""
     return {request.request_id: prefix_wait.leader for request, prefix_wait in scheduler.queues.waiting.sleepers()}

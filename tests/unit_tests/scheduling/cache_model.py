@@ -1,4 +1,4 @@
-"""What a scheduler with a prefix cache must do, by brute force: everything is found again from lists of tokens.
+"""Reference model of a scheduler with a prefix cache, by brute force: all results follow from lists of tokens.
 
 No block hashes, no reference counts, no chains, no ledgers: a cached block is a prefix of tokens, a block is in use if
 a table names it, and a key is being computed if some running request has yet to publish it.
@@ -51,11 +51,11 @@ class Owner:
         return self.place != "ended"
 
     def key(self, index: int, size: int) -> Key:
-        """Of block `index`, for blocks of `size` tokens."""
+        """Key of block `index`, for blocks of `size` tokens."""
         return self.salt, tuple(self.tokens[: (index + 1) * size])
 
     def keys(self, size: int) -> list[Key]:
-        """Of all complete blocks."""
+        """Keys of all complete blocks."""
         return [self.key(i, size) for i in range(len(self.tokens) // size)]
 
 
@@ -130,7 +130,7 @@ class World:
         self.drop_unclaimed()
 
     def drop_unclaimed(self) -> None:
-        """KV-4: under ref_zero a block that nobody uses stays for those who waited for it, or not at all."""
+        """KV-4: under ref_zero an unused block stays only for requests that waited for it."""
         if self.policy is not EvictionPolicyName.REF_ZERO:
             return
         claims = [owner.key(owner.claim - 1, self.size) for owner in self.owners if owner.claim]
@@ -160,7 +160,7 @@ class World:
             del self.left_at[key]
 
     def release(self, owner: Owner) -> None:
-        """`owner` leaves: what nobody uses now is dropped, or ages."""
+        """Release the blocks of `owner`: unused ones are dropped, or age."""
         held, owner.table, owner.computed, owner.published = set(owner.table), [], 0, 0
         self._clock += 1
         for key in [key for key, block in self.cached.items() if block in held - self.in_use()]:
@@ -174,7 +174,7 @@ class World:
 
 
 def content(owner: Owner, end: int) -> object:
-    """What KV at `end` - 1 and states after `end` tokens depend on."""
+    """Content on which KV at `end` - 1 and states after `end` tokens depend."""
     return owner.salt, owner.era, owner.tokens[:end]
 
 
@@ -191,7 +191,7 @@ class Memory:
             self._places[table[position // self._size], position % self._size] = content(owner, position + 1)
 
     def holds(self, table: list[int], owner: Owner, end: int) -> bool:
-        """Whether attention finds in `table` the KV of all tokens below `end`."""
+        """Return whether attention finds in `table` the KV of all tokens below `end`."""
         places = ((table[position // self._size], position % self._size) for position in range(end))
         return all(self._places.get(place) == content(owner, i + 1) for i, place in enumerate(places))
 

@@ -1,9 +1,9 @@
-"""Any life of any requests that share prefixes, against brute force.
+"""Random sequences of requests that share prefixes, against brute force.
 
 Tokens come from an alphabet of two, so that prompts begin alike, and what is generated depends on the last tokens only,
-so that equal prompts go on alike. Before every step the model finds out what must be matched, who must wait for whom,
-and who is deferred for want of what; in the step every position that attention would read must hold what belongs there,
-and nothing that others may read is written; afterwards the same blocks must be shared, cached and evicted.
+so that equal prompts go on alike. Before every step the model computes the expected matches, the leader of each
+follower, and the reason of each deferral. In the step every position that attention would read must hold the right
+content, and no block that others may read is written. Afterwards the shared, cached and evicted blocks must be equal.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class CachingMachine(RuleBasedStateMachine):
         owner.place = "ended"
 
     def note_claims(self) -> None:
-        """What followers wait for, or have waited for, is kept for them; how long they wait is the plan's affair."""
+        """Keep blocks that followers wait for, or have waited for; the plan decides how long they wait."""
         hopes = self.scheduler.queues.waiting._prefix_waits
         for owner, request in self.requests.items():
             owner.claim = hopes[request].blocks if request in hopes else 0
@@ -277,7 +277,7 @@ class CachingMachine(RuleBasedStateMachine):
         )
 
     def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
-        """What becomes of each waiting request that is looked at, given who leaves and who grows."""
+        """Expected outcome of each waiting request that is looked at, given the leaving and growing requests."""
         world, size = self.world, self.limits.block_size
         leaving = [self.owner_of(r) for r in (*plan.preemptions, *(request for request, _ in plan.failures))]
         staying = [o for o in [*self.placed("running"), *self.placed("paused")] if o not in leaving]
@@ -432,7 +432,7 @@ class CachingMachine(RuleBasedStateMachine):
         return block < self.shared_ends[owner] // self.limits.block_size
 
     def judge(self, plan: StepPlan) -> None:
-        """What a good plan leaves nobody to complain of."""
+        """Check the rules that every plan must satisfy."""
         chunk_of = {chunk.request: chunk for chunk in plan.chunks}
         assert len(chunk_of) == len(plan.chunks), "two chunks for a request"
         assert chunk_of or not self.alive(), "requests are alive, and nothing is computed"

@@ -36,7 +36,7 @@ class TestLedger:
 
     @staticmethod
     def reason(position: int, prompt: int, matched: int, size: int) -> str:
-        """Of one computed token, by the table of EX-2."""
+        """Reason of one computed token, by the table of EX-2."""
         is_last = position == prompt - 1
         if position < matched * size:
             return "last_token" if is_last else "no_snapshot"
@@ -134,7 +134,7 @@ def accounts(request: Request) -> tuple[int, dict[str, int]]:
 
 
 class TestRequests:
-    """What a scheduler writes into the ledgers."""
+    """Ledger entries that a scheduler writes."""
 
     def test_reasons_of_prompts_after_a_first_one(self):
         """EX-2: the same 8 tokens are cached for all."""
@@ -228,7 +228,7 @@ class TestRequests:
 
     @staticmethod
     def step(scheduler: Scheduler, known: Counter, prefilled: Counter) -> None:
-        """A step that counts, by request, prompt tokens and what is computed again, and ends who is done."""
+        """Run a step, count prompt tokens and recomputed tokens by request, and end finished requests."""
         for chunk in step(scheduler).chunks:
             request, name = chunk.request, chunk.request.request_id
             prefilled[name] += sum(i < max(request.prompt_length, known[name]) for i in range(chunk.start, chunk.end))

@@ -121,7 +121,7 @@ def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swaps_duplicates_and_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who publishes second uses the first one's blocks, and its own are nobody's."""
+    """Make the second publisher use the first one's blocks without releasing its own."""
     publish, release = PrefixCache.publish, BlockPool.release
 
     def publish_and_lose(self: PrefixCache, *run: object) -> tuple[BlockId, ...]:
@@ -134,7 +134,7 @@ def swaps_duplicates_and_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shares_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run of matched blocks the last one is not retained."""
+    """Leave the last block of a matched run without a reference."""
     retain = BlockPool.retain
     monkeypatch.setattr(BlockPool, "retain", lambda self, blocks: retain(self, blocks[:-1]))
 
@@ -349,5 +349,7 @@ def test_the_machine_finds_a_planted_mistake(
 ):
     plant(monkeypatch)
     quick = settings(max_examples=1500, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
-    with pytest.raises((AssertionError, KeyError, IndexError)):  # of a leader who is gone, a block that was not matched
+    with pytest.raises(
+        (AssertionError, KeyError, IndexError)
+    ):  # of a leader that is gone, a block that was not matched
         run_state_machine_as_test(CachingMachine, settings=quick)

@@ -47,7 +47,7 @@ def test_min_tokens_hold_for_the_termination_token_only():
 
 
 def test_what_one_has_published_in_its_last_step_others_find():
-    """KV-5: everything is published before anybody ends; ends are in the order of the plan."""
+    """KV-5: everything is published before any request ends; ends are in the order of the plan."""
     first, second = request_of(0, range(8), num_tokens_to_generate=1), request_of(1, range(50, 58))
     scheduler = scheduler_of(first, second, total_blocks=20)
     assert commit(scheduler, scheduler.schedule(), {0: 1, 1: 2}) == [first]
@@ -91,7 +91,7 @@ def test_a_message_that_was_pickled_can_be_committed():
 
 
 class TestRevise:
-    """Another outcome, before anybody was told of the first."""
+    """Revision of an outcome before it was reported."""
 
     @staticmethod
     def ended():

@@ -111,7 +111,7 @@ class TestReasons:
         assert (said.reason, said.matched, said.skipped) == ("no_snapshot", 8, 0)
 
     def test_a_snapshot_before_the_resume_point_is_of_no_concern(self):
-        """It was given up, and nothing would be skipped with it; nobody took one where more would be."""
+        """The snapshot was given up without loss; none was taken at the position that would skip more."""
         scheduler = make_scheduler(slots=3)
         prompt = text_of(0, 24)
         for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
@@ -243,7 +243,7 @@ def lives(slots: int | None) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_given_up_is_what_more_slots_would_have_kept(seed: int):
-    """And what nobody took is not there with any number of slots."""
+    """Snapshots given up would be kept with more slots; those never taken are missing with any number of slots."""
     source = random.Random(seed)
     few, many = make_scheduler(500, 2), make_scheduler(500, 500)
     seen = set()

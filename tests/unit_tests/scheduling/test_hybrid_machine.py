@@ -1,7 +1,7 @@
-"""KV-6, HY-4, EX-2 to EX-4: any life of any requests in a model whose states must be restored, watched by contents.
+"""KV-6, HY-4, EX-2 to EX-4: random requests to a model whose states must be restored, checked by contents.
 
-The machine is that of attention-only models. It believes the plan on who is admitted and where; but whoever begins must
-find, in the slot that it restores, the states after exactly the tokens that it skips.
+The machine is that of attention-only models. It takes admissions and their positions from the plan, but the slot that a
+request restores must hold the states after exactly the tokens that it skips.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HybridMachine(CachingMachine):
         return limits
 
     def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
-        """As planned, if it matches what is cached and skips nothing beyond."""
+        """Expect the planned outcome if it matches the cached blocks and skips no more than those."""
         outcomes: dict[int, tuple] = {}
         for one in plan.admissions:
             owner, chunk = self.owner_of(one.request), one.chunk
@@ -88,7 +88,7 @@ class HybridMachine(CachingMachine):
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
-        """LA-1: no token is left over while somebody gets none, unless a leader stops for its followers."""
+        """LA-1: no token is left over while a request gets none, unless a leader stops for its followers."""
         super().judge(plan)
         if not self.limits.aligned_chunks:
             return
@@ -105,7 +105,7 @@ class HybridMachine(CachingMachine):
                 self.judge_end(chunks[request], size)
 
     def judge_end(self, chunk: Chunk, size: int) -> None:
-        """Who reaches a boundary ends on one, or at the end of the sequence behind its last one."""
+        """Check that a chunk that reaches a boundary ends on one, or at the end of the sequence after its last one."""
         length = len(chunk.request.tokens)
         if chunk.end == length:
             assert (length - 1) // size * size <= chunk.start

@@ -28,7 +28,7 @@ def make_scheduler(policy: EvictionPolicyName = LRU, slots: int | None = None, *
 
 
 def cached_tokens(scheduler: Scheduler, tokens: object = PROMPT, **params: object) -> int:
-    """Of `tokens`, what a new request would match."""
+    """Number of `tokens` that a new request would match."""
     probe = request_of(99, tokens, **params)
     scheduler.add(probe)
     matched = scheduler.cache.match(probe.block_hashes)
@@ -60,7 +60,7 @@ class TestInFlight:
 
     @staticmethod
     def at(stage: str, scheduler: Scheduler) -> Request:
-        """Of a prompt of 12 tokens, computed 7 a step."""
+        """Request at a stage, with a prompt of 12 tokens, computed 7 a step."""
         request = request_of(0, PROMPT)
         if stage == "paused":
             add(scheduler, rival := request_of(-1, range(50, 54)))

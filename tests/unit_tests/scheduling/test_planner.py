@@ -33,7 +33,7 @@ def admitted(step: StepPlan) -> list[tuple[int, int]]:
 
 
 def moves(step: StepPlan) -> dict[str, list[int]]:
-    """Who is moved, without the kinds of moves that nobody makes."""
+    """Moved requests by kind of move, without empty kinds."""
     named = {
         "preemptions": step.preemptions,
         "pauses": step.pauses,
@@ -45,7 +45,7 @@ def moves(step: StepPlan) -> dict[str, list[int]]:
 
 
 class TestTokens:
-    """Who computes how many tokens of a step."""
+    """Tokens of a step per request."""
 
     def test_nobody_is_there(self):
         step = plan(Situation())
@@ -106,7 +106,7 @@ class TestTokens:
         assert step.deferral == Deferral(second, "tokens", needed=2, available=1)
 
     def test_after_a_preemption_too_many_tokens_are_cut_even_without_chunked_prefill(self):
-        """It was admissible with 14 prompt tokens; turning it away now would lose what was generated."""
+        """The request was admissible with 14 prompt tokens; refusing it now would lose its generated tokens."""
         situation = Situation(chunked_prefill=False, max_tokens=16)
         situation.waiting(0, prompt=14, generated=5)
         assert chunks_of(plan(situation)) == [(100, 0, 16)]
@@ -149,7 +149,7 @@ class TestTokens:
 
 
 class TestAdmission:
-    """First come, first served; nobody overtakes."""
+    """Admission, first come, first served; no request overtakes another."""
 
     @pytest.mark.parametrize(("prompt", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
     def test_blocks_of_a_prompt(self, prompt: int, blocks: int):
@@ -313,7 +313,7 @@ class TestGrowth:
         assert chunks_of(step) == [(100, 4, 8)]
 
     def test_the_paused_one_goes_even_if_a_younger_one_runs(self):
-        """Who runs is not stopped: only paused requests are over the budget."""
+        """Running requests are not stopped: only paused requests are over the budget."""
         situation = Situation(total_blocks=3, paused_blocks=0)
         situation.decoding(0, prompt=8, generated=1)  # wants a third block
         situation.decoding(1, prompt=2, generated=1)  # has room in its block
@@ -349,7 +349,7 @@ class TestGrowth:
 
 
 class TestAdmissible:
-    """What is turned away before it waits."""
+    """Requests that are refused before they wait."""
 
     @pytest.mark.parametrize(
         ("changes", "prompt", "generate", "expected"),

@@ -13,7 +13,7 @@ LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
 def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
-    """KV-13: whoever shares them in the same step keeps them, so they are no room for the next in line."""
+    """KV-13: requests that share them in the same step keep them, so they are not free for the next in the queue."""
     scheduler = Scheduler(make_limits(total_blocks=3), policy)
     add(scheduler, request_of(0, range(11)))
     step(scheduler)

@@ -72,7 +72,7 @@ def test_no_step_has_more(limit):
 
 
 def test_what_has_begun_is_finished_first():
-    """A prompt of two steps and a bit: what its last piece leaves of the step's tokens is nobody else's with one."""
+    """The last piece of a prompt of two steps and a bit leaves tokens of the step unused with a limit of one."""
     scheduler = make_scheduler(max_prefills=1)
     add(scheduler, unique(0, 150), unique(1, 10))
     assert [chunks(step(scheduler)) for _ in range(4)] == [
@@ -84,14 +84,14 @@ def test_what_has_begun_is_finished_first():
 
 
 def test_short_prompts_share_a_step():
-    """By default a step begins prefills until they have enough tokens together: a cold leader is not cut."""
+    """A step begins prefills by default until they have enough tokens together: a cold leader is not split."""
     scheduler = make_scheduler(enough_prefill_tokens=20)
     add(scheduler, *(unique(arrival, length) for arrival, length in enumerate([6, 6, 6, 6, 50, 6, 6])))
     assert [prefills(step(scheduler)) for _ in range(4)] == [[0, 1, 2, 3], [4], [5, 6], []]
 
 
 def test_a_request_that_may_not_begin_keeps_its_place():
-    """Nobody overtakes it, however short: prefills begin in order of arrival while requests keep coming."""
+    """Shorter requests do not overtake it: prefills begin in order of arrival while requests keep coming."""
     scheduler = make_scheduler(max_prefills=1)
     add(scheduler, unique(0, 60), unique(1, 200))
     begun, last = [], 1

@@ -1,4 +1,4 @@
-"""What a request counts, notes and reports, whatever happens to it on the way."""
+"""Counters, notes and reports of a request after all kinds of events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit_tests.scheduling.builders import make_request
 
 
 def lose(request: Request) -> None:
-    """What a preemption does to the counters."""
+    """Change the counters as a preemption does."""
     request.sequence.computed_end = 0
 
 

@@ -33,7 +33,7 @@ MAX_LENGTH = 32
 
 @dataclass
 class Owner:
-    """What the model knows of one request."""
+    """Knowledge of the model about one request."""
 
     prompt: int
     to_generate: int
@@ -275,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 owner.blocks = needed
 
     def judge(self, plan: StepPlan) -> None:
-        """What a good plan leaves nobody to complain of."""
+        """Check the rules that every plan must satisfy."""
         chunk_of = {chunk.request: chunk for chunk in plan.chunks}
         assert chunk_of or not self.alive(), "requests are alive, and nothing is computed"
         prefilling_is_short = False

@@ -127,7 +127,7 @@ def test_a_message_survives_pickling(seed):
 
 
 def test_two_schedulers_given_the_same_commands_write_equal_messages():
-    """In processes that hash differently (KV-7: ranks rely on it)."""
+    """Messages are equal in processes that hash differently (KV-7: ranks rely on it)."""
     code = "from tests.unit_tests.scheduling.test_step import play; print(repr([list(play(s)) for s in range(5)]))"
     outputs = []
     for seed in ("1", "2"):

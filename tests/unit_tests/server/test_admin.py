@@ -39,7 +39,7 @@ ROUTES = ("/sleep", "/wake_up", "/flush_cache", "/abort", "/update_weights_from_
 
 
 def tiny_updater(folder: Path) -> WeightsUpdater:
-    """Of a checkpoint `old` in a folder; beside it `new` has other weights, `spoilt` one that does not fit."""
+    """Updater of a checkpoint `old`; beside it `new` has other weights, `spoilt` weights that do not fit."""
     save_checkpoint(folder / "old", build_slow_decay(HYBRID), HYBRID)
     save_checkpoint(folder / "new", build_slow_decay(HYBRID, seed=6), HYBRID)
     save_checkpoint(folder / "spoilt", build_slow_decay(HYBRID, seed=6), HYBRID)
@@ -52,7 +52,7 @@ def tiny_updater(folder: Path) -> WeightsUpdater:
 
 @pytest.fixture(scope="module")
 def server(serve, tmp_path_factory) -> LiveServer:
-    """With a model that was loaded, one key, which is the administrator's, and all routes."""
+    """Server with a loaded model, one key, which is the administrator's, and all routes."""
     updater = tiny_updater(tmp_path_factory.mktemp("weights"))
     engine = build_engine(
         updater.loaded.model,
@@ -163,7 +163,7 @@ class TestSleep:
         assert ask(server, "POST", "/wake_up").json() == {"is_sleeping": False}
 
     def test_it_ends_while_it_sleeps(self, serve):
-        """Nobody waits for requests that no step will serve."""
+        """The shutdown does not wait for requests that no step will serve."""
         napping = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True, shutdown_timeout=0.2)
         with httpx.Client(base_url=napping.url, timeout=PATIENCE) as client:
             stream, _ = started(napping, client, max_tokens=1900)

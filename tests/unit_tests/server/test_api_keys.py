@@ -57,7 +57,7 @@ def shared(serve, files) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def headless(serve, files) -> LiveServer:
-    """Two tenants and nobody above them."""
+    """Server with two tenants and no administrator."""
     return serve(tiny_engine(), api_key_file=files["api_key_file"])
 
 
@@ -104,7 +104,7 @@ class TestTenants:
         assert single.bind(None) == first.bind(None)
 
     def test_bound_salts_never_meet(self):
-        """No two pairs of key and salt make one salt; no key is none of them."""
+        """Different pairs of key and salt make different salts; this includes the absent key."""
         keys = Keys(["a", "ab"], "admin")
         callers = [keys.caller(b"a"), keys.caller(b"ab"), Keys().stranger]
         tenants = [caller.tenant for caller in callers]
@@ -140,7 +140,7 @@ class TestAdministrators:
         assert cached(headless, ALICE) in (0, 32)
 
     def test_one_key_is_the_admins_too(self, serve, files):
-        """As before; with an admin key it is not."""
+        """One key is also the admin key, as before; with a separate admin key it is not."""
         assert Keys(["a"]).caller(b"a").can_administrate
         assert not Keys(["a"], "admin").caller(b"a").can_administrate
         open_to_all = Keys([], "admin")
@@ -224,7 +224,7 @@ class TestSources:
         ],
     )
     def test_two_sources_are_an_error(self, variable, settings, named):
-        """SE-3: nobody guesses which of them counts; the keys are not in the message."""
+        """SE-3: neither source takes precedence; the keys are not in the message."""
         environment = {} if variable is None else {"MEGATRON_EXT_API_KEY": variable}
         with pytest.raises(ConfigError) as caught:
             load_keys(ServerConfig(**settings), environment)
@@ -244,7 +244,7 @@ class TestSources:
         ],
     )
     def test_files_that_are_no_list_of_keys(self, tmp_path, text, named):
-        """In one line that quotes no key."""
+        """The error is one line that quotes no key."""
         file = tmp_path / "keys"
         file.write_bytes(text)
         with pytest.raises(ConfigError, match=named) as caught:

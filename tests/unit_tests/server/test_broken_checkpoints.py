@@ -66,7 +66,7 @@ def test_texts_that_no_tokens_can_be_made_of(embedded, wrapped, caplog):
 
 @pytest.mark.parametrize("more", [{}, {"stop": ["\u0002"]}], ids=["at the end", "with a stop word"])
 def test_tokens_that_no_text_can_be_made_of(embedded, wrapped, caplog, more):
-    """Their text is made by the engine's thread, which goes on."""
+    """The engine's thread makes their text, and goes on."""
     wrapped.decoder = decoders.Sequence([wrapped.decoder, decoders.Fuse(), decoders.Replace(Regex(EXPONENTIAL), "x")])
     body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, **more}
     with caplog.at_level(logging.ERROR):

@@ -138,7 +138,7 @@ def test_bodies_that_are_no_json(tiny, body):
     ],
 )
 def test_what_json_can_say_and_nobody_can_mean(tiny, body):
-    """Halves of characters, and numbers that are none."""
+    """Bodies with halves of characters, and with numbers that are not finite, are refused."""
     response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     check_error(response, 400)
 

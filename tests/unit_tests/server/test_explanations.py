@@ -44,7 +44,7 @@ def server(serve) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def closed(serve) -> LiveServer:
-    """The same without routes for administrators."""
+    """Server with explanations but without routes for administrators."""
     return serve(tiny_engine(cache=explaining()), api_key="key")
 
 
@@ -67,9 +67,9 @@ def ask(server: LiveServer, prompt: object, *, stream: bool = False, **fields: o
 @pytest.mark.parametrize("stream", [False, True])
 class TestWhatIsSaid:
     def test_where_it_parted_and_from_what(self, server, stream):
-        """With the cached token, for who may know it."""
+        """The divergence is shown, with the cached token for clients that may know it."""
         server.reset_cache()
-        for before in (FIRST, parting_at(20)):  # the second one leaves states where they part, if there are none
+        for before in (FIRST, parting_at(20)):  # the second one leaves states at the divergence if missing
             ask(server, before)
         (said,) = [one["prefix_cache_explanation"] for one in ask(server, OTHER, stream=stream)]
         assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], FIRST[25])
@@ -170,7 +170,7 @@ class TestTheRecentPast:
         fields = {"time", "block_hashes", "block_size", "length", "answer_length", "answer_hashed"}
         assert all(set(line) == fields for line in lines[0])
         hashes = [{one for line in trace for one in line["block_hashes"]} for trace in lines]
-        assert not hashes[0] & hashes[1]  # keyed with a secret that nobody keeps
+        assert not hashes[0] & hashes[1]  # keyed with a secret that is not kept
         assert len(hashes[0]) == len(hashes[1])
         check_error(closed.http.get("/prefix_cache/trace"), 401)
 

@@ -1,4 +1,4 @@
-"""SE-2: an exception anywhere in the engine's loop ends the requests that it concerns, or nobody, and is counted."""
+"""SE-2: an exception anywhere in the engine's loop ends only the requests that it concerns, if any, and is counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHERS = ([1, 2, 3], [4, 5, 6, 7])
 
 
 class Planted(Exception):
-    """What is injected."""
+    """Injected error."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def server(serve) -> LiveServer:
 
 @pytest.fixture
 def counted(server) -> Iterator[Callable[[], int]]:
-    """How many errors /health has counted since the test began; the server answers, and nothing is left, afterwards."""
+    """Number of errors that /health has counted since the test began; checks that the server is idle afterwards."""
     before = server.http.get("/health").json()["errors"]
     yield lambda: server.http.get("/health").json()["errors"] - before
     assert ask(server, OTHERS[0])["choices"][0]["finish_reason"] == "length"
@@ -65,7 +65,7 @@ def ask_all(server: LiveServer, prompts: list[list[int]], **fields: object) -> l
 
 
 def is_victims(source: object, *_: object) -> bool:
-    """Whether a request, a record or a progress is of the victim."""
+    """Return whether a request, a record or a progress is of the victim."""
     return list(getattr(source, "prompt_tokens", ())) == VICTIM
 
 
@@ -79,19 +79,19 @@ def raising(function: Callable, *, of: Callable[..., bool] = lambda *_: True) ->
 
 
 def texts(answers: list[str]) -> list[str]:
-    """Of whole answers."""
+    """Texts of whole answers."""
     return [json.loads(answer)["choices"][0]["text"] for answer in answers]
 
 
 def streamed_text(answer: str) -> str:
-    """Of an answer in parts, which must have ended well."""
+    """Text of a streamed answer, which must have ended well."""
     lines = [line.removeprefix("data: ") for line in answer.splitlines() if line]
     assert lines[-1] == "[DONE]", answer
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
 class TestOneRequest:
-    """Its client gets an error; the others get what they would have got without it."""
+    """Errors of one request: its client gets an error; the others get the answers they would have got without it."""
 
     @pytest.fixture
     def expected(self, server) -> list[str]:
@@ -149,7 +149,7 @@ PARTS = {
 
 
 class TestNobody:
-    """Metrics and clocks: everybody is served, and the error is counted."""
+    """Errors of metrics and clocks: all requests are served, and the error is counted."""
 
     @pytest.mark.parametrize("part", PARTS)
     def test_all_are_served(self, server, counted, monkeypatch, part):
@@ -163,7 +163,7 @@ class TestNobody:
             assert counted() >= 3
 
     def test_a_delivery_that_fails_altogether(self, server, counted, monkeypatch):
-        """Whoever there was updates of gets an error instead of silence."""
+        """Clients with pending updates get an error instead of silence."""
         with monkeypatch.context() as patch:
             patch.setattr(RequestManager, "_deliver", raising(RequestManager._deliver))
             (answer,) = ask_all(server, [VICTIM])

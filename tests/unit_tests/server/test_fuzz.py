@@ -1,4 +1,4 @@
-"""Whatever the OpenAPI description allows, and what it does not: never a 500, and the server goes on."""
+"""Random requests, allowed or not by the OpenAPI description: never a 500, and the server goes on."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_described_requests(target, operation, mode, data):
 
 @pytest.fixture(scope="module")
 def governed(serve, tmp_path_factory) -> LiveServer:
-    """With routes of administrators, and a folder without a checkpoint."""
+    """Server with routes of administrators, and a folder without a checkpoint."""
     server = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True)
     root = WeightsRoot.of(str(tmp_path_factory.mktemp("weights")))
     server.serving.updater = WeightsUpdater(root, None, SourceConfig(), {})

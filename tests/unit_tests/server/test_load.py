@@ -27,7 +27,7 @@ def prompt_of(client: int) -> list[int]:
 
 @pytest.mark.priority(TestPriority.HIGH)
 def test_64_clients_a_third_of_which_leave(tiny):
-    """EX-8 and EX-2: nobody is refused, nothing leaks, and the others' texts are what each would get alone."""
+    """EX-8 and EX-2: no client is refused, nothing leaks, and each of the others gets the text it would get alone."""
     prompts = [prompt_of(client) for client in range(CLIENTS)]
     alone = tiny_engine().generate(prompts, RequestParams(num_tokens_to_generate=12, enable_prefix_caching=False))
     aborted = tiny.metric("requests_total", outcome="aborted")
@@ -188,7 +188,7 @@ def test_while_a_step_takes_long_the_server_answers(serve):
 
 
 def test_the_cache_is_described_while_a_step_takes_long(serve):
-    """OB-4: to whoever asked before; a reset in between is seen."""
+    """OB-4: requests from before the step are answered; a reset in between is seen."""
     server = serve(tiny_engine())
     for _ in range(2):
         server.http.post("/v1/completions", json={"prompt": PREFIX, "max_tokens": 1})

@@ -91,7 +91,7 @@ def root(tmp_path_factory):
 
 
 def settings_of(flags: str, root, tmp_path):
-    """As a command line and as a YAML file, which must say the same."""
+    """Settings from a command line and from a YAML file, which must be equal."""
     flags = flags.format(root=root)
     words: list[str] = []
     for line in filter(None, flags.split("\n")):

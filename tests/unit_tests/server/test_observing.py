@@ -1,4 +1,4 @@
-"""What the server shows of its cache: metrics, the cache's own route, the page."""
+"""Views of the server's cache: metrics, the cache's own route, the page."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class TestHistory:
         assert history.since(0.0)["series"]['requests_total{outcome="new"}'] == [None, 1]
 
     def test_the_server_takes_samples_by_itself(self, fresh):
-        """Without anybody who looks, and the values are those of `/metrics`."""
+        """Samples are taken without any client, and the values are those of `/metrics`."""
         fresh.wait_until(lambda: len(fresh.serving.history._samples) >= 1)
         shown = fresh.http.get("/metrics/history").json()
         assert (shown["model"], len(shown["times"]) >= 2) == ("tiny", True)
@@ -255,7 +255,7 @@ class TestPage:
 
     @needs_chromium
     def test_it_draws_what_the_metrics_say(self, fresh, tmp_path, monkeypatch):
-        """With ten minutes of history, which it has not seen itself."""
+        """The page draws ten minutes of history that it has not seen itself."""
         history = fresh.serving.history
         take = history.sample
         monkeypatch.setattr(History, "sample", lambda self: None)
@@ -285,7 +285,7 @@ class TestPage:
 
     @needs_chromium
     def test_geometry_hottest_prefixes_and_failures(self, fresh, tmp_path):
-        """What README promises; failures are those of the metrics."""
+        """The page shows the figures that README promises; failures are those of the metrics."""
         fresh.reset_cache()
         for _ in range(3):
             complete(fresh, max_tokens=1)

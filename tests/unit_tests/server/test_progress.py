@@ -1,4 +1,4 @@
-"""What a streamed request has so far goes to the event loop in updates, each of the size of what is new."""
+"""Updates of streamed requests to the event loop, each only as large as its new tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CountingList(list):
 
 
 def generate(request: Request, count: int = 1) -> None:
-    """What a step leaves with a request, so many times."""
+    """Append tokens to a request as a step does, `count` times."""
     for _ in range(count):
         token = request.generated_count % 97
         request.append(token)

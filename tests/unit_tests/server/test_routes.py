@@ -76,7 +76,7 @@ def test_load_counts_who_is_here(tiny):
 
 
 def test_models_have_a_root(tiny, talking):
-    """What `vllm bench` reads; it is not the served name where there is something to be read."""
+    """The root, which `vllm bench` reads, is not the served name if there is a model to read."""
     assert [(one["root"], one["parent"]) for one in tiny.http.get("/v1/models").json()["data"]] == [("tiny", None)]
     talking.serving.root = str(EMBEDDED_MODEL_DIR)
     assert talking.http.get("/v1/models/embedded").json()["root"] == str(EMBEDDED_MODEL_DIR)
@@ -84,7 +84,7 @@ def test_models_have_a_root(tiny, talking):
 
 class TestTokens:
     def test_a_text_and_back(self, talking):
-        """What `/v1/completions` counts is what `/tokenize` gives."""
+        """Token counts of `/v1/completions` agree with `/tokenize`."""
         told = talking.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True}).json()
         assert told["tokens"] == talking.serving.tokenizer.tokenize(TEXT)
         assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 4096)
@@ -147,7 +147,7 @@ class TestTokens:
         assert info["bos_token"] is None
 
     def test_what_the_template_is_told(self, talking):
-        """RP-2: whoever asks for the tokens of a conversation gets those that its answer is made of."""
+        """RP-2: `/tokenize` gives the tokens of a conversation from which its answer is made."""
         body = {
             "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "is"}],
             "continue_final_message": True,

@@ -1,4 +1,4 @@
-"""What the server says of drafts: usage, metrics, the page; and what a body may ask (SP-1, SP-7)."""
+"""Drafts in the server's outputs (usage, metrics, the page), and draft options of a body (SP-1, SP-7)."""
 
 from __future__ import annotations
 

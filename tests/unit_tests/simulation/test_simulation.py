@@ -135,7 +135,7 @@ class TestFiles:
 
 class TestPoints:
     def test_from_which_request_on_a_shared_prefix_is_skipped(self):
-        """In hybrids without guesses the second writes the state, the third hits; with them the second hits (SI-1)."""
+        """Hybrids hit on the second request with opportunistic checkpoints, else on the third (SI-1)."""
         turns = alternating(512, 200, 12)
         assert point(turns, dataclasses.replace(ROOMY, placement="off")).skipped_tokens == 4 * 512
         assert point(turns).skipped_tokens == 8 * 512

@@ -1,4 +1,4 @@
-"""How many drafts are worth it: the rule against trying everything, and the drafter over random texts (SP-6)."""
+"""Number of drafts worth verifying: the rule against trying everything, and the drafter over random texts (SP-6)."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
 
 @pytest.mark.parametrize(("requests", "table"), [(8, DEFAULT_COSTS["cpu"]), (16, "1:0.9:0.3")])
 def test_costs_that_keep_it_from_beginning_are_tried(requests, table):
-    """SP-6: where nobody knows yet that all drafts come, trials show it within few steps, and then there are many."""
+    """SP-6: trials show within few steps that all drafts are accepted, and then there are many drafts."""
     drafter = AdaptiveDrafter(Knowing(), CostTable.parse(table), guesses_are_free=True)
     counts = []
     for _ in range(300):
@@ -214,7 +214,7 @@ TestDrafting.settings = settings(max_examples=15, stateful_step_count=12, deadli
 
 
 class TestCostTable:
-    """What verifying costs is a table, by flag or measured."""
+    """Cost table of verification, by flag or measured."""
 
     def test_between_rows_and_outside(self):
         table = CostTable.parse("2:0.2:0.1, 4:0.4:0.3")

@@ -17,9 +17,9 @@ def next_token(history) -> int:
 
 
 class Remembering:
-    """Computes steps as a hybrid model does: what it says depends on every key in reach and on the state.
+    """Stand-in for a hybrid model: its tokens depend on every key in reach and on the state.
 
-    Places in pools that were never written, or by somebody else, give another history than the request's.
+    Pool entries that were never written, or written by another request, give another history than the request's.
     """
 
     def __init__(self, room: DraftRoom) -> None:

@@ -12,7 +12,7 @@ from megatron_ext.speculation.ngram import NgramDrafter, NgramIndex
 
 
 def searched(tokens: list[int], limit: int, longest: int, shortest: int) -> tuple[int, ...]:
-    """What prompt lookup is, looked for from the end: the longest n-gram first, its most recent occurrence."""
+    """Drafts of prompt lookup, searched from the end: the longest n-gram first, its most recent occurrence."""
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :]:
@@ -66,7 +66,7 @@ def test_a_request_that_ended_is_forgotten():
 
 
 def test_another_gram_of_the_same_hash_is_not_taken_for_it():
-    """In CPython -1 and -2 have one hash; drafts are wrong there only if tokens are not compared."""
+    """Hash collisions do not match: in CPython -1 and -2 have one hash, so tokens must be compared."""
     assert hash((-1, 5)) == hash((-2, 5))
     index = NgramIndex((2,))
     index.take_in([-1, 5, 40, 1, 2])
@@ -92,7 +92,7 @@ class TestBounds:
         assert len(hashed) == len(set(hashed)) == (29 - 1) + (29 - 2)
         hashed.clear()
         drafter, tokens = NgramDrafter(3, 2), []
-        for token in range(30):  # what is looked for is what is known when a token has come behind it
+        for token in range(30):  # an n-gram is known once a token follows it
             tokens.append(token)
             guesses(drafter, tokens, 4)
         assert len(hashed) == len(set(hashed)) == (30 - 1) + (30 - 2)
@@ -106,7 +106,7 @@ class TestBounds:
         assert [guesses(drafter, late, 2, request_id=1) for _ in range(3)] == [(), (), (52, 53)]
 
     def test_the_younger_generation_goes_first(self):
-        """What came behind an n-gram the last time counts, though the older generation knows it as well."""
+        """The last continuation of an n-gram counts, though the older generation knows it as well."""
         index = NgramIndex((2,))
         tokens = [1, 2, 50, *range(100, 220), 1, 2, 60, *range(300, 310)]
         while index._end < len(tokens) - 1:

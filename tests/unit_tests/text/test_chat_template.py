@@ -96,7 +96,7 @@ def test_rendered_as_by_transformers(
 
 
 def test_literally(tmp_path: Path) -> None:
-    """What the two kinds of turns look like, without transformers; None is as if it were not there."""
+    """Both kinds of turns have their literal form, without transformers; None is like an absent field."""
     hf_tokenizers.llama_2(tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text(INSTRUCTIONS)
     text = TextTokenizer(tmp_path / "t").apply_chat_template(CONVERSATION)
@@ -148,7 +148,7 @@ def test_template_goes_with_the_tokenizer(directory: Path, tmp_path: Path) -> No
 
 
 def test_special_tokens_of_older_files(directory: Path) -> None:
-    """Where the configuration does not have them they are in a file of their own."""
+    """Special tokens are read from a file of their own if the configuration does not have them."""
     write_template(directory, "{{ bos_token }} and {{ eos_token }}{{ pad_token is defined }}")
     expected = TextTokenizer(directory).apply_chat_template(QUESTION)
     assert expected in ("<s> and </s>False", "<|begin_of_text|> and <|eot_id|>False")

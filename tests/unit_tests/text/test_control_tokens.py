@@ -62,13 +62,13 @@ class Kind:
         self.special = self.tokenizer._chat_tokens._control.special
 
     def ids(self, *contents: str, parse: bool = False, generate: bool = True) -> list[int]:
-        """Of a conversation whose first content is the user's, the next the assistant's, and so on."""
+        """Token ids of a conversation whose first content is the user's, the next the assistant's, and so on."""
         roles = ("user", "assistant") * len(contents)
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
         return self.tokenizer.tokenize_chat(messages, generate, parse_control=parse)
 
     def controls(self, ids: list[int]) -> list[int]:
-        """The special tokens among ids, in order; what stands for an unknown character is none of them."""
+        """Special tokens among ids, in order, without that of unknown characters."""
         unknown = {self.special.get(text) for text in ("<unk>", "[UNK]")}
         return [one for one in ids if one in self.special.values() and one not in unknown]
 
@@ -147,7 +147,7 @@ class TestUsers:
             assert tokenizer.tokenize_chat(messages, parse_control=True).count(end) >= 2
 
     def test_every_field_of_every_role(self, tmp_path):
-        """Of the system, of tools and of roles of the model's own; names and the like, however deep."""
+        """Every text field is escaped: of the system, tools and the model's own roles; names too, at any depth."""
         hf_tokenizers.llama_3(tmp_path / "t")
         (tmp_path / "t" / "chat_template.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
         tokenizer = TextTokenizer(tmp_path / "t")
@@ -234,7 +234,7 @@ class TestWithoutSpellings:
 
     @pytest.mark.parametrize("content", ["> quoted", "a < b <", "<|", "|>", "[", "</", "x ]", "<|eot_id", "", " "])
     def test_parts_of_tokens_are_no_tokens(self, kind, content):
-        """They are text before and after; the template does not complete them."""
+        """Parts of special tokens are text before and after; the template does not complete them."""
         if content.strip() or "Llama" not in str(kind.directory):
             assert kind.ids(content, "dog", content) == kind.ids(content, "dog", content, parse=True)
 

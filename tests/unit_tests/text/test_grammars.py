@@ -34,7 +34,7 @@ def allowed(form: ResponseFormat, text: str) -> set[int]:
 
 
 def is_answer(form: ResponseFormat, text: str) -> bool:
-    """Whether it may end there."""
+    """Return whether an answer may end after this text."""
     try:
         return allowed(form, text).issuperset(ENDS)
     except ValueError:

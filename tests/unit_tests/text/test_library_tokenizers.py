@@ -75,7 +75,7 @@ class TestTikTokenizer:
         assert tiktoken.detokenize(tiktoken.tokenize(text)) == text
 
     def test_special_tokens_are_spelled_and_shown(self, tiktoken):
-        """As in Megatron, where a text that spells one means it."""
+        """A text that spells a special token means it, as in Megatron."""
         ids = tiktoken.tokenize("a</s>b")
         assert ids == [SPECIALS + ord("a"), 2, SPECIALS + ord("b")]
         assert tiktoken.detokenize(ids) == "ab"
@@ -195,7 +195,7 @@ def test_a_package_that_is_missing_is_one_line(package, kind, tmp_path, monkeypa
 
 @pytest.mark.parametrize(("kind", "name"), [(TikTokenizer, "x.json"), (SentencePieceTokenizer, "x.model")])
 def test_special_files_do_not_block(kind, name, tmp_path):
-    """SE-1: a pipe that nobody writes to."""
+    """SE-1: a pipe without a writer does not block."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="a named pipe; only a regular file is read"):
         kind(tmp_path / name)

@@ -77,7 +77,7 @@ def test_tokens(tmp_path):
 
 
 def test_normalizers_of_special_tokens(tmp_path):
-    """Where a special token is found in the normalized text, contents are normalized before they are made tokens of."""
+    """Contents are normalized before tokenization if a special token is found in the normalized text."""
 
     def change(tokenizer: tokenizers.Tokenizer) -> None:
         normalizes(tokenizer)
@@ -102,7 +102,7 @@ def test_tokenizers_of_older_formats(tmp_path):
 
 
 def test_reading(tmp_path):
-    """What the library itself takes for an error was one line before."""
+    """Errors that the library itself reports were already one line."""
     directory = hf_tokenizers.llama_3(tmp_path / "t")
     content = json.loads((directory / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+"}, "content": "x"}

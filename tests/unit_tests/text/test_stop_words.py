@@ -173,7 +173,7 @@ class TestOtherTokenizers:
             assert first_stop(["abc"], tokens, tokenizer.detokenize) == (len(tokens), "")
 
     def test_texts_with_a_separator_between_tokens(self):
-        """As NullTokenizer writes them: what a token adds depends on whether it is the first."""
+        """A token's text depends on whether it is the first, as NullTokenizer writes it."""
 
         def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
             return " ".join(map(str, tokens))
@@ -181,7 +181,7 @@ class TestOtherTokenizers:
         assert first_stop(["5 6"], [4, 5, 6, 7], decode) == (3, "4 ")
 
     def test_a_leading_space_that_the_decoder_takes_away(self):
-        """As SentencePiece tokenizers do at the start of a text."""
+        """The decoder of SentencePiece tokenizers removes a leading space at the start of a text."""
         pieces = ["▁a", "▁b", "c"]
 
         def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -192,7 +192,7 @@ class TestOtherTokenizers:
         assert first_stop([" a"], [0, 1, 0], decode) == (3, "a b")
 
     def test_bytes_as_sentencepiece_tokenizers_write_them(self):
-        """Their decoder gives up a whole run of bytes while its last character is incomplete."""
+        """The decoder of SentencePiece drops a whole run of bytes while its last character is incomplete."""
         decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
 
         def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -269,7 +269,7 @@ def test_equals_brute_force_in_long_junk(data: st.DataObject, words: list[str]):
 
 
 class TestSpecialTokens:
-    """They can be stop words, and are not part of the text that is given back."""
+    """Special tokens can be stop words, and are not part of the returned text."""
 
     VISIBLE = ("<|end|>", "<|user|>", "Yes", ", it", " is", ".")
 
@@ -297,5 +297,5 @@ class TestSpecialTokens:
 
 
 def test_bytes_that_are_no_text_are_searched_when_text_follows():
-    """They may be the beginning of a character until then, settled or not."""
+    """Such bytes may be the beginning of a character until text follows, settled or not."""
     assert first_stop([INCOMPLETE], spell(b"\xe2\x82" * 9, "D")) == (19, "")

@@ -169,7 +169,7 @@ def test_what_cannot_be_sent_is_refused(renderer):
 
 
 def test_half_of_a_character_comes_back(renderer):
-    """JSON can say that, and whoever tokenizes it refuses it."""
+    """Templates return halves of characters, which JSON can express; the tokenizer refuses them."""
     messages = [{"role": "user", "content": "\ud83d"}]
     assert renderer.render(dataclasses.replace(PLAIN, messages=messages)) == "\ud83d!"
 

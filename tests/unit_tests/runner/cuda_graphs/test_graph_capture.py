@@ -192,11 +192,11 @@ def test_the_stand_in_sees_what_is_baked_in():
 
 
 class Calls:
-    """In the place of what `CudaGraphs` uses of `torch.cuda`.
+    """Stand-in for the functions of `torch.cuda` that `CudaGraphs` uses.
 
     Attributes:
-        made: What was called, in words.
-        pools: Handles that were given out.
+        made: Calls, as text.
+        pools: Handles that were returned.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

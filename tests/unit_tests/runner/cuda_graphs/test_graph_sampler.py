@@ -1,4 +1,4 @@
-"""From logits in a fixed place to tokens and log-probs: to the bit what plain steps choose, whatever rows ask for."""
+"""Captured sampling from logits in a static buffer: tokens and log-probs equal eager ones to the bit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def chunk(row: int, row_metadata: Sampling | None) -> ScheduledChunk:
 
 
 def chunks_of(seed: int, **kinds: bool) -> list[ScheduledChunk]:
-    """Rows that ask, and two of nobody among them."""
+    """Chunks with sampling options, and two padding rows among them."""
     source = random.Random(seed)
     return [chunk(row, None if row in (4, ROWS - 1) else sampling(source, **kinds)) for row in range(ROWS)]
 

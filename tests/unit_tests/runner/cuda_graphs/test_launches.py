@@ -1,4 +1,4 @@
-"""How many kernels a decode program launches: of each mixer, and of what no mixer computes. Counted, never timed."""
+"""Kernel launches of a captured decode step: of each mixer, and of the rest. Counted, never timed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def config(kind: str) -> ModelConfig:
 
 
 def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
-    """What the smallest program launches that decodes, of padding alone."""
+    """Count the launches of the smallest captured decode step, with padding rows only."""
     model = build_model(of, device=platform.device(), dtype=DTYPE)
     settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
     fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.cuda_graph_runner

@@ -38,7 +38,7 @@ def run_prefills(scheduler: Scheduler) -> int:
 
 
 class TestBlocksOfALeaderThatHasEnded:
-    """They are kept for those who waited for them, and for nobody else."""
+    """Blocks of an ended leader are kept only for the requests that waited for them."""
 
     @pytest.mark.parametrize("slots", [None, 4])
     @BOTH
@@ -63,7 +63,7 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.cache.use().blocks_cached == 0
 
     def test_they_go_with_the_last_who_waits_for_them(self):
-        """KV-4, EX-8: aborted, so nobody is to find them."""
+        """KV-4, EX-8: blocks are dropped when the last waiting request is aborted, so that no request finds them."""
         scheduler = make_scheduler(REF_ZERO)
         requests = [sharing(0), sharing(1), sharing(2, shared=4)]
         add(scheduler, *requests)
@@ -138,7 +138,7 @@ class TestBoundaryOfTheLeader:
         assert follower.sequence.ledger.skipped == 8
 
     def test_it_does_not_wait_for_a_leader_on_the_boundary(self):
-        """KV-6: equality. The states at 8 are those that the leader continues from, and nobody keeps them."""
+        """KV-6: equality. The states at 8 are those from which the leader continues, and they are not kept."""
         scheduler, follower = self.led(computed=8)
         plan = step(scheduler)
         assert plan.deferrals == ()

@@ -23,7 +23,7 @@ def make_scheduler(policy: EvictionPolicyName | None = LRU, **limits: object) ->
 
 
 def sharing(arrival: int, prefix: list[int] = SHARED, own: int = 1, **params: object) -> Request:
-    """`prefix`, and some tokens nobody else has."""
+    """Request with `prefix` and some unique tokens."""
     return request_of(arrival, [*prefix, *range(100 * (arrival + 1), 100 * (arrival + 1) + own)], **params)
 
 
@@ -36,7 +36,7 @@ class TestFollowing:
         plan = step(scheduler)
         assert admitted(plan) == [(0, 0, 3)]
         assert followers(plan) == {1: 0, 2: 0}
-        assert plan.deferral is None  # nobody waits for room
+        assert plan.deferral is None  # no request waits for room
         plan = step(scheduler)
         assert admitted(plan) == [(1, 2, 1), (2, 2, 1)]
         assert [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.start == 8] == [(8, 9), (8, 9)]
@@ -67,7 +67,7 @@ class TestFollowing:
         assert plan.deferral.request.request_id == 2
 
     def test_followers_of_who_was_deferred_wait_for_room_like_it(self):
-        """KV-6: a request that is not admitted leads nobody."""
+        """KV-6: a request that is not admitted leads no other."""
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, request_of(0, [70]), sharing(1), sharing(2))
         plan = step(scheduler)
@@ -92,7 +92,7 @@ class TestFollowing:
         assert len(admitted(step(scheduler))) == 2
 
     def test_a_prefix_that_grows_by_followers_is_computed_part_by_part(self):
-        """KV-6: whoever waits for one part and then for the next is one request that waited."""
+        """KV-6: a request that waits for one part and then for the next counts once as waiting."""
         scheduler = make_scheduler()
         longer = [*SHARED, 20, 21, 22, 23]
         add(scheduler, sharing(0), sharing(1, longer), sharing(2, longer))
@@ -114,7 +114,7 @@ class TestFollowing:
 
 
 class TestLeaders:
-    """What may happen to a leader of a chunked prefill of 4 tokens a step."""
+    """Events of a leader with a chunked prefill of 4 tokens a step."""
 
     @staticmethod
     def led(policy: EvictionPolicyName = LRU) -> tuple[Scheduler, list[Request]]:
@@ -153,7 +153,7 @@ class TestLeaders:
             plan = step(scheduler)
         assert requests[2] in scheduler.queues.running
         assert requests[2].sequence.ledger.skipped == 8
-        assert scheduler.counters.coordination_waits == 2  # nobody is counted for waiting again
+        assert scheduler.counters.coordination_waits == 2  # no request is counted twice
 
     def test_when_its_forward_fails_it_begins_again(self):
         """KV-5, KV-6: it was here first."""
@@ -200,7 +200,7 @@ class TestLeaders:
 
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     def test_a_leader_that_ends_with_its_prefill_leaves_its_blocks_to_its_followers(self, policy):
-        """KV-6, KV-4: under ref_zero, too, they go when nobody waits for them any more."""
+        """KV-6, KV-4: the blocks are dropped when no request waits for them any more, under ref_zero too."""
         scheduler = make_scheduler(policy)
         leader = sharing(0)
         add(scheduler, leader, sharing(1))
@@ -246,13 +246,13 @@ class TestWhoStaysApart:
         assert admitted(step(scheduler))[0] == (1, 2, 1)
 
     def test_log_probs_of_generated_tokens_only(self):
-        """KV-6: follow like everybody."""
+        """KV-6: requests for log-probs of generated tokens follow like all others."""
         scheduler = make_scheduler()
         add(scheduler, sharing(0), sharing(1, return_log_probs=True, skip_prompt_log_probs=True))
         assert followers(step(scheduler)) == {1: 0}
 
     def test_caching_off(self):
-        """KV-8: nobody waits, everything is computed."""
+        """KV-8: no request waits, everything is computed."""
         scheduler = make_scheduler(None, max_tokens=32)
         add(scheduler, sharing(0), sharing(1))
         assert admitted(step(scheduler)) == [(0, 0, 3), (1, 0, 3)]
@@ -263,7 +263,7 @@ class TestRetriedAdmission:
 
     @staticmethod
     def deferred_for(resource: str) -> tuple[Scheduler, Request, Request]:
-        """A scheduler that defers the last of the requests, and who is in its way."""
+        """Scheduler that defers the last of the requests, and the request in its way."""
         limits = {"blocks": {"total_blocks": 5}, "requests": {"max_requests": 1}, "tokens": {"chunked_prefill": False}}
         scheduler = make_scheduler(**limits[resource])
         first = sharing(0, own=4)

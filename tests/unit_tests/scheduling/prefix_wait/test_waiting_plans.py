@@ -1,4 +1,4 @@
-"""KV-6: random lives of many waiting requests, planned as if everybody were looked at in every step."""
+"""KV-6: random sequences of many waiting requests are planned as if all were looked at in every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import commit
 
-# Which of the blocks go that nobody uses is of no concern here.
+# The order in which unused blocks are evicted is not tested here.
 POLICIES = [EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO]
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -111,7 +111,7 @@ class Life:
 
 
 def run_lives(has_states: bool) -> int:
-    """How often somebody was asleep in a step."""
+    """Count how often a request was asleep in a step."""
     slept = 0
     for seed in range(LIVES):
         life = Life(seed, has_states)
@@ -122,7 +122,7 @@ def run_lives(has_states: bool) -> int:
 
 @pytest.mark.parametrize("has_states", [False, True])
 def test_plans_are_those_of_looking_at_everybody(has_states):
-    """KV-6, KV-13: and somebody sleeps in most steps, or this would show nothing."""
+    """KV-6, KV-13: some request sleeps in most steps, or the test would show nothing."""
     assert run_lives(has_states) > 8 * LIVES
 
 

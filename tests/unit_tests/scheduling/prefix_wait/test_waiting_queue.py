@@ -1,4 +1,4 @@
-"""The line of those who wait: who is looked at, who sleeps, what is hashed when; blocks of 4 tokens."""
+"""Waiting queue: requests looked at, sleeping requests, and times of hashing; blocks of 4 tokens."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TestWhoIsLookedAt:
 
 
 class CountingDict(dict):
-    """How often something was looked up."""
+    """Dict that counts look-ups."""
 
     count = 0
 
@@ -145,7 +145,7 @@ class TestHashing:
         assert left == [[16, 16, 16], [8, 16, 16], [0, 8, 16], [0, 0, 16], [0, 0, 8]]
 
     def test_the_look_ends_where_a_slice_does(self):
-        """Order stays; whoever is not hashed has its turn in a later step."""
+        """Order stays; a request that is not hashed has its turn in a later step."""
         scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
         add(scheduler, *(make_request(arrival, 16) for arrival in range(4)))
         assert [one for one, *_ in admitted(step(scheduler))] == [100]

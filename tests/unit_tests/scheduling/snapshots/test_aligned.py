@@ -50,7 +50,7 @@ def serve(scheduler: Scheduler, prompts: list, count: int) -> int:
 
 @pytest.mark.parametrize("budget", [BLOCK, BLOCK + 4, BLOCK + 16])
 def test_prompts_take_about_as_many_steps_as_in_the_other_mode(budget: int):
-    """With a budget of one block they were served one at a time, in 408 steps."""
+    """Prompts were once served one at a time with a budget of one block, in 408 steps."""
     prompts = [prompt(number, 150) for number in range(12)]
     steps = [serve(make_scheduler(max_tokens=budget, aligned_chunks=a), prompts, 32) for a in (False, True)]
     if budget == BLOCK:
@@ -59,7 +59,7 @@ def test_prompts_take_about_as_many_steps_as_in_the_other_mode(budget: int):
 
 
 def test_a_prefill_beside_a_decode():
-    """It never stands still, the decode never waits, and states are kept at every boundary."""
+    """The prefill never stands still, the decode never waits, and states are kept at every boundary."""
     scheduler = make_scheduler()
     decoding, prefilling = request_of(0, prompt(0, 10)), request_of(1, prompt(1, 200))
     add(scheduler, decoding)
@@ -77,7 +77,7 @@ def test_a_prefill_beside_a_decode():
 
 
 def test_what_a_busy_prefill_left_is_skipped():
-    """As much as one alone leaves: up to the last boundary that is common, wherever that is."""
+    """A later request skips as much as after a prefill alone: up to the last common boundary, wherever it is."""
     for is_busy in (False, True):
         scheduler = make_scheduler()
         if is_busy:

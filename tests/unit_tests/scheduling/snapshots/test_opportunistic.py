@@ -21,13 +21,13 @@ EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
 def make_scheduler(
     slots: int, rules: OpportunisticRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
 ) -> Scheduler:
-    """As `benchmarks/prefix_caching.py` has it: blocks of 64 tokens, everything in one step."""
+    """Scheduler of `benchmarks/prefix_caching.py`: blocks of 64 tokens, everything in one step."""
     sizes = {"block_size": 64, "total_blocks": 1600, "max_tokens": 80_000, "max_sequence_length": 80_000}
     return Scheduler(make_limits(**{"opportunistic": rules} | sizes | limits), policy, b"model", slots)
 
 
 class Users:
-    """Who ask one after the other."""
+    """Users that send requests one after the other."""
 
     def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
         self.scheduler, self.source, self.count = scheduler, random.Random(seed), 0
@@ -82,7 +82,7 @@ def test_counts_of_their_own():
 
 
 def others(scheduler: Scheduler) -> set[bytes]:
-    """Snapshots that somebody asked for or resumed from."""
+    """Snapshots that were requested or resumed from."""
     states = scheduler.cache.states
     return {block_hash for block_hash in states._visible if not states.is_provisional(block_hash)}
 
@@ -91,7 +91,7 @@ ASKED = ("snapshots_taken", "snapshots_skipped", "snapshots_replaced", "slots_us
 
 
 def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRules, seed: int) -> list[object]:
-    """What is kept after each of many prompts; some come again at once, some later and then read nothing."""
+    """Snapshots kept after each of many prompts; some prompts repeat at once, some later and then read nothing."""
     scheduler = make_scheduler(slots, rules, policy, total_blocks=120, block_size=4, max_tokens=64)
     users, seen, asked = Users(scheduler, seed), [], []
     for _ in range(30):
@@ -113,7 +113,7 @@ def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRul
 @pytest.mark.parametrize("policy", EVICTIONS)
 @pytest.mark.parametrize("slots", [3, 12, 60])
 def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPolicyName, slots: int):
-    """Prompts that come again at once resume at their end, where somebody asked for states."""
+    """Prompts that repeat at once resume at their end, where states were requested."""
     rules = OpportunisticRules(spacing=2)
     for seed in range(3):
         assert unique_lives(policy, slots, rules, seed) == unique_lives(policy, slots, OFF, seed)
@@ -195,7 +195,7 @@ def test_they_learn_where_requests_part():
 
 
 def test_what_is_asked_for_where_a_guess_stands_is_ordinary():
-    """One that reads nothing computes it again, and leaves it."""
+    """A request that reads nothing computes the states again, and leaves them."""
     scheduler = make_scheduler(40)
     users = Users(scheduler)
     prompt = users.tokens(1100)
@@ -251,7 +251,7 @@ def test_a_reset_in_the_middle_of_a_prompt():
 
 
 def test_a_guess_given_up_is_not_lost():
-    """SI-6: nobody wanted for a slot."""
+    """SI-6: no request lacked a slot."""
     scheduler = make_scheduler(12, total_blocks=60)
     users = Users(scheduler)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""SI-1: where states are left in case that somebody parts there, against trying everything."""
+"""SI-1: positions of opportunistic checkpoints, against trying everything."""
 
 from __future__ import annotations
 

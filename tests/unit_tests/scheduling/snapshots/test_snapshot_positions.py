@@ -1,4 +1,4 @@
-"""Where in a sequence states are worth keeping, in literal numbers: blocks of 4 tokens."""
+"""Positions in a sequence where states are worth keeping, in literal numbers: blocks of 4 tokens."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def step_of(scheduler: Scheduler, token: int, *behind: int):
 
 class TestDraws:
     def test_looking_ahead_changes_nothing(self):
-        """SP-3: a token has the number that it has without speculation, however often somebody looked."""
+        """SP-3: a token has the uniform number that it has without speculation, however often drafts looked ahead."""
         plain, looking, source = RequestRng(5), RequestRng(5), random.Random(1)
         for _ in range(50):
             ahead = [looking.current(i) for i in range(source.randint(0, 4))]
@@ -250,7 +250,7 @@ class TestProposals:
         assert [type(error) for error in errors] == [DraftError]
 
     def test_one_that_stalls_is_left_alone_for_a_while(self):
-        """It costs the drafts that came too late, and those of some steps; twice as many each time."""
+        """A stalling drafter costs the late drafts, and those of some steps; twice as many each time."""
         scheduler, _ = decoding()
         times, asked = iter(range(0, 10_000, 11)), []
         saying = Saying((1,))

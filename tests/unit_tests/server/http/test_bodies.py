@@ -49,7 +49,7 @@ class TestLength:
 
     @pytest.mark.parametrize("chunks", [2, 10])
     def test_the_limit_is_that_of_all_chunks_together(self, chunks):
-        """Of a body without a Content-Length, in chunks of half the limit each."""
+        """The limit holds for a body without a Content-Length, in chunks of half the limit each."""
         left = [{"type": "http.request", "body": b"x" * 50, "more_body": n < chunks} for n in range(1, chunks + 1)]
 
         async def receive() -> dict[str, object]:
@@ -256,7 +256,7 @@ class TestTexts:
         check_alive(embedded)
 
     def test_no_text_of_the_longest_tokens_is_refused(self, embedded):
-        """As many tokens as a sequence has, each the longest there is."""
+        """The largest legal text has as many tokens as a sequence, each the longest there is."""
         tokenizer, limits = embedded.serving.tokenizer, embedded.serving.prompt_limits
         texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
         assert max(map(len, texts)) <= tokenizer.longest_token

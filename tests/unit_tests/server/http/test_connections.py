@@ -200,7 +200,7 @@ class TestTimeOuts:
             assert "usage" in answer.text or answer.text.endswith("data: [DONE]\n\n")
 
     def test_a_client_that_does_not_read(self, quick, monkeypatch):
-        """Its connection goes; what the kernel takes for it is not waited for."""
+        """The connection is closed; bytes that the kernel buffers for it are not waited for."""
         monkeypatch.setattr("megatron_ext.server.monitoring.metrics.Metrics.render", lambda _: b"x" * 50_000_000)
         with sockets(quick, 1) as (client,):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -144,7 +144,7 @@ def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
 
 
 def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):
-    """It is compiled in a thread of its own: others are answered meanwhile, and the engine never waits."""
+    """The schema is compiled in its own thread: others are answered meanwhile, and the engine never waits."""
     compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
 
     def slow(self, form):

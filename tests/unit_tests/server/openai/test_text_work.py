@@ -1,4 +1,4 @@
-"""What a server's engine thread is spared: prompts come to it as ids, and their texts are made for whoever asks."""
+"""Text work kept off a server's engine thread: prompts arrive as ids, and texts are made on request."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class TestAnswers:
         assert ask(says("No <tool> at all. "), stream=stream) == [("No <tool> at all. ", [], "stop")]
 
     def test_cut_off(self, says, stream):
-        """What came counts; why it ended is said."""
+        """The partial call counts; the finish reason is given."""
         text = CALL + OTHER
         count = len(says(text).serving.tokenizer.tokenize(CALL))
         assert ask(says(text), stream=stream, max_tokens=count) == [(None, [WEATHER_CALL], "length")]
