@@ -1,4 +1,4 @@
-"""Everything that a goal of speed rests on, one part after the other, and each goal as met or missed by how much.
+"""Measurements for the speed goals, one part after the other, with the margin by which each goal is met or missed.
 
 Run: `make bench`, or `python -m benchmarks.bench [--quick]`. Each part is a process of its own and writes its figures.
 transformers comes with this project; vLLM is measured where the variable VLLM_PYTHON names a Python that has it (see

@@ -94,7 +94,7 @@ async def _measure(port: int, seconds: float) -> list[Phase]:
 
 
 async def _watch(port: int, phase: Phase, until: float) -> None:
-    """One stream after the other, the times between their events noted."""
+    """Run one stream after the other and note the times between their events."""
     while time.perf_counter() < until:
         body = {"prompt": WORDS, "max_tokens": WATCHED, "stream": True, "ignore_eos": True, "temperature": 0}
         reader, writer = await _posted(port, body)

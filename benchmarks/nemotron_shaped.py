@@ -23,7 +23,7 @@ VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Pair:
-    """One set of weights, twice."""
+    """Pair of models with equal weights."""
 
     reference: PreTrainedModel
     ours: LoadedModel

@@ -63,7 +63,7 @@ def measure(sequences: list[tuple[int, int]], heads: tuple[int, int, int], repea
 
 
 def call(name: str, q: Tensor, caches: list[Tensor], batch: PagedBatch) -> Callable[[], Tensor]:
-    """One layer's attention by one backend."""
+    """Compute one layer's attention by one backend."""
 
     def attend() -> Tensor:
         with PAGED_ATTENTION.forced(name):

@@ -183,7 +183,7 @@ def serve(engine: InferenceEngine, work: Work, name: str, seen: Seen) -> None:
 
 
 def note(seen: Seen, times: list[float]) -> None:
-    """One request has ended."""
+    """Note the end of one request."""
     submitted, *tokens = times
     seen.ttft.append(tokens[0] - submitted)
     seen.gaps.append(max(later - earlier for earlier, later in pairwise(tokens)))

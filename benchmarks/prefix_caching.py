@@ -39,7 +39,7 @@ STEP = 2048  # tokens of a step where modes are compared: prompts are cut in eit
 
 
 class Bench:
-    """One model in two engines' hands, and prompts that never come twice."""
+    """Model shared by two engines, with prompts that never repeat."""
 
     def __init__(self, pair: Pair, rate: float, repeats: int) -> None:
         self.pair = pair

@@ -179,13 +179,13 @@ def replica(times: int = 1) -> Process:
 
 
 def coordinator(replicas: Sequence[Process], policy: str) -> Process:
-    """Before these."""
+    """Start a coordinator for these replicas."""
     urls = [word for one in replicas for word in ("--replica", one.url)]
     return Process("run_coordinator.py", *urls, f"{CACHING}-coordinator-policy", policy, "--replica-timeout", "10")
 
 
 async def measure(chats: int, turns: int) -> tuple[dict[str, Talk], Survived, Survived]:
-    """Everything that the table and the exit code say."""
+    """Measure all figures of the table and of the exit code."""
     talks: dict[str, Talk] = {}
     with replica(2) as big:
         talks["one replica, twice the memory"] = await talk(big.client(), chats, turns)

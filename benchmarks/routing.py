@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(name: str, scale: Scale, alpha: float = 0.5) -> dict[str, float | str]:
-    """One run, as a row."""
+    """Return one run as a row."""
     kind = BALANCERS[name]
     balancer: Balancer = kind(scale.replicas, alpha) if kind is Ours else kind(scale.replicas)
     began = time.perf_counter()

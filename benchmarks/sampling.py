@@ -72,7 +72,7 @@ def note(found: dict[str, float], times: Times) -> None:
 
 
 def add_rows(table: Table, shape: str, vocabulary: int, times: Times) -> None:
-    """One row of the table for each wish and backend."""
+    """Add a row to the table for each option and backend."""
     softmax = times["softmax", ""]
     for (row_metadata, backend), duration in times.items():
         if row_metadata == "softmax":

@@ -201,7 +201,7 @@ async def _client(
 
 
 async def _ask(port: int, prompt: list[int], leaves_after: int | None, seen: Seen, *, is_streamed: bool) -> None:
-    """One request, by hand: what a client's library computes would be measured too."""
+    """Send one request by hand, since a client's library would be measured too."""
     body = {"prompt": prompt, "max_tokens": GENERATED, "stream": is_streamed, "ignore_eos": True, "temperature": 0}
     started = time.perf_counter()
     reader, writer = await _posted(port, json.dumps(body).encode())
@@ -288,7 +288,7 @@ def _print(arguments: argparse.Namespace, seen: Seen, told: dict[str, object]) -
 
 
 def _few(values: list[float], most: int = 12) -> list[float]:
-    """Some of them, the first and the last included."""
+    """Select some of the items, including the first and the last."""
     step = max(1, len(values) // most)
     return [*values[:-1:step], *values[-1:]]
 

@@ -170,7 +170,7 @@ class Figure:
 
 
 def measure(bench: Bench, text: str, requests: int) -> Figure:
-    """Both engines in turns; the median of each one's runs."""
+    """Measure both engines in turns; return the median of each one's runs."""
     prompts = bench.texts[text](requests)
     runs, drafted = [], []
     for _ in range(TRIALS[requests]):

@@ -111,7 +111,7 @@ def worker(model: str, variables: Mapping[str, str]) -> Iterator[subprocess.Pope
 
 
 def turn(process: subprocess.Popen[str]) -> dict[str, tuple[float, float]]:
-    """One measurement of each kind of work."""
+    """Take one measurement of each kind of work."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""For all tests: one thread (test workers use every core already), no warnings of upstream about itself, priorities."""
+"""Settings of all tests: one thread (test workers use every core already), no upstream warnings, priorities."""
 
 from __future__ import annotations
 

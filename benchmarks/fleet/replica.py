@@ -17,17 +17,17 @@ MAX_RUNNING = 48  # requests
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One turn.
+    """Turn of a session.
 
     Attributes:
-        session: Whose.
-        turn: Its number there.
-        asked: When, in seconds; a retried one keeps the first time.
-        units: Of the prompt.
-        keys: Of its blocks.
-        answer: Units that come.
-        more_keys: Of the answer's blocks.
-        matched: Blocks that were there when it began.
+        session: Session of the turn.
+        turn: Index in the session.
+        asked: Arrival time in seconds; a retry keeps the first time.
+        units: Units of the prompt.
+        keys: Keys of the prompt's blocks.
+        answer: Units of the answer.
+        more_keys: Keys of the answer's blocks.
+        matched: Blocks that were cached when it began.
         skipped: Units; the last one is always computed.
     """
 
@@ -63,7 +63,7 @@ class SimulatedReplica:
         self.free = self.capacity
 
     def die(self) -> list[Request]:
-        """Everything is lost; who was there."""
+        """Drop all blocks and return the requests that were running or waiting."""
         lost = list(self.present)
         self.life += 1
         self.is_up, self.is_computing, self.running, self.free = False, False, 0, self.capacity

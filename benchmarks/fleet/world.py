@@ -63,7 +63,7 @@ class Outcome:
 
 
 class World:
-    """One run."""
+    """Simulation run of one fleet."""
 
     def __init__(self, scale: Scale, balancer: Balancer) -> None:
         self.scale, self.balancer = scale, balancer

@@ -80,7 +80,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Page]:
-    """One part after the other, each with the time that is not kept for later ones."""
+    """Run the parts one after the other, each with the time that is not reserved for later ones."""
     end = time.monotonic() + 60 * options.minutes
     peers = [] if options.megatron_0_19 is None or options.quick else [peer.NAME, peer.WIDE]
     parts = [name for name in (*KINDS, OPERATORS, *peers) if name in (options.only or LEAST)]
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, folder: Path, console: Console) -> dict
 
 
 def run_part(name: str, seconds: float, folder: Path, options: argparse.Namespace) -> Page:
-    """One of ours, or the peer."""
+    """Run one of our parts, or the peer."""
     figures = folder / f"{name}.json"
     if name in (peer.NAME, peer.WIDE):
         return peer.run_peer(name, Path(options.megatron_0_19), seconds, figures)

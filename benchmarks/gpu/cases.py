@@ -62,13 +62,13 @@ TINY = Extents(128, 2, 2, 2, 16, 1, 16, 2, 32, 16, 1, 2, 16, 2, 1, 16, 64)
 
 @dataclass(frozen=True)
 class Case:
-    """One call.
+    """Call of an operator.
 
     Attributes:
-        work: Does it.
-        amount: Of bytes that have to be read and written, or of operations that the recurrence's formula has.
-        unit: That `amount` is of: "TB" or "TFLOP".
-        has_reference: Whether plain torch computes it in another way.
+        work: Function that makes the call.
+        amount: Bytes that have to be read and written, or operations of the recurrence's formula.
+        unit: Unit of `amount`: "TB" or "TFLOP".
+        has_reference: True if plain torch computes it in another way.
     """
 
     work: Callable[[], object]
@@ -291,7 +291,7 @@ class Maker:
         return Case(lambda: best_tokens_of(logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
 
     def draw(self) -> Case:
-        """As a program draws them, with a nucleus."""
+        """Draw tokens as a captured step does, with a nucleus."""
         rows = self._e.requests
         logits = self._random(rows, self._e.words)
         one = torch.ones(rows, dtype=torch.float64, device=self._device)
@@ -310,7 +310,7 @@ class Maker:
         return torch.rand(shape, device=self._device) * 0.09 + 0.01
 
     def _places(self, state: tuple[int, ...], dtype: torch.dtype, resumes: Resumes | None = None) -> dict[str, object]:
-        """One sequence that begins in slot 0 with nothing; nothing is kept on the way."""
+        """Options of one sequence that begins in slot 0 without a state; no state is kept on the way."""
         tokens = self._e.tokens
         cuts = [CHUNK] * (tokens // CHUNK) + [tokens % CHUNK] * (tokens % CHUNK > 0)
         slot, nothing = torch.zeros(1, dtype=torch.int64, device=self._device), torch.zeros(1, device=self._device) > 0

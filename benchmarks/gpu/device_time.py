@@ -51,7 +51,7 @@ def idle_share(work: Callable[[], object]) -> float:
 
 
 def _say(text: str) -> None:
-    """Once."""
+    """Print the warning once."""
     if text not in _said:
         _said.add(text)
         print(text, file=sys.stderr)

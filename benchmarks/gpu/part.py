@@ -1,4 +1,4 @@
-"""One part in a process of its own: `python -m benchmarks.gpu.part NAME --figures FILE --seconds S`.
+"""Part of the benchmark in its own process: `python -m benchmarks.gpu.part NAME --figures FILE --seconds S`.
 
 What a kernel does to a device in one part costs no other part anything.
 """

@@ -179,7 +179,7 @@ def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompt
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[list[int]]:
-    """While a step is launched; its tokens are waited for behind that. The number in the list is how many were."""
+    """Make waiting an error during launches; tokens are waited for afterwards. The list counts the launches."""
     launch, count = CudaGraphRunner.launch, [0]
 
     def watched(*arguments: object, **options: object) -> object:

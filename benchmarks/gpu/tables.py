@@ -17,7 +17,7 @@ REMARKS = ("device", "settings")
 
 
 def show(console: Console, pages: Mapping[str, Page]) -> None:
-    """Everything, and what is missing."""
+    """Print all figures and what is missing."""
     models = {name: page for name, page in pages.items() if name != OPERATORS}
     for name, text in remarks(pages):
         console.print(f"{name}: {text}", markup=False)

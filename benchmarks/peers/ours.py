@@ -1,6 +1,6 @@
-"""This engine. Run by `benchmarks.bench`; see `benchmarks.peers.work`.
+"""Worker for this engine. Run by `benchmarks.bench`; see `benchmarks.peers.work`.
 
-Beside the workloads it measures what is compared with itself: the time that the matrix products alone would take (the
+Beside the workloads it measures references of its own: the time that the matrix products alone would take (the
 floor), and prompts with nothing in common with the cache on and off.
 """
 

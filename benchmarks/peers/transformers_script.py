@@ -18,7 +18,7 @@ PIECE = 2_048
 
 
 class Script:
-    """One request after the other; nothing is shared between those in flight."""
+    """Script that serves one request after the other, with nothing shared between those in flight."""
 
     def __init__(self, model: str) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Timed:
-    """One request: seconds from its submission on, and what came out."""
+    """Times of one request, in seconds from its submission on, and its output."""
 
     prompt: int
     first: float | None = None
@@ -140,7 +140,7 @@ def chat(peer: Peer, chats: int) -> list[dict[str, object]]:
 
 
 def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, object]:
-    """One at a time; the first one, which finds nothing cached, so many times, and the median of these."""
+    """Serve requests one at a time; repeat the first, uncached one, and take the median of its times."""
     firsts = []
     for _ in range(repeats - 1):
         ((record,), _) = serve(peer, prompts[:1], 1)
@@ -151,7 +151,7 @@ def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, objec
 
 
 def run(peer: Peer, options: argparse.Namespace, /, **about: object) -> dict[str, object]:
-    """Everything, written down as it comes; what was found."""
+    """Run all workloads, write figures as they come, and return them."""
     size = QUICK if options.quick else Size()
     result: dict[str, object] = {**about, "size": asdict(size)}
     for name, work in cases(peer, size):

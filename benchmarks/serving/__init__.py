@@ -1,1 +1,1 @@
-"""One's own figures: a model in an engine of ours, or any OpenAI server, under prompts that share, chat or do not."""
+"""Benchmark of a model in our engine, or of any OpenAI server, under shared prefixes, chats or unrelated prompts."""

@@ -15,7 +15,7 @@ PATIENCE = 600.0  # seconds for one answer
 
 @dataclass
 class PendingOutput:
-    """One request. Times are seconds of `time.perf_counter`."""
+    """Output of one request. Times are seconds of `time.perf_counter`."""
 
     kind: str
     started: float = 0.0

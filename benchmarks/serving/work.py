@@ -67,7 +67,7 @@ class Dialogue:
 
 
 def dialogues(kind: str, shape: Shape) -> list[Dialogue]:
-    """All that clients ask, of one kind of work."""
+    """Dialogues of all clients, of one kind of work."""
     if kind == "chats":
         count = max(1, shape.requests // shape.turns)
         return [

@@ -64,7 +64,7 @@ def test_there_are_caching_cases():
 
 @each_caching_case
 def test_something_was_skipped(case: Case):
-    """KV-11, EX-2: and every prompt token is skipped or computed, with a reason."""
+    """KV-11, EX-2: every prompt token is skipped or computed, with a reason, and some are skipped."""
     golden = golden_of(case.name)
     assert golden["prefix_cache"] is not None, "its cache is off: let it say must_see_cache: false"
     assert golden["lifetime_skipped_token_count"] > 0
@@ -93,7 +93,7 @@ def assert_within_16_bits(golden: dict[str, Any], off: dict[str, Any]) -> None:
 
 @each_caching_case
 def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
-    """KV-8: with caching off tokens and log-probs are the same, and the golden counts are not."""
+    """KV-8: caching off keeps tokens and log-probs, but changes the golden counts."""
     golden, off = golden_of(case.name), run_here(case, OFF)
     if "--mamba-inference-ssm-states-dtype" in case.flags:
         assert differences(golden, off, OUTCOME[:2]) == []
@@ -138,7 +138,7 @@ def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
 
 
 def test_a_conversation_hits_its_own_answers():
-    """EX-1: what is matched reaches beyond the prompt of the turn before, into blocks that were completed in decode."""
+    """EX-1: the match reaches beyond the previous turn's prompt, into blocks that were completed in decode."""
     turns = entries("attention/chat")
     for before, after in ((0, 2), (1, 3), (2, 4), (3, 5)):
         known = token_ids(turns[before]) + turns[before]["generated_tokens"]
@@ -173,7 +173,7 @@ def test_each_policy_evicts_in_its_own_way():
 
 
 def test_an_evicted_request_finds_its_own_blocks():
-    """KV-13: what it had computed is cached as long as there is room, and is not computed again."""
+    """KV-13: computed blocks of an evicted request stay cached while there is room, and are not computed again."""
     for policy, is_kept in (("lru", True), ("ref_zero", False)):
         evicted = [
             entry
@@ -213,7 +213,7 @@ def test_a_hybrid_resumes_in_its_own_answer():
 
 
 def test_blocks_outlive_snapshots():
-    """HY-2, HY-5: with few slots blocks match beyond the resume position, and the turn is computed from there."""
+    """HY-2, HY-5: few slots let blocks match beyond the resume position, from which the turn is computed."""
     got = entries("hybrid/evicted_snapshots")
     assert golden_of("hybrid/evicted_snapshots")["prefix_cache"]["slots_evicted"] > 0
     assert any(entry["prefill_reasons"].get("no_snapshot", 0) > 16 for entry in got)

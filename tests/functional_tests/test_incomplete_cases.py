@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said(add_case, yaml: str | None, words: str):
 
 
 def test_a_case_chooses_what_it_compares(add_case):
-    """Without log-probs too; and one that need not see the cache may compare anything."""
+    """A case may omit log-probs, and a case that need not see the cache may compare any metrics."""
     folder = add_case(GOOD)
     assert read_case(folder).must_see_cache
     assert read_case(folder).outcome == ["generated_tokens"]

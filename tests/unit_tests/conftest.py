@@ -1,4 +1,4 @@
-"""One model of each kind for all tests of this folder; no test changes them."""
+"""Models shared by all tests of this folder, one of each kind; no test changes them."""
 
 from __future__ import annotations
 

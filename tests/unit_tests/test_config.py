@@ -329,7 +329,7 @@ def test_accepted(kind: type, settings: dict):
     "settings", [{"hybrid_override_pattern": "M" * 3_000_000}, {"hidden_size": 10**5000}], ids=["layers", "digits"]
 )
 def test_absurd_sizes_are_a_short_line(settings: dict):
-    """SE-1: whatever was written is not repeated, and nothing is computed with it."""
+    """SE-1: the message does not repeat the value, and nothing is computed with it."""
     with pytest.raises(ConfigError) as caught:
         ModelConfig(**settings)
     assert len(str(caught.value)) < 120
@@ -386,7 +386,7 @@ class TestErrors:
     )
     @pytest.mark.parametrize(("is_transient", "when"), [(True, "now"), (False, "at all")])
     def test_capacity_errors_have_numbers(self, resource: str, message: str, is_transient: bool, when: str):
-        """KV-12: what a request needs and what there is, in words."""
+        """KV-12: the message has the needed and the available amounts."""
         error = CapacityError(resource, 65, 64, is_transient)
         assert str(error) == f"{message} {when}"
         assert (error.resource, error.needed, error.available, error.is_transient) == (resource, 65, 64, is_transient)
@@ -395,7 +395,7 @@ class TestErrors:
         assert str(CapacityError("blocks", 1, 0, is_transient=True)) == "1 block needed, 0 available now"
 
     def test_the_message_of_a_configuration_error_is_one_short_line(self):
-        """SE-1: whatever a file of others puts into it."""
+        """SE-1: the message is one short line for any value from a foreign file."""
         assert str(ConfigError("a\nb\x1b[2J é")) == "a\\nb\\x1b[2J é"
         assert str(ConfigError("x" * 5000)) == "x" * 4000 + "... (5000 characters)"
 

@@ -1,4 +1,4 @@
-"""CU-8: what is carried to a machine that has torch and no index is what is missing there, and no more."""
+"""CU-8: wheels carried to a machine with torch and without an index are exactly those missing there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_is_missing():
 
 
 def test_what_is_there_stays():
-    """If it will do, whatever its version; then nothing that it needs is looked at."""
+    """Packages that satisfy the requirement stay, in any version; their requirements are not looked at."""
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "2.1", "b": "0.1"}) == []
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]
 

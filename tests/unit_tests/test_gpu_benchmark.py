@@ -1,4 +1,4 @@
-"""CU-8: what `benchmarks.gpu` calls right has to be, and what goes wrong in it costs nothing else."""
+"""CU-8: checks of `benchmarks.gpu` must hold to pass, and an error in one part costs no other part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CU-8: what `make test-gpu` leaves out is there, and every other test of engines and operators is not left out."""
+"""CU-8: tests that `make test-gpu` leaves out exist, and no other test of engines and operators is left out."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tools.pins import Wheel
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 @pytest.mark.parametrize("is_link", [True, False], ids=["link", "folder"])
 def test_git_ignores_the_virtual_environment(tmp_path, is_link):
-    """Also one that is a link to another place: `.venv/` would match folders only."""
+    """A link to another place is ignored too: `.venv/` would match folders only."""
     shutil.copy(ROOT / ".gitignore", tmp_path)
     (tmp_path / "elsewhere").mkdir()
     venv = tmp_path / ".venv"

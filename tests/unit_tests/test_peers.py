@@ -68,7 +68,7 @@ def test_a_cold_start_is_tried_several_times():
 
 
 def test_the_chat_computes_few_tokens():
-    """HY-4, SC-3: of 19,072 prompt tokens of eight conversations, at most 6,800, as the issue of speed has it."""
+    """HY-4, SC-3: at most 6,800 of 19,072 prompt tokens of eight conversations are computed (the speed issue)."""
     turns = chat(SimulatedEngine(), CHATS)
     computed = sum(turn["computed"] for turn in turns)
     assert 0 < computed <= CHAT_TOKENS
@@ -132,7 +132,7 @@ def test_every_goal_is_judged():
 
 @pytest.mark.parametrize("missing", list(RESULTS))
 def test_what_was_not_measured_is_listed(missing: str):
-    """Nothing is dropped in silence where a peer is not installed, or a part failed."""
+    """Figures of a missing peer or of a failed part are listed, not silently dropped."""
     found = judged({name: figures for name, figures in RESULTS.items() if name != missing})
     lost = [goal for goal in found.values() if goal.measured is None]
     assert lost

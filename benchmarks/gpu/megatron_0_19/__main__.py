@@ -103,7 +103,7 @@ def _decode(peer: Peer, work: Work, count: int, how: str) -> Figures:
 
 
 def wait() -> None:
-    """For the device."""
+    """Wait for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

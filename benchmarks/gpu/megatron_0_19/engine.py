@@ -113,7 +113,7 @@ class Peer:
             self.step()
 
     def step(self) -> None:
-        """One."""
+        """Run one step."""
         self._engine.step_modern()
 
     def finish(self) -> None:

@@ -85,7 +85,7 @@ class TestEqualToGenerate:
         assert [outcome(one) for one in plain.result()] == [outcome(one) for one in expected]
 
     async def test_the_plain_call_inside_a_loop(self, engine, expected):
-        """PY-4: it holds up the loop, and nothing else."""
+        """PY-4: the plain call blocks the loop, and nothing else."""
         waiting = asyncio.create_task(engine.generate_async(PROMPTS[1], GREEDY))
         await asyncio.sleep(0)
         assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]
@@ -150,7 +150,7 @@ class TestLeaving:
         assert owns_nothing(engine)
 
     def test_a_reader_that_cannot_be_told(self, engine):
-        """TE-6: its event loop is gone, for one; the request ends with its first news, and costs no other one."""
+        """TE-6: a reader whose event loop is gone ends its request at the first update, and affects no other."""
 
         def fail() -> None:
             raise RuntimeError("Event loop is closed")
@@ -200,7 +200,7 @@ class TestLeaving:
 
     @pytest.mark.parametrize("turns", range(6))
     async def test_cancelling_at_any_moment(self, engine, turns):
-        """Also between the call and the engine's first look at it."""
+        """Cancelling also works between the call and the engine's first look at it."""
         tasks = [
             asyncio.create_task(engine.generate_async(PROMPTS[0], LONG)),
             asyncio.create_task(parts_of(engine, PROMPTS[1], LONG)),

@@ -1,4 +1,4 @@
-"""PY-8: what the documentation shows is run: docstrings, and the page."""
+"""PY-8: examples of the documentation run: docstrings, and the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_docstrings(thing: object, names: dict[str, object]) -> int:
 
 
 def test_docstrings(engine):
-    """PY-8: they show use, and it is as they show it."""
+    """PY-8: examples in docstrings run, with the results shown."""
     names = {name: getattr(megatron_ext, name) for name in megatron_ext.__all__}
     names |= {"asyncio": asyncio, "torch": torch, "engine": engine}
     assert run_docstrings(LoadedEngine, names) >= 10

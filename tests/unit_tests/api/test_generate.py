@@ -71,7 +71,7 @@ def test_parameters_for_each(engine, expected):
 
 
 def test_all_or_none(engine):
-    """PY-3: one wrong prompt, and none is served."""
+    """PY-3: one invalid prompt, and no prompt of the call is served."""
     before = engine.statistics()
     with pytest.raises(ConfigError, match=r"^prompt 1: it is empty"):
         engine.generate(["A list is", ""])
@@ -79,7 +79,7 @@ def test_all_or_none(engine):
 
 
 def test_what_can_never_be_served_fails_alone(engine):
-    """PY-3: as on the command line, with its reason."""
+    """PY-3: the request fails alone with its reason, as on the command line."""
     longest = engine.model_config.max_position_embeddings
     good, bad = engine.generate(["A list is", [5] * longest], GREEDY)
     assert (good.status, bad.status) == (Status.COMPLETED, Status.FAILED)
@@ -127,7 +127,7 @@ class TestCache:
         assert self.skipped(engine) == 0
 
     def test_weights_changed(self, engine):
-        """PY-6: what was written around torch's counters is told."""
+        """PY-6: writes that torch's counters miss are reported by the call."""
         assert [self.skipped(engine) > 0 for _ in range(2)] == [False, True]
         engine.weights_changed()
         assert self.skipped(engine) == 0

@@ -1,4 +1,4 @@
-"""PY-1: what `import megatron_ext` offers, and what it costs."""
+"""PY-1: names and cost of `import megatron_ext`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_names():
 
 
 def test_importing_costs_nothing():
-    """PY-1: neither torch nor anything else of weight is imported, not even by names that need none."""
+    """PY-1: neither torch nor another heavy package is imported, not even by names that need none."""
     code = """
 import sys
 before = set(sys.modules)
@@ -63,7 +63,7 @@ assert "torch" not in sys.modules
 
 
 def test_type_checkers_see_the_same_names():
-    """PY-1: what is imported for type checkers is what is looked up, from the same places; and types are shipped."""
+    """PY-1: names imported for type checkers equal those looked up, from the same places; types are shipped."""
     body = parse(PACKAGE / "__init__.py").body
     (block,) = (node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imported = {alias.asname: node.module for node in block.body for alias in node.names}

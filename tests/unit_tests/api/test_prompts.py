@@ -1,4 +1,4 @@
-"""PY-3: what counts as a prompt, and as several."""
+"""PY-3: forms of a prompt, and of several prompts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_one_or_several(prompts, expected):
     ],
 )
 def test_refused(prompts, message):
-    """PY-3: in one line with the prompt's place, what it is, and what would do."""
+    """PY-3: the error is one line with the prompt's place, its kind, and the accepted kinds."""
     with pytest.raises(ConfigError) as caught:
         READER.read_all(prompts, None)
     assert str(caught.value).startswith(message)

@@ -131,7 +131,7 @@ class TestWorlds:
         assert second is True
 
     def test_the_example(self):
-        """PY-8: as torchrun starts it on two ranks, each of which goes on with its own torch.distributed."""
+        """PY-8: the example runs on two ranks of torchrun, each of which goes on with its own torch.distributed."""
         with load_engine(**SETTINGS) as engine:
             records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
         assert run_ranks(example, 2) == [[record.generated_text for record in records]] * 2

@@ -87,7 +87,7 @@ class TestTwoEngines:
         assert [list(found[index::2]) for index in (0, 1)] == expected
 
     def test_one_ends_the_other_goes_on(self, load):
-        """PY-7: neither its thread, nor its cache, nor Megatron's groups go with the other."""
+        """PY-7: one engine's end leaves the other's thread and cache, and Megatron's groups."""
         first, second = self.engines(load)
         second.generate(IDS, GREEDY)
         hit = second.generate(IDS, GREEDY)
@@ -115,7 +115,7 @@ class TestWorld:
         assert torch.distributed.group.WORLD is group
 
     def test_what_nobody_had_begun_ends_with_the_last_engine(self):
-        """PY-7: in a process of its own."""
+        """PY-7: groups that an engine began end with the last engine, in a process of its own."""
         code = """
 import torch
 from megatron_ext import load_engine

@@ -80,7 +80,7 @@ def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, cap
 
 
 def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
-    """SP-6: what was computed for it leaves no trace in counts and cache."""
+    """SP-6: measuring the costs leaves no trace in counts and cache."""
     caplog.set_level("INFO")
     settings = SETTINGS | {"speculative_adaptive": True, "inference_dynamic_batching_max_requests": 2}
     engine = load(speculative_method="ngram", speculative_measure_costs=True, **settings)

@@ -66,7 +66,7 @@ def test_equal_to_a_fresh_engine(new, fresh, load):
 
 
 def test_the_cache_is_emptied(new, load):
-    """PY-6: nothing that was computed with the old weights is found."""
+    """PY-6: no block computed with the old weights is found."""
     engine = load()
     engine.generate(PROMPTS, PARAMS)
     assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
@@ -106,7 +106,7 @@ def test_while_requests_run(new, fresh, load):
 
 
 def test_while_it_is_suspended(new, fresh, load):
-    """PY-6: as a trainer does who needs the memory in between."""
+    """PY-6: weights change during a suspend, as for a trainer that needs the memory in between."""
     engine = load()
     engine.generate(PROMPTS, PARAMS)
     engine.suspend()

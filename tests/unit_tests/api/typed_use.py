@@ -29,7 +29,7 @@ def right(texts: list[str], ids: list[list[int]], model: torch.nn.Module) -> Seq
 
 
 async def right_too(engine: LoadedEngine) -> tuple[str, list[StreamPart]]:
-    """And this."""
+    """Correct use with other types."""
     record = await engine.generate_async("a text", RequestParams(stop_words=("a",)))
     parts = [part async for part in engine.stream([1, 2])]
     reason: str | None = parts[-1].finish_reason
@@ -37,7 +37,7 @@ async def right_too(engine: LoadedEngine) -> tuple[str, list[StreamPart]]:
 
 
 def wrong(engine: LoadedEngine) -> None:
-    """None of this is."""
+    """Incorrect uses."""
     engine.generate(5)  # type: ignore[call-overload]
     engine.generate("a text", {"temperature": 1})  # type: ignore[call-overload]
     engine.generate(["a text"], [5])  # type: ignore[list-item]

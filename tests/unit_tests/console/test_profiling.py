@@ -64,7 +64,7 @@ def test_the_first_steps_only(tmp_path, monkeypatch):
 
 
 def test_the_engine_is_as_before(tmp_path):
-    """Nothing of it stays with an engine, nor with the module that samples; and without the flag nothing is written."""
+    """Profiling leaves nothing in an engine or in the sampling module; without the flag nothing is written."""
     engine = tiny_engine()
     before = [set(vars(one)) for one in (engine.core, engine.scheduler, engine.context)]
     with profiled(engine, str(tmp_path / "none")), profiled(engine, None):

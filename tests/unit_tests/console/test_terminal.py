@@ -1,4 +1,4 @@
-"""SE-4: what standard output cannot take ends no run, and texts reach it harmless."""
+"""SE-4: unprintable output ends no run, and texts reach standard output without control characters."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_cutting_counts_columns():
 
 @pytest.mark.parametrize(("rank", "count"), [(None, 2), ("", 2), ("0", 2), ("1", 0)])
 def test_what_has_no_effect_is_said_once(rank, count, monkeypatch, caplog):
-    """TE-6: of several ranks by the first one."""
+    """TE-6: the first of several ranks reports it."""
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

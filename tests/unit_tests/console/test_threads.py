@@ -1,4 +1,4 @@
-"""TE-4: how OpenMP's threads wait in processes that the tools start, and that a user's variables decide it."""
+"""TE-4: waiting of OpenMP's threads in processes that the tools start; a user's variables override it."""
 
 from __future__ import annotations
 

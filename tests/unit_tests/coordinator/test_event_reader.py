@@ -1,4 +1,4 @@
-"""RP-1, RP-3, RP-4: what a replica publishes becomes what the router knows, whatever is lost, also after a restart."""
+"""RP-1, RP-3, RP-4: the router learns the events that a replica publishes, despite losses and restarts."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_without_replay_what_comes_is_known():
 
 
 async def test_a_coordinator_knows_what_its_replicas_publish():
-    """RP-3: nothing is guessed of a replica that tells; a restarted one is asked again."""
+    """RP-3: contents of a replica with events are not guessed; after a restart they are requested again."""
     with publisher() as one:
         events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
         fake = await FakeReplica(beat={"kv_events": events}).start()
@@ -160,7 +160,7 @@ async def test_a_coordinator_knows_what_its_replicas_publish():
 
 
 async def test_a_replica_that_leaves_is_not_read_any_more():
-    """TE-6: its reader ends, so that nothing is told of a replica that the router does not have."""
+    """TE-6: the reader of a replica that left ends, so that the router gets no events of it."""
     with publisher() as one:
         events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
         fake = await FakeReplica(beat={"kv_events": events}).start()

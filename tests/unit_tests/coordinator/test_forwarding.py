@@ -1,4 +1,4 @@
-"""RP-4: whatever becomes of a replica, every request has one answer, or an error object; nothing waits for ever."""
+"""RP-4: every request gets one answer, or an error object, even if its replica fails; none waits forever."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class TestLauncher:
         await launcher.close()
 
     async def test_a_replica_that_was_ready_is_started_again_whatever_its_code(self, script, monkeypatch):
-        """TE-6: only the first start tells whether the flags make sense."""
+        """TE-6: only the first start shows whether the flags are valid."""
         monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
         launcher = Failing(plan(script, 1))
         launcher.codes = {0: [BAD_USAGE]}
@@ -148,7 +148,7 @@ class TestLauncher:
         await launcher.close()
 
     async def test_pauses_grow_up_to_a_limit(self, script, monkeypatch, caplog):
-        """TE-6: and begin anew after a replica that has lived long."""
+        """TE-6: pauses begin anew after a replica that has lived long."""
         for name, seconds in (("FIRST_PAUSE", 0.01), ("LONGEST_PAUSE", 0.05)):
             monkeypatch.setattr(f"megatron_ext.coordinator.launch.{name}", seconds)
         for lives, pauses in ((60.0, [0.01, 0.02, 0.04, 0.05, 0.05]), (-1.0, [0.01] * 5)):
@@ -162,7 +162,7 @@ class TestLauncher:
             await launcher.close()
 
     async def test_a_replica_that_does_not_end_is_killed_with_its_ranks(self, script, monkeypatch):
-        """TE-6: it leads a session of its own, which a Ctrl-C for the coordinator does not reach."""
+        """TE-6: the replica leads a session of its own, which a Ctrl-C for the coordinator does not reach."""
         monkeypatch.setattr("megatron_ext.coordinator.launch.LAST_SECONDS", 0.0)
         script.write_text(STUBBORN)
         fleet = Fleet(Router(RoutingConfig()), 5.0)
@@ -361,7 +361,7 @@ class TestCommandLine:
         ],
     )
     def test_where_replicas_publish_their_events(self, words, are_private):
-        """SE-8: to the coordinator alone, unless an endpoint is named, or nothing is cached that could be published."""
+        """SE-8: events go to the coordinator alone, unless an endpoint is named or caching is off."""
         settings = parse_coordinator_arguments(["--launch", "1", *words.split()])
         assert settings.has_private_events == are_private
         assert settings.replica_flags == tuple(words.split())

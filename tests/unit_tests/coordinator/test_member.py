@@ -1,4 +1,4 @@
-"""RP-4: what counts as a sign of life of a replica, and which of its calls are given up."""
+"""RP-4: signs of life of a replica, and the calls that are given up."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_engine_that_was_given_up_is_stuck_until_it_steps(fields, is_stuck):
 
 
 def test_calls_that_get_bytes_go_on():
-    """TE-6: only those that wait for the replica, and have heard nothing for as long, are given up."""
+    """TE-6: only calls without any bytes for the timeout are given up."""
     member = Member(URL, Source.FLAG)
     silent, heard, not_read = call(heard_at=1.0), call(heard_at=9.0), call(heard_at=1.0, is_waiting=False)
     member.calls |= {silent, heard, not_read}

@@ -114,7 +114,7 @@ class TestJoining:
             await fake.stop()
 
     async def test_a_mistake_in_the_file_is_said_once(self, tmp_path, caplog):
-        """TE-6: not at every look, until the file changes again."""
+        """TE-6: the mistake is reported once until the file changes again."""
         file = tmp_path / "replicas"
         file.write_text("")
         watched = ReplicasFile(str(file), Fleet(Router(RoutingConfig()), 5.0))
@@ -271,7 +271,7 @@ class TestThroughIt:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in time", "too late"])
 async def test_requests_end_before_the_coordinator_does(ends: bool):
-    """And those that take longer than they may are told."""
+    """Requests end before the coordinator; those that take too long get an error."""
     may_end = asyncio.Event()
 
     async def slowly(fake, exchange):
@@ -279,7 +279,7 @@ async def test_requests_end_before_the_coordinator_does(ends: bool):
         await answers(fake, exchange)
 
     async def end_the_request(url: str) -> None:
-        """After the coordinator has begun to end: it takes no connections any more."""
+        """End the request after the coordinator has begun to end: it accepts no connections any more."""
         with contextlib.suppress(httpx.TransportError):
             while True:
                 async with httpx.AsyncClient() as other:

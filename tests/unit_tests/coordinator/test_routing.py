@@ -111,7 +111,7 @@ class TestTenants:
 class TestRemembered:
     @pytest.mark.parametrize("has_states", [False, True])
     def test_never_more_than_the_pool_and_never_a_hole(self, has_states):
-        """RP-3: after each of 300 prompts with common beginnings."""
+        """RP-3: the invariant holds after each of 300 prompts with common beginnings."""
         dice, size, most = random.Random(2), 4, 12
         router = Router(RoutingConfig())
         router.join("r", size, has_states=has_states)

@@ -345,7 +345,7 @@ def test_nobody_is_left_in_the_step_under_way():
 
 
 def test_who_comes_waits_for_one_step_at_most():
-    """CU-6: for the one that is under way; and a place that is known to become free is not passed over."""
+    """CU-6: a new request waits for the in-flight step only; a place that becomes free is not passed over."""
     paper = Paper(max_requests=2)
     paper.add(0, (1, 2, 3), num_tokens_to_generate=30, ignore_eos=True)
     for _ in range(4):
@@ -360,7 +360,7 @@ def test_who_comes_waits_for_one_step_at_most():
 
 
 def test_who_lacks_blocks_stops_nobody():
-    """CU-6: while the first in line is turned away for blocks and none has come back, steps are launched ahead."""
+    """CU-6: steps are launched ahead while the first in the queue lacks blocks and none has been freed."""
     paper = Paper(slots=None, total_blocks=12)
     paper.add(0, tuple(range(20)), num_tokens_to_generate=8, ignore_eos=True)
     paper.add(1, tuple(range(5, 38)), num_tokens_to_generate=8, ignore_eos=True)
@@ -445,7 +445,7 @@ def test_calls_that_need_quiet():
 
 
 def test_an_engine_that_is_closed_leaves_nothing_under_way():
-    """CU-6: as at the end of a server."""
+    """CU-6: closing an engine, as at the end of a server, leaves no step in flight."""
     paper = Paper()
     paper.add(0, (1, 2, 3, 4), ignore_eos=True)
     paper.step()
@@ -455,7 +455,7 @@ def test_an_engine_that_is_closed_leaves_nothing_under_way():
 
 
 def test_an_error_while_all_is_made_quiet_is_the_next_steps():
-    """CU-6: it is raised by who takes the step, and its requests wait again."""
+    """CU-6: the error is raised when the step is taken, and its requests wait again."""
     paper = Paper()
     paper.add(0, (1, 2, 3), ignore_eos=True)
     paper.step()
@@ -500,7 +500,7 @@ def flight_of(**tables: dict) -> InFlightStep:
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
 def test_what_is_left_of_a_step_still_says_which_rows_decode(ended):
-    """CU-6: of decodes and prefills, whichever of them are void."""
+    """CU-6: remaining rows keep their kind, decode or prefill, whichever rows are discarded."""
     in_flight = flight_of()
     for i in ended:
         in_flight.chunks[i].request.is_ended = True

@@ -1,4 +1,4 @@
-"""CU-6: what the host does between the launch of a step and the reading of its tokens, and that nothing else moves."""
+"""CU-6: host work between the launch of a step and the reading of its tokens, which changes nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Device:
         raise AssertionError("it is launched")
 
     def idle(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def launch(self, step):
         self.steps.append(step)
@@ -70,7 +70,7 @@ class AtOnce:
         return StepResult({one.request_id: 3 for one in step.chunks if one.sampling is not None}, {}, {}, {})
 
     def idle(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def new_engine(executor, notes: list[str]) -> EngineCore:
@@ -141,7 +141,7 @@ def test_who_comes_during_a_step_is_planned_as_if_behind_it(tokens):
 
 
 def test_an_abort_waits_for_the_step():
-    """EX-8, CU-6: what is submitted as a call is behind the step; its blocks are free then, its token is not lost."""
+    """EX-8, CU-6: an abort runs after the step; the blocks are then free, and the step's token is kept."""
     notes: list[str] = []
     engine = new_engine(Device(notes), notes)
     add(engine, 0, PROMPT[:20])
@@ -226,7 +226,7 @@ def test_what_is_hashed_at_a_plan_does_not_depend_on_when(seed):
 
 
 def test_requests_are_taken_in_up_to_the_first_other_call():
-    """CU-6: in the order of submission; what the step must not see waits for its end."""
+    """CU-6: requests are taken in order of submission; calls that the step must not see wait for its end."""
     notes: list[str] = []
     engine = new_engine(AtOnce([]), [])
     thread = EngineThread(engine)

@@ -102,7 +102,7 @@ class Clock(MaskThread):
 
 @pytest.mark.parametrize("has_other_work", [False, True])
 def test_a_step_waits_for_a_share_of_the_one_before(has_other_work):
-    """And for longer only where no other request can go on; without a missing mask for nothing."""
+    """A step waits longer only if no other request can go on, and not at all without a missing mask."""
     clock, scheduler = Clock(), Scheduler(LIMITS)
     outputs = StructuredOutputs(scheduler, lambda form: Grammar(), clock)
     request = request_of(0, range(5), num_tokens_to_generate=3, response_format=REGEX)

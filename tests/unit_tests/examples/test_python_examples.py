@@ -48,7 +48,7 @@ def test_batch_file(tmp_path):
 
 
 def test_streaming(capsys):
-    """PY-8: what is printed put together is the answer; the one that was left owns nothing any more."""
+    """PY-8: the printed parts form the answer; the abandoned request owns nothing any more."""
     with load_engine(**SMALL) as engine:
         *answers, sentence = asyncio.run(streaming.answer_all(engine))
         assert engine.statistics().use.blocks_in_use == 0
@@ -134,7 +134,7 @@ def test_convert(tmp_path, capsys):
 
 
 def test_with_torchrun(monkeypatch, capsys):
-    """PY-8: as torchrun starts it, beside a torch.distributed that it leaves alone."""
+    """PY-8: the example runs under torchrun, beside a torch.distributed that it leaves alone."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     answers = with_torchrun.main()

@@ -36,7 +36,7 @@ class Watch:
 
 
 def live(name: str) -> dict[str, object]:
-    """One life's answers, with what its steps waited for and how many graphs ran."""
+    """Answers of one life, with the waits of its steps and the number of replayed graphs."""
     watch, before = Watch(), CUDAGraph.replayed
     with registry.watch() as launches:
         found = (lives.LIVES | lives.KERNEL_LIVES)[name](watch)

@@ -229,7 +229,7 @@ LIVES: dict[str, Life] = {
 
 
 def few(kind: str, **settings: object) -> Life:
-    """Some steps of everything, for backends that take their time."""
+    """Requests for a few steps with all features, for slow backends."""
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         short = {"num_tokens_to_generate": 3, "min_tokens": 0}

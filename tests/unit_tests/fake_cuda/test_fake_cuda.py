@@ -129,7 +129,7 @@ def test_the_lives_have_everything_in_them(child):
 
 
 def test_steps_wait_for_nothing_else(child):
-    """CU-9, CU-4: only where tokens and log-probs come back; no entry of the list is stale."""
+    """CU-9, CU-4: steps wait only for tokens and log-probs; no entry of the list is stale."""
     found = set()
     for name, one in child["lives"].items():
         waits = {(kind, place) for kind, _, place, _ in one["notes"] if not kind.startswith("asynchronous copy")}
@@ -140,7 +140,7 @@ def test_steps_wait_for_nothing_else(child):
 
 
 def test_tokens_come_back_once_a_step(child):
-    """CU-6: of programs behind an event, of other steps with the wait for them."""
+    """CU-6: tokens of captured steps return after an event, those of other steps with the wait for them."""
     for name in (*PROGRAMS, "new weights"):
         told = child["lives"][name]
         count = {(kind, place.rpartition(":")[2]): number for kind, _, place, number in told["notes"]}
@@ -181,5 +181,5 @@ def test_a_life_by_kernels(tmp_path, name):
     "name", ["runner/cuda_graphs/test_graph_capture.py", "mcore/test_negative_controls.py", "memory", "mixers"]
 )
 def test_tests_of_a_device_run_there(name):
-    """CU-9, CU-8: what `make test-gpu` would run passes where the device is pretended; these are some of it."""
+    """CU-9, CU-8: some tests of `make test-gpu` pass on the simulated device."""
     run_pretended("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"tests/unit_tests/{name}")

@@ -57,7 +57,7 @@ class World:
         return asker_of(self.publisher.replay_endpoint)
 
     def request(self) -> None:
-        """One request from its start to its end; with others it fills the cache and evicts."""
+        """Serve one request from start to end; with others it fills the cache and evicts."""
         request = make_request(self.arrivals, 9, num_tokens_to_generate=1)
         self.arrivals += 1
         self.scheduler.add(request)
@@ -84,7 +84,7 @@ def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
 
 @pytest.mark.parametrize("world", [{}, {"slots": 2}], ids=["attention", "hybrid"], indirect=True)
 def test_events_are_numbered_and_replayed(world):
-    """RP-1: from number 0 on, without a gap over both topics; what was missed is asked for."""
+    """RP-1: events have numbers from 0 on, without a gap over both topics; missed events can be requested."""
     follower = Worker(world.publisher.replay_endpoint, world.scheduler.cache)
     until(lambda: follower.has_all() and follower.reader.expected == 1)  # that nothing is cached
     for _ in range(6):
@@ -117,7 +117,7 @@ def test_a_subscriber_follows(world):
 @pytest.mark.parametrize("world", [{"buffer_steps": 3, "slots": 3}], indirect=True)
 @pytest.mark.parametrize("start", [0, 2**40], ids=["beyond the buffer", "of an earlier life"])
 def test_beyond_the_buffer_comes_the_present_index(world, start):
-    """RP-1: everything is cleared, and what is there now is told; the number is the last one."""
+    """RP-1: a clear event and the present index are sent; the number is the last one."""
     asker, reader = world.asker(), Reader()
     for _ in range(12):
         world.request()

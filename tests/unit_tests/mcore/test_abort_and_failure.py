@@ -1,4 +1,4 @@
-"""EX-8: what a request owns is free the moment it is aborted. A forward that raises costs nothing but time."""
+"""EX-8: resources of a request are free the moment it is aborted. A forward that raises costs nothing but time."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ class TestSampling:
                 assert token in nucleus(row, temperature=1.5, top_k=6, top_p=0.9)
 
     def test_a_failing_forward_does_not_spend_random_numbers(self, get_driver, monkeypatch):
-        """Neither in the model nor behind the draw, in scoring: the request is sampled as if nothing had happened."""
+        """An error in the model, after the draw or in scoring spends no random number: samples are unchanged."""
         params = {"temperature": 1.0, "seed": 8, "num_tokens_to_generate": 6}
         alone = get_driver()
         alone.add(0, make_prompt(20), **params)

@@ -54,7 +54,7 @@ def test_reasons(warm, oracle, prompt, params, matched, reasons):
 
 
 def test_repeats(warm, oracle):
-    """EX-2: the same prompt again and again, each on its own account; the engine's is the sum."""
+    """EX-2: repeats of one prompt have ledgers of their own, and the engine's is their sum."""
     for request_id in (1, 2, 3):
         warm.add(request_id, PROMPT)
         warm.run()
@@ -142,7 +142,7 @@ def test_prompt_log_probs(get_caching_driver, oracle, policy):
 
 
 def test_prompt_log_probs_after_a_suspension(get_caching_driver, oracle):
-    """EX-5: those it has already stay, those it lacks are computed, though others have cached the prompt meanwhile."""
+    """EX-5: log-probs from before stay, missing ones are computed, though others have cached the prompt meanwhile."""
     driver = get_caching_driver(max_tokens=40)
     driver.add(0, make_prompt(100), skip_prompt_log_probs=False)
     driver.step()
@@ -174,7 +174,7 @@ def test_events_and_times(warm):
 
 
 def test_statistics(get_caching_driver):
-    """EX-2, FX-6: what the JSON output and the log line say of the engine."""
+    """EX-2, FX-6: statistics of the engine in the JSON output and in the log line."""
     driver = get_caching_driver(block_count=6)
     for request_id in range(3):
         driver.add(request_id, PROMPT, num_tokens_to_generate=1)

@@ -1,4 +1,4 @@
-"""KV-6: of several requests with the same uncached prefix one computes it; the others wait for it, and then hit."""
+"""KV-6: one of several requests with an uncached prefix in common computes it; the others wait, and then hit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestLeaders:
             assert_equals_expected(on, request_id, what_it_gave(off, request_id))
 
     def test_unrelated_requests_overtake(self, get_caching_driver, oracle, policy, batching):
-        """And each follower is counted once, however long it waits; in chunks, the last one never has to."""
+        """Each follower is counted once, however long it waits; in chunks, the last one never has to wait."""
         driver = get_caching_driver(policy=policy, **batching)
         driver.add(0, ALIKE[0])
         driver.add(1, ALIKE[1])
@@ -128,7 +128,7 @@ def test_a_chain_of_leaders(get_caching_driver, oracle):
 
 
 def test_who_wants_prompt_log_probs_leads_and_never_follows(get_caching_driver, oracle):
-    """EX-5: it computes everything itself and waits for no leader; its blocks serve others."""
+    """EX-5: the request computes everything itself and waits for no leader; its blocks serve others."""
     driver = get_caching_driver()
     driver.add(0, ALIKE[0], skip_prompt_log_probs=False)
     driver.add(1, ALIKE[0], skip_prompt_log_probs=False)
@@ -142,7 +142,7 @@ def test_who_wants_prompt_log_probs_leads_and_never_follows(get_caching_driver, 
 
 @pytest.mark.parametrize("params", [{"enable_prefix_caching": False}, {"cache_salt": "b"}])
 def test_strangers_do_not_follow(get_caching_driver, oracle, params):
-    """KV-9, EX-3: who may not read what the leader computes does not wait for it."""
+    """KV-9, EX-3: a request that may not read the leader's blocks does not wait for them."""
     driver = get_caching_driver()
     driver.add(0, ALIKE[0], cache_salt="a")
     driver.add(1, ALIKE[0], **params)
@@ -155,7 +155,7 @@ def test_strangers_do_not_follow(get_caching_driver, oracle, params):
 
 
 def test_a_refused_leader_is_nobodys_leader(get_caching_driver, oracle):
-    """KV-6, KV-13: who must wait for room computes nothing; those behind it wait for room as well, and hit later."""
+    """KV-6, KV-13: a request that waits for room computes nothing; its followers wait for room too, and hit later."""
     driver = get_caching_driver(block_count=8)
     driver.add(0, make_prompt(40, seed=4), num_tokens_to_generate=12)
     driver.step()

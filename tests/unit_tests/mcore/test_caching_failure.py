@@ -112,7 +112,7 @@ class TestAbort:
 
 
 def in_flight(driver: CachingDriver) -> CachingDriver:
-    """One decodes, one is in mid-prefill on blocks of the first, one waits for the second, one has its own way."""
+    """Start requests: one decodes, one prefills on blocks of the first, one waits for the second, one is unrelated."""
     driver.add(0, PROMPT, num_tokens_to_generate=20)
     driver.step()
     driver.step()
@@ -127,7 +127,7 @@ def in_flight(driver: CachingDriver) -> CachingDriver:
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_forward_that_raises(get_caching_driver, oracle, policy, layer):
-    """KV-5: nothing of it is published, nothing leaks; what was published before is found, and all succeed."""
+    """KV-5: a failed forward publishes and leaks nothing; earlier blocks are found, and all requests succeed."""
     driver = in_flight(get_caching_driver(policy=policy, max_tokens=40))
     lifetime, skipped = driver.engine.lifetime_prefill_token_count, driver.engine.lifetime_skipped_token_count
     with failing_forward(layer), pytest.raises(Broken):
@@ -170,7 +170,7 @@ def test_a_first_forward_that_raises(get_caching_driver, oracle, policy):
 
 @pytest.mark.parametrize("moment", ["stage", "sample"])
 def test_failing_while_staging_or_again_and_again(get_caching_driver, oracle, monkeypatch, moment):
-    """KV-5: whatever raises, and however often, the cache is as it was."""
+    """KV-5: the cache is unchanged by any error, however often."""
     driver = in_flight(get_caching_driver(max_tokens=40))
     cached = driver.scheduler.cache.use().blocks_cached
     target: Callable | str = {

@@ -1,4 +1,4 @@
-"""EX-4: nothing cached before a reset, or with other weights, is matched after; requests in flight publish nothing."""
+"""EX-4: blocks from before a reset, or of other weights, are not matched; requests in flight publish nothing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TestForgetting:
             assert_equals_oracle(driver, request_id, oracle)
 
     def test_an_evicted_request_comes_back_to_an_empty_cache(self, get_caching_driver, oracle, policy, forget):
-        """And publishes again, since all its KV is computed after the reset."""
+        """The request publishes again, since all its KV is computed after the reset."""
         driver = get_caching_driver(policy=policy, block_count=3, paused_buffer_size_gb=0)
         driver.add(0, PROMPT[:20], num_tokens_to_generate=10)
         driver.add(1, make_prompt(BLOCK, seed=1), num_tokens_to_generate=20)
@@ -139,7 +139,7 @@ def edit(model: torch.nn.Module, seed: int) -> None:
 
 
 def edit_one(model: torch.nn.Module, seed: int) -> None:
-    """One number of one tensor."""
+    """Change one value of one tensor."""
     with torch.inference_mode():
         next(model.parameters())[5, 7] += seed
 
@@ -197,7 +197,7 @@ class TestNewWeights:
         assert driver.skipped(0, 1, 2) == [0, 96, 96]
 
     def test_parameters_of_inference_mode(self):
-        """EX-4: they have no version counter; they are served, and the hook covers them."""
+        """EX-4: inference-mode parameters have no version counter; they are served, and the hook covers them."""
         with torch.inference_mode():
             model = build_slow_decay(ATTENTION_ONLY)
         driver = CachingDriver(model, ATTENTION_ONLY)
@@ -275,7 +275,7 @@ class TestNewWeights:
 
 
 def test_an_engines_reset_empties_its_cache(get_caching_driver, oracle):
-    """EX-4: as upstream's `reset` does; counters start again."""
+    """EX-4: an engine's reset, like upstream's `reset`, empties the cache; counters start again."""
     driver = get_caching_driver()
     driver.add(0, PROMPT)
     driver.run()

@@ -27,7 +27,7 @@ STEPS = [
 
 
 def play(driver: Driver, prompt: list[int]) -> None:
-    """One prompt, and four that share it with it: two while it lives, two of them when it has long ended."""
+    """Serve a prompt and four that share its prefix: two while it lives, two long after it has ended."""
     other_end = [*prompt[: 2 * BLOCK + 3], *make_prompt(30, seed=1)]
     driver.add(0, prompt, num_tokens_to_generate=20)
     while not driver.engine.get_request(0).generated_count:

@@ -59,7 +59,7 @@ class TestThreeBlocks:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_pool_full_of_pinned_blocks(get_caching_driver, oracle, policy):
-    """KV-3, KV-4: nothing in use is evicted; who shares enough gets in, who does not waits, and changes nothing."""
+    """KV-3, KV-4: blocks in use are not evicted; a request that shares enough is admitted, others wait."""
     driver = get_caching_driver(policy=policy, block_count=5)
     prompt = make_prompt(4 * BLOCK)
     driver.add(0, prompt, num_tokens_to_generate=12)

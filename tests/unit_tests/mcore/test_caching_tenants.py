@@ -1,4 +1,4 @@
-"""KV-8, KV-9, EX-1, EX-3: who shares with whom: salts, requests that opt out, turns of a chat; and caching off."""
+"""KV-8, KV-9, EX-1, EX-3: sharing between requests: salts, requests that opt out, turns of a chat; and caching off."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_salts(get_caching_driver, oracle, policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_opting_out(get_caching_driver, oracle, policy):
-    """KV-9: it neither reads nor writes the cache, in prefill and in decode, beside requests that do."""
+    """KV-9: the request neither reads nor writes the cache, in prefill and in decode, beside requests that do."""
     driver = get_caching_driver(policy=policy)
     driver.add(0, PROMPT, num_tokens_to_generate=30, enable_prefix_caching=False)
     driver.step()
@@ -74,7 +74,7 @@ def test_turns_of_a_chat(get_caching_driver, oracle):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracle, policy):
-    """EX-1, KV-5: as soon as its last token's KV is written, and not before."""
+    """EX-1, KV-5: the block is shared as soon as its last token's KV is written, and not before."""
     driver = get_caching_driver(policy=policy)
     driver.add(0, make_prompt(30), num_tokens_to_generate=40)
     request = driver.engine.get_request(0)
@@ -107,7 +107,7 @@ def test_two_that_generate_the_same_share_it(get_caching_driver, oracle):
 
 
 class TestOff:
-    """KV-8: with caching off nothing is hashed, indexed or kept. The same run with the cache on does all three."""
+    """KV-8: caching off hashes, indexes and keeps nothing. The same run with the cache on does all three."""
 
     @staticmethod
     def run(driver, monkeypatch) -> list[str]:

@@ -43,7 +43,7 @@ def test_each_write_goes_to_a_block_of_ones_own(get_caching_driver, oracle, poli
 
 
 def test_cached_blocks_do_not_change_by_a_bit(get_caching_driver):
-    """KV-3: from the moment that a block can be found, as long as it can."""
+    """KV-3: a block's bits stay as they are while the block can be found."""
     driver = get_caching_driver(max_tokens=40)
     driver.add(0, PROMPT, num_tokens_to_generate=1)
     driver.run()

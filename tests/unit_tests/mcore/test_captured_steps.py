@@ -166,7 +166,7 @@ def test_plain_steps_are_not(get_oracle):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_steps_of_a_bucket_are_the_same_program(get_oracle, kind):
-    """CU-4, CU-5: one prefill behind a restored snapshot; two from their beginnings, cut at snapshots elsewhere."""
+    """CU-4, CU-5: steps of one prefill after a restored snapshot, and of two cut at other snapshots, are equal."""
     with operators_by("reference"):
         run = recorded(get_oracle, kind)
         driver = run.driver
@@ -189,7 +189,7 @@ def test_mixed_steps_of_a_bucket_are_the_same_program(get_oracle, kind):
 
 
 def test_a_step_is_sent_in_one_copy(get_oracle):
-    """CU-4: from one buffer of the host to the same place on the device, each time; answers in one copy back."""
+    """CU-4: one host buffer is copied to one place on the device each time; answers return in one copy."""
     run = recorded(get_oracle, "hybrid")
     driver, sent = run.driver, []
     places = driver.context.cuda_graph_runner._buffers

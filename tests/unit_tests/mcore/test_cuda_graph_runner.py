@@ -139,7 +139,7 @@ def test_more_snapshots_than_a_program_copies(get_oracle):
 
 
 def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
-    """CU-5: what no program computes is computed eagerly; sizes alone are not worth a word."""
+    """CU-5: unsupported steps run eagerly with a message; size alone gives none."""
     driver = new_driver("hybrid", get_oracle, max_tokens=700, max_sequence_length=1000)
     scored = {"num_tokens_to_generate": 2, "return_log_probs": True}
     with caplog.at_level(logging.WARNING):
@@ -207,7 +207,7 @@ def test_wishes_of_all_kinds_in_one_step(get_oracle, is_caching):
 
 
 def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
-    """CU-5, CU-6: they need no token on the host; which ones must not come yet is known before."""
+    """CU-5, CU-6: log-probs and min tokens need no token on the host; forbidden tokens are known before."""
     prompt, scored = make_prompt(20), {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
     end = get_oracle("hybrid").greedy(prompt, 3).tokens[2]
     records = []
@@ -227,7 +227,7 @@ def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
 
 
 def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
-    """CU-5: what cannot be captured says so, and gives what it gave."""
+    """CU-5: experts that cannot be captured give a message, and unchanged results."""
     monkeypatch.setattr(cuda_graph_setup, "problem_of", lambda _: "its experts are of another kind")
     with caplog.at_level(logging.WARNING):
         driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")

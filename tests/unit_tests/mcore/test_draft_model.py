@@ -25,7 +25,7 @@ def drafts_are_expected(found, ask: DraftAsk, oracle) -> None:
 
 @pytest.mark.parametrize("kind", ["hybrid", "attention_only", "gated_delta_net", "mamba1_only", "short_conv"])
 def test_drafts_equal_a_recompute(make, kind):
-    """SP-1: for each kind of layer, over rejections of all, some and none; two requests side by side."""
+    """SP-1: drafts equal a recompute for each kind of layer, over full, partial and no rejections; two requests."""
     draft, oracle = make(kind)
     texts = {0: make_prompt(37, seed=1), 1: make_prompt(18, seed=2)}
     for round_, came in enumerate([0, 2, 4, 1, 0]):
@@ -39,7 +39,7 @@ def test_drafts_equal_a_recompute(make, kind):
 
 @pytest.mark.parametrize("kind", ["hybrid", "mamba1_only"])
 def test_a_text_of_one_token(make, kind):
-    """SP-1: it begins without a state, whatever its slot holds: anything at first, then another request's."""
+    """SP-1: a text of one token begins without a state, whatever its slot holds, even another request's."""
     draft, oracle = make(kind)
     for name in range(2):
         ask = DraftAsk(name, make_prompt(1, seed=name), 3)
@@ -59,7 +59,7 @@ def test_a_state_that_drafts_moved_on_is_another(make, monkeypatch):
 
 
 def test_it_gives_its_pools_back(make):
-    """SP-1: what the engine frees in a suspend is not kept here, and what was read is read again."""
+    """SP-1: a suspend frees the draft model's pools too, and texts are read again afterwards."""
     draft, oracle = make("hybrid")
     ask = DraftAsk(0, make_prompt(37, seed=1), 3)
     draft.propose([ask])

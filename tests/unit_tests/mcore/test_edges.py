@@ -25,7 +25,7 @@ BLOCK = 16
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestPromptLengths:
-    """KV-12: one token, block - 1, block, block + 1, two blocks; with and without room to spare."""
+    """KV-12: prompts of one token, block - 1, block, block + 1, two blocks; with and without room to spare."""
 
     LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)
 
@@ -59,7 +59,7 @@ class TestPromptLengths:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestTooLarge:
-    """KV-12: what does not fit fails with a named reason, alone."""
+    """KV-12: a request that is too large fails alone with a named reason."""
 
     def check(self, driver, oracle, failed: int, error: str) -> None:
         driver.run()
@@ -166,7 +166,7 @@ class TestNonsense:
 
 
 class TestPrompts:
-    """One request in three spellings."""
+    """Prompts in three spellings."""
 
     def test_text_ids_and_tensor(self, get_driver, get_oracle):
         tokens = make_prompt(5)
@@ -259,7 +259,7 @@ def test_a_refused_admission_changes_nothing(get_driver, get_oracle, limits, wai
 
 
 def test_graphs_are_refused():
-    """Not silently ignored."""
+    """The setting is refused, not silently ignored."""
     model = build_slow_decay(HYBRID)
     model.config.cuda_graph_impl = "local"
     with pytest.raises(ConfigError, match="cuda_graph_impl 'local' is not supported"):

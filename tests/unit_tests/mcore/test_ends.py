@@ -1,4 +1,4 @@
-"""SA-3, SA-4: where requests end: by tokens of their own, by any that ends a document, before the first one."""
+"""SA-3, SA-4: ends of requests: by tokens of their own, by any that ends a document, before the first one."""
 
 from __future__ import annotations
 

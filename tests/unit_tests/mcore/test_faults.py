@@ -137,7 +137,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ENDS_ONE)
 def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, monkeypatch, place, kind):
-    """SE-2: as FAILED, with the error's words; the others' tokens are those of a run without it."""
+    """SE-2: the request ends as FAILED with the error's text; the others' tokens equal a run without the error."""
     tokens = expected(kind)
     driver = get_driver(kind, max_tokens=60)
     futures = submit(driver)
@@ -189,7 +189,7 @@ def test_a_tokenizer_that_knows_one_token_less(get_driver):
 
 
 def test_an_error_without_words(get_driver, monkeypatch):
-    """SE-2: even what cannot be put into words ends one request only."""
+    """SE-2: even an error whose text cannot be made ends one request only."""
     driver = get_driver()
     submit(driver)
     inject_matcher(driver, monkeypatch, Unprintable())
@@ -307,7 +307,7 @@ STEP_PARTS = {
 
 @pytest.mark.parametrize("part", STEP_PARTS)
 def test_before_the_commit_the_step_is_repeated(get_oracle, expected, monkeypatch, part):
-    """KV-5, EX-8: with snapshots on their way; nothing of the step counts, and all requests succeed later."""
+    """KV-5, EX-8: the step has no effect, even with snapshots planned, and all requests succeed later."""
     tokens = expected()
     driver: HybridDriver = build_driver(get_oracle, max_tokens=60)
     submit(driver)
@@ -330,7 +330,7 @@ def test_before_the_commit_the_step_is_repeated(get_oracle, expected, monkeypatc
 
 
 def test_negative_control_a_commit_that_raises_is_seen(get_driver, monkeypatch):
-    """If the transition itself could fail, requests would be left without their tokens: the checks see it."""
+    """A commit that failed would leave requests without their tokens, and the checks see that."""
     driver = get_driver()
     submit(driver)
     with monkeypatch.context() as patch:
@@ -346,7 +346,7 @@ class TestStopWords:
 
     @pytest.mark.parametrize("count", [3, 4, 5])
     def test_a_stop_word_in_the_last_token_is_the_reason(self, get_driver, count):
-        """KV-10: whether the length had ended the request already or not."""
+        """KV-10: the reason does not depend on whether the length had ended the request already."""
         plain = get_driver()
         plain.add(0, PROMPTS[0], num_tokens_to_generate=8)
         tokens = plain.run()[0].generated_tokens

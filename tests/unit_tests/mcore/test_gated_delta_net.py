@@ -107,7 +107,7 @@ STACKS = {
 
 @pytest.mark.parametrize("fields", STACKS.values(), ids=STACKS)
 def test_other_stacks(fields):
-    """LA-2: without attention blocks are bookkeeping only; attention and experts as Qwen3-Next has them."""
+    """LA-2: stacks without attention use blocks as bookkeeping only; others have attention and experts (Qwen3-Next)."""
     config = dataclasses.replace(GATED_DELTA_NET, **fields)
     oracle = Oracle(build_slow_decay(config))
     driver = HybridDriver(oracle.model, config, max_tokens=40)
@@ -119,7 +119,7 @@ def test_other_stacks(fields):
 
 @pytest.mark.parametrize("block", [48, 64, 80, 128])
 def test_snapshots_inside_one_prefill(get_oracle, oracle, block):
-    """HY-4, HY-12: whatever the block is; the kernel chunk does not depend on it."""
+    """HY-4, HY-12: snapshots are right for every block size; the kernel chunk does not depend on it."""
     driver = build_driver(get_oracle, KIND, block_size=block, max_tokens=1000)
     assert driver.engine.geometry.kernel_chunk == 64
     prompt = make_prompt(3 * block + 7)
@@ -200,7 +200,7 @@ def test_the_comparison_sees_a_wrong_state(get_oracle, oracle, which, layer, cha
 
 
 def test_a_spec_of_another_kind_is_refused():
-    """One kind of recurrent layers a model: the pattern's M, whichever way it is named."""
+    """A model has one kind of recurrent layers: the pattern's M, whichever way it is named."""
     own = "megatron_ext.mcore.layer_specs"
     named = dataclasses.replace(GATED_DELTA_NET, spec=(own, "gated_delta_net_stack_spec"))
     assert resolve_spec(named) == resolve_spec(GATED_DELTA_NET)

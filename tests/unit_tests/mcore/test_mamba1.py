@@ -116,7 +116,7 @@ class TestNegativeControls:
     @pytest.mark.parametrize("which", ["conv", "ssm"])
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_zeroed_slot(self, get_oracle, kind, which):
-        """One kind of state of one layer of all snapshots."""
+        """Zero one kind of state of one layer in all snapshots."""
         driver = build_driver(get_oracle, kind)
         driver.sight(0, PROMPT)
         getattr(driver.context.snapshots, which)[1] = 0.0

@@ -43,7 +43,7 @@ def test_limits_of_the_process_decide(model, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.MonkeyPatch):
-    """Nothing of the pools is kept, and the advice is by what could be allocated when it was tried."""
+    """Memory of the pools is freed, and the advice follows from what could be allocated when it was tried."""
     left = 3 * MIB
 
     class Failing(StatePool):

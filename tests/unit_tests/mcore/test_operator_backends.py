@@ -99,7 +99,7 @@ def test_the_chosen_backends_are_named(get_driver):
 
 @pytest.mark.parametrize(("device", "why"), [("cpu", "with TRITON_INTERPRET=1 in the environment only"), ("meta", "")])
 def test_triton_where_it_cannot_run_is_refused(monkeypatch, device, why):
-    """CU-3: before anything is allocated, with what would work."""
+    """CU-3: the setting is refused before anything is allocated, and the message names what would work."""
     monkeypatch.setattr(triton, "is_interpreted", lambda: False)
     with pytest.raises(ConfigError, match=rf"--operator-backend triton: .*{why}.*; auto or reference would do"):
         backend_selection.check("triton", torch.device(device))

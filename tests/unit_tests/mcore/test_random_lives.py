@@ -47,7 +47,7 @@ class Life:
         self.driver.engine.resume()
 
     def fail(self) -> None:
-        """One step whose second recurrent layer raises."""
+        """Run a step whose second recurrent layer raises."""
         calls = iter(range(1000))
 
         def break_second(operator: object) -> object:

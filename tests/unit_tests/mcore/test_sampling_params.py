@@ -87,7 +87,7 @@ class TestLength:
 
     @pytest.mark.parametrize("prompt", [63, 64, 100])
     def test_a_prompt_that_leaves_no_room_is_left_to_the_engine(self, prompt: int):
-        """Such a prompt fails alone, as any that is too long; it is no mistake in the parameters."""
+        """Such a prompt fails alone, like any that is too long; the parameters are valid."""
         assert convert(SamplingParams(num_tokens_to_generate=None), prompt, 64).num_tokens_to_generate == 1
 
 

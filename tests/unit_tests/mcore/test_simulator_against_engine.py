@@ -1,4 +1,4 @@
-"""SI-3: the same requests, submitted by step, skip the same tokens in the engine and in the simulator."""
+"""SI-3: requests submitted by step skip equal tokens in the engine and in the simulator."""
 
 from __future__ import annotations
 

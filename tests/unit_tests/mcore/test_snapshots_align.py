@@ -51,7 +51,7 @@ def test_equals_recompute_at_every_length(get_oracle, kind, policy, budget):
 
 
 def test_where_chunks_end(get_oracle, oracle):
-    """LA-1: on the block grid, and the last is cut so that the longest aligned prefix has its snapshot."""
+    """LA-1: chunks end on the block grid; the last is cut so that the longest aligned prefix has its snapshot."""
     driver = build_driver(get_oracle, max_tokens=2 * BLOCK + 5, mode="align", max_requests=1)
     prompt = make_prompt(5 * BLOCK + 7)
     driver.sight(0, prompt)
@@ -84,7 +84,7 @@ def test_where_prefixes_part(get_oracle, oracle):
 
 @pytest.mark.parametrize("budget", [2 * BLOCK, 400])
 def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
-    """KV-6: in the step in which it is admitted, or in a later one."""
+    """KV-6: the leader stops in the step in which the follower is admitted, or in a later one."""
     driver = build_driver(get_oracle, mode="align", max_tokens=budget)
     shared = make_prompt(3 * BLOCK + 4)
     for number in range(3):
@@ -192,7 +192,7 @@ class TestBothModes:
 
 
 class TestStartUp:
-    """LA-3: one line, before anything is allocated."""
+    """LA-3: start-up errors are one line, before anything is allocated."""
 
     @pytest.mark.parametrize(
         ("batching", "message"),

@@ -110,7 +110,7 @@ def test_nothing_is_broken(build, oracle):
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("which", [0, 1], ids=["conv", "ssm"])
 def test_a_zeroed_slot(build, oracle, which, layer):
-    """One kind of state of one layer: a state is all layers or nothing."""
+    """Zero one kind of state of one layer: a state is all layers or nothing."""
     control = build()
     control.pools[which][layer, control.slot(0)] = 0.0
     control.play_again()

@@ -173,7 +173,7 @@ def test_a_snapshot_that_is_given_up_before_the_follower_comes(get_oracle):
 
 
 def test_who_wants_prompt_log_probs_never_follows(get_oracle):
-    """EX-5: it computes everything, beside the leader; others wait for the leader's snapshot."""
+    """EX-5: the request computes everything, beside the leader; others wait for the leader's snapshot."""
     driver = build_driver(get_oracle)
     driver.add(0, ALIKE[0])
     driver.add(1, ALIKE[0], skip_prompt_log_probs=False)

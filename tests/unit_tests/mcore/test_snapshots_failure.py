@@ -24,7 +24,7 @@ def oracle(get_oracle):
 
 
 def in_flight(driver: HybridDriver) -> HybridDriver:
-    """One decodes, one that resumed is in mid-prefill, one waits for it, one has its own way."""
+    """Start requests: one decodes, a resumed one is in mid-prefill, one waits for it, one is unrelated."""
     driver.add(0, PROMPT, num_tokens_to_generate=20)
     driver.step()
     driver.step()
@@ -173,7 +173,7 @@ def test_an_evicted_request_resumes_from_its_snapshot(get_oracle, oracle, slots)
 
 
 def test_paused_requests_keep_their_states(get_oracle, oracle):
-    """And decode on, though what they share and their snapshots' blocks are wanted by others."""
+    """Paused requests decode on, though others need the blocks that they share and those of their snapshots."""
     driver = build_driver(get_oracle, slots=2, is_exact=False, block_count=6)
     prompt = make_prompt(3 * BLOCK)
     for request_id, length in enumerate((48, 49, 20)):

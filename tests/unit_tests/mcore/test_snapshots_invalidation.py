@@ -1,4 +1,4 @@
-"""EX-4, FX-1: what empties the cache empties both indexes, and what must not leaves both as they are."""
+"""EX-4, FX-1: operations that empty the cache empty both indexes; all others leave both unchanged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nothing_cached_before_is_used_after(get_oracle, oracle, forget):
 
 
 def test_with_requests_at_every_stage(get_oracle, oracle, forget):
-    """One decodes, one that resumed is in mid-prefill with a slot reserved for the one that waits for it."""
+    """The requests decode, prefill after a resume with a reserved slot, or wait for that slot."""
     driver = build_driver(get_oracle, max_tokens=40)
     driver.add(0, PROMPT, num_tokens_to_generate=30)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_with_requests_at_every_stage(get_oracle, oracle, forget):
 
 
 def test_requests_in_flight_publish_nothing(get_oracle, oracle):
-    """Neither blocks nor snapshots, in prefill or in decode; their states are of before."""
+    """Neither blocks nor snapshots are published, in prefill or in decode; their states are outdated."""
     driver = build_driver(get_oracle, max_tokens=40)
     driver.add(0, make_prompt(20), num_tokens_to_generate=40)
     driver.add(1, LONG, num_tokens_to_generate=30)
@@ -115,7 +115,7 @@ def test_other_weights(forget):
 
 @pytest.mark.parametrize("kind", ["hybrid", "attention_free"])
 def test_suspend_frees_both_pools(get_oracle, kind):
-    """And a suspended engine has no tensor of them left."""
+    """A suspended engine has no tensor of either pool left."""
     driver = build_driver(get_oracle, kind)
     driver.sight(0, PROMPT)
     driver.engine.suspend()

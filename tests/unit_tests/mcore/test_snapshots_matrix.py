@@ -39,7 +39,7 @@ REQUESTS = 8  # of each length
 
 
 def add(driver: Driver, number: int, prompts: dict[str, list[int]], **params: object) -> None:
-    """One request to each prompt; requests of different lengths have different salts, and nothing in common."""
+    """Add a request for each prompt; requests of different lengths have different salts, and nothing in common."""
     for i, (salt, prompt) in enumerate(prompts.items()):
         params = {"num_tokens_to_generate": 3, "cache_salt": salt} | params
         driver.add(number + i * REQUESTS, prompt, **params)

@@ -84,7 +84,7 @@ def test_a_checkpoint_at_the_end_of_the_prompt(get_oracle, oracle):
 
 
 def test_a_failed_step_shows_none(get_oracle, oracle):
-    """HY-6: some layers had written theirs."""
+    """HY-6: no snapshot is visible after a failed step, though some layers had written theirs."""
     driver = build_driver(get_oracle)
     first, second = prompts(2)
     driver.add(0, first)

@@ -1,4 +1,4 @@
-"""HY-4: where prefill leaves snapshots, wherever it is cut, and what is in them."""
+"""HY-4: positions and contents of the snapshots that prefill leaves, wherever it is split."""
 
 from __future__ import annotations
 

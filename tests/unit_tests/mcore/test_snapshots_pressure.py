@@ -116,7 +116,7 @@ class TestWhoGivesUpItsSlot:
             assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
     def test_two_restored_from_slots_that_others_take(self, get_oracle):
-        """Both snapshots are consumed by requests whose own snapshots take their slots, crosswise, in one step."""
+        """Two requests consume snapshots whose slots their own snapshots take, crosswise, in one step."""
         driver = build_driver(get_oracle, slots=2)
         one, two = (make_prompt(BLOCK + 1, seed=seed) for seed in (0, 1))
         driver.sight(0, one)

@@ -38,7 +38,7 @@ class TestClampThatUndoesARestore:
         assert_equals_oracle(driver, 1, oracle)
 
     def test_the_only_snapshot_is_at_the_end(self, get_oracle, oracle, batching):
-        """One token must be computed, so there is nothing to resume from."""
+        """No resume is possible, since one token must be computed."""
         driver = build_driver(get_oracle, **batching)
         prompt = make_prompt(4 * BLOCK)
         driver.sight(0, prompt)

@@ -1,4 +1,4 @@
-"""SP-3, SP-5: whatever a request asks for happens at the token at which it happens without drafts."""
+"""SP-3, SP-5: options of a request take effect at the same token with and without drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLED = {"temperature": 1.0, "seed": 11}
 
 
 def serve(driver: Driver, metadata: list[dict]) -> Driver:
-    """One request after the other, and then what continues each."""
+    """Serve one request after the other, and then the continuation of each."""
     for name, row_metadata in enumerate(metadata):
         prompt = row_metadata.get("prompt", PROMPT)
         fields = {"num_tokens_to_generate": 24, "skip_prompt_log_probs": True, "track_generated_token_events": True}

@@ -1,4 +1,4 @@
-"""SP-3, SP-5: whatever happens to an engine with drafts, in any order, what ends well equals the oracle."""
+"""SP-3, SP-5: random events with drafts, in any order: requests that end well equal the oracle."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def make_driver(get_driver) -> Driver:
 
 
 def test_a_prompt_is_refused_at_the_door(get_driver):
-    """SE-2: before anything is queued, in the words of an offline run."""
+    """SE-2: the prompt is refused before anything is queued, with the message of an offline run."""
     driver = make_driver(get_driver)
     with pytest.raises(ConfigError) as refused:
         driver.add(0, [5, KNOWN, 7])
@@ -39,7 +39,7 @@ def test_a_prompt_is_refused_at_the_door(get_driver):
 
 @pytest.mark.parametrize("stop_words", [(), ("no such word",)])
 def test_a_generated_id_without_a_token_is_empty_text(get_driver, stop_words):
-    """SE-2: in records, for stop words, in streams; the request is served to its end."""
+    """SE-2: such an id gives empty text in records, for stop words, and in streams; the request runs to its end."""
     driver = make_driver(get_driver)
     prompt = [token % KNOWN for token in make_prompt(20)]
     driver.add(0, prompt, num_tokens_to_generate=30, stop_words=stop_words)
@@ -70,7 +70,7 @@ def test_a_stop_word_behind_one(get_driver):
 
 
 def test_a_prompt_of_ids_is_never_read(get_driver):
-    """SE-2: neither for its record nor for stop words: no call of the tokenizer has a token of the prompt in it."""
+    """SE-2: no call of the tokenizer has a token of the prompt in it, neither for the record nor for stop words."""
     seen: set[int] = set()
 
     class Noting(PieceTokenizer):

@@ -60,7 +60,7 @@ class TestByHand:
         assert (geometry.live_states, geometry.state_bytes, geometry.state_in_kv_tokens) == (0, 0, 0)
 
     def test_the_shortest_prompt_that_can_hit_fills_a_block(self):
-        """EX-6: and has one token more, which is computed; or it is the block itself, whose last token is computed."""
+        """EX-6: the prompt has one token more, which is computed; or it is the block, whose last token is computed."""
         on = CacheConfig()
         assert plan(ATTENTION, cache=on, block_size=48).shortest_prompt_that_can_hit == 48
         assert plan(HYBRID, cache=on, block_size=48).shortest_prompt_that_can_hit == 49
@@ -72,7 +72,7 @@ class TestByHand:
 
     @pytest.mark.parametrize(("megabytes", "blocks"), [(0.125, 1), (0.1875, 2), (1, 15), (10, 159)])
     def test_the_buffer_is_in_gib(self, megabytes: float, blocks: int):
-        """One of the blocks that fit is the dummy."""
+        """The dummy block is one of the blocks that fit."""
         assert plan(ATTENTION, buffer_size_gb=megabytes / 1024).blocks == blocks
 
     def test_live_states_come_off_the_buffer(self):
@@ -183,7 +183,7 @@ def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated
 
 
 def test_more_blocks_than_can_be_counted():
-    """Without attention a block costs nothing on the device, and still its place in lists."""
+    """Blocks without attention cost nothing on the device, but still need entries in lists."""
     with pytest.raises(ConfigError, match=r"104857600 blocks are too many .*-block-count 16777216 would do"):
         plan(dataclasses.replace(RECURRENT, state_bytes=1, max_sequence_length=2**24), max_requests=100, block_size=16)
     assert plan(RECURRENT, block_count=2**24).blocks == 2**24
@@ -237,6 +237,6 @@ class TestSnapshots:
 
 
 def test_states_of_one_request():
-    """LA-4: one restored, one running and one for each speculative token, and what it leaves behind."""
+    """LA-4: a request has one restored, one running and one state per speculative token, and those that it leaves."""
     assert request_state_bytes(1000, snapshots=3) == 5000
     assert request_state_bytes(1000, snapshots=3, speculative_tokens=2) == 7000

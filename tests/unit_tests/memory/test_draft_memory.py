@@ -23,7 +23,7 @@ def geometry(model, **batching):
 
 
 def test_both_models_share_the_buffer():
-    """SP-1: the same bytes hold fewer blocks, as many for either model, beside the live states of both."""
+    """SP-1: the buffer holds fewer blocks, as many for either model, beside the running states of both."""
     alone, both = geometry(ALONE, buffer_size_gb=1.0), geometry(TOGETHER, buffer_size_gb=1.0)
     left = GIB - 64 * 100_000 - 2 * 64 * 10_000
     assert both.blocks == left // (64 * (1024 + 256)) - 1 < alone.blocks

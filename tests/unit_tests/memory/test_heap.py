@@ -58,7 +58,7 @@ PAGES = 80 << 20 >> 12
 
 @pytest.mark.parametrize("where", [(), ("thread",)], ids=["first thread", "another thread"])
 def test_a_step_takes_the_pages_of_the_step_before(where):
-    """SC-1: without it, and that is the control, every page of a step is faulted in again."""
+    """SC-1: a step reuses the previous step's pages; as a control, without reuse every page is faulted in again."""
     kept, _ = run("keep", *where)
     assert kept["kept"] == "True"
     assert int(kept["faults"]) < PAGES // 50

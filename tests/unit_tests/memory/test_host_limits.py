@@ -1,4 +1,4 @@
-"""SE-4: what control groups and `ulimit` leave is known, and an allocation that fails is one line with a number."""
+"""SE-4: limits of control groups and `ulimit` are known, and a failed allocation is one line with a number."""
 
 from __future__ import annotations
 

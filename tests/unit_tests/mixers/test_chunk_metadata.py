@@ -89,7 +89,7 @@ def test_several_sequences() -> None:
     ],
 )
 def test_work_is_shared_evenly_between_wanted_states(start, length, stops, pieces) -> None:
-    """HY-9: with chunks of at most 64 tokens."""
+    """HY-9: work is shared evenly, with chunks of at most 64 tokens."""
     assert cut_between(start, length, 64, stops) == pieces
 
 

@@ -64,7 +64,7 @@ def hidden(length: int, batch: int = 2) -> Tensor:
 
 
 def test_parameters_have_the_names_and_shapes_of_upstream(theirs: upstream.GatedDeltaNet) -> None:
-    """LA-2: its checkpoints load."""
+    """LA-2: parameters have upstream's names and shapes, so its checkpoints load."""
     ours = {name: parameter.shape for name, parameter in build().named_parameters()}
     assert ours == {name: parameter.shape for name, parameter in theirs.named_parameters()}
     assert set(ours) == {

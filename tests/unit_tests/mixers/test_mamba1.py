@@ -48,7 +48,7 @@ def hidden_states(length: int, seed: int = 1) -> Tensor:
 
 
 class Context:
-    """One layer's live states and snapshots, with NaN wherever nothing was written."""
+    """Running states and snapshots of one layer, with NaN in unwritten places."""
 
     def __init__(self, mixer: Mamba1Mixer, rows: int, slots: int, block: int = BLOCK) -> None:
         self.block = block

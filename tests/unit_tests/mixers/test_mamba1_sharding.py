@@ -55,7 +55,7 @@ def sharded_state(mixer: Mamba1Mixer) -> dict:
 
 
 def whole_parameters() -> dict[str, Tensor]:
-    """On one rank; every number differs from every other."""
+    """Parameters on one rank; all values are distinct."""
     numbers = torch.randperm(20_000, generator=torch.Generator().manual_seed(1)).float()
     parameters, start = {}, 0
     for name, parameter in mixer_of_rank(0, 1).named_parameters():

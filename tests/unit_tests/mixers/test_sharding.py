@@ -55,7 +55,7 @@ def mixer_of_rank(index: int, ranks: int) -> Mamba2Mixer:
 
 
 def sharded_state(mixer: Mamba2Mixer) -> dict:
-    """Without `_extra_state` objects, which are empty, and of which one process can read one only."""
+    """Sharded state without `_extra_state` objects, which are empty, and of which one process can read one only."""
     with as_rank(mixer.tp_group.index, mixer.tp_group.ranks):
         state = mixer.sharded_state_dict(prefix=PREFIX)
     return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}

@@ -172,7 +172,7 @@ def _random_tokens(count: int) -> Tensor:
 
 
 def test_cut_states_see_nothing_before_the_cut(tiny_config: ModelConfig) -> None:
-    """Without attention, windows cut every n tokens are the same as windows of n tokens."""
+    """Windows cut every n tokens equal windows of n tokens, without attention."""
     model = build_model(replace(tiny_config, hybrid_override_pattern="M-M"), seed=3)
     tokens = _random_tokens(129)
     cut = language_model_loss(model, *windows(tokens, 64), zero_states_every=16)

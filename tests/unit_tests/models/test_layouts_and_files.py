@@ -1,4 +1,4 @@
-"""MR-1, MR-4: what does not fit is found on every rank alike, whichever rank would have needed it."""
+"""MR-1, MR-4: a tensor that does not fit is an error on every rank, whichever rank needs it."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Modul
     ids=lambda value: str(value)[:40],
 )
 def test_overrides_that_contradict_the_weights(overrides: dict, message: str, saved: Path) -> None:
-    """Also where all shapes are the same: heads of other sizes, groups and states exchanged."""
+    """Contradictions are found even if all shapes agree: other head sizes, groups and states exchanged."""
     with pytest.raises(ConfigError, match=message) as caught:
         load_model(SourceConfig(load=str(saved)), overrides, device=CPU)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""MF-5: what a checkpoint and flags both say of a model."""
+"""MF-5: settings of a model given by both a checkpoint and flags."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_rows_of_the_embedding():
 
 
 def test_rows_of_an_embedding_whose_padding_is_not_kept():
-    """TE-6: those that are stored, not those that are read of them."""
+    """TE-6: the number of rows is that stored, not that read."""
     kept = dataclasses.replace(GPT, vocab_size=60)
     assert fitting(kept, {}, TRAINED, padded_vocab_size=64) == {}
     with pytest.raises(ConfigError, match="--padded-vocab-size 60 contradicts there, whose embedding has 64 rows"):

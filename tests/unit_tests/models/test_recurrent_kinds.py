@@ -1,4 +1,4 @@
-"""One kind of recurrent layer a model: by `--recurrent-layer`, by `--spec` as well, never by two that differ."""
+"""Kind of a model's recurrent layers: set by `--recurrent-layer` or by `--spec`, which must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MR-4: what is saved at one layout loads at every other, bitwise; a failure on any rank leaves nothing behind."""
+"""MR-4: a model saved at one layout loads bitwise at every other; a failed save leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: st
 )
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "over another"])
 def test_a_failure_leaves_nothing(where, said, is_there, whole, saved, tmp_path):
-    """On whichever rank: every rank says the same, and what was there before is as it was."""
+    """Every rank raises one and the same error, and the previous files are unchanged."""
     target = tmp_path / "folder" / "target"
     if is_there:
         target.parent.mkdir()

@@ -53,7 +53,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matrices_are_counted(shape: ModelConfig):
-    """All that is not counted are vectors."""
+    """Parameters that are not counted are vectors."""
     model = build_model(shape, device=torch.device("cpu"))
     matrices = [p.numel() for p in model.parameters() if p.dim() > 1]
     assert matrix_parameter_count(shape) == sum(matrices)
@@ -97,7 +97,7 @@ def test_16_bits_are_named_where_they_would_do():
 
 
 def test_parameters_that_cannot_be_allocated_are_one_line(monkeypatch: pytest.MonkeyPatch):
-    """SE-4: also where there seemed to be room."""
+    """SE-4: a failed allocation is one line, even if there seemed to be room."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")

@@ -107,7 +107,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("message", SPOILED)
 def test_what_a_saved_tokenizer_may_not_say(files, message, tmp_path):
-    """SE-1: in one line."""
+    """SE-1: invalid settings are refused in one line."""
     fields = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 8}
     fields |= {"vocab_size": 269} | SPOILED[message]
     shutil.copyfile(files / "tik.vocab.json", tmp_path / "tiktoken.json")

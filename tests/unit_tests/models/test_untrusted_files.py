@@ -1,4 +1,4 @@
-"""SE-1: whatever lies in a model's directory, no code of it runs, and what cannot be read ends in one line at once."""
+"""SE-1: no code of a model's directory runs, and an unreadable file ends loading at once in one line."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(written) -> dict:
-    """One pass in our format."""
+    """Results of one pass in our format."""
     return written("--top-n-logprobs", "2")
 
 

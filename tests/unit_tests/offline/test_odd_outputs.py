@@ -49,7 +49,7 @@ def full_device() -> io.TextIOBase:
     ],
 )
 def test_the_json_is_there(opened, code, error, flags, output, monkeypatch, capfd):
-    """One line says what was not printed; a reader that has seen enough is no error."""
+    """One line reports what was not printed; a reader that stops early is not an error."""
     long = ["--prompts", " ".join(["1"] * 100)]  # longer than a block, so that the repetition skips something
     with opened() as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -117,7 +117,7 @@ def test_what_is_no_regular_file_is_refused_before_loading(capfd, monkeypatch):
 
 
 def test_no_control_character_reaches_a_terminal(capfd):
-    """Neither of a prompt nor of a message."""
+    """Prompts and messages are printed without control characters."""
     assert main(["--prompts", "a\x1b[2Jb\x9b", "--num-tokens-to-generate", "2"]) == DONE
     out = capfd.readouterr().out
     assert r"a\x1b[2Jb\x9b" in out

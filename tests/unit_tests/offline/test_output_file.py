@@ -85,7 +85,7 @@ KINDS = {
 @pytest.mark.parametrize("suffix", ["", ".partial.jsonl"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_regular_files_are_replaced(target, kind, suffix):
-    """Neither at the name of the JSON, nor at that of the file beside it; and nothing hangs."""
+    """Other files are refused at the name of the JSON and at that of the file beside it; nothing hangs."""
     place = Path(f"{target}{suffix}")
     KINDS[kind](place)
     mode = place.lstat().st_mode

@@ -108,7 +108,7 @@ class TestFlags:
 
 
 class TestFields:
-    """KV-9, EX-3: what a prompt line can say about the cache."""
+    """KV-9, EX-3: fields of a prompt line about the cache."""
 
     def test_opting_out_reads_and_writes_nothing(self, run):
         out = {"token_ids": PROMPT, "enable_prefix_caching": False}
@@ -126,7 +126,7 @@ class TestFields:
         assert skipped(run({"token_ids": PROMPT}, {"token_ids": PROMPT, "cache_salt": None})) == [0, 8]
 
     def test_prompt_log_probs_are_computed(self, run):
-        """EX-5: they are there although every block is cached, and are those of a run without the cache."""
+        """EX-5: log-probs equal those of a run without the cache, although every block is cached."""
         lines = ({"token_ids": PROMPT}, {"token_ids": PROMPT, "return_log_probs": True})
         on, off = run(*lines), run(*lines, flags=(OFF,))
         assert on["1"]["prefill_reasons"] == {"prompt_logprobs": 10}
@@ -147,7 +147,7 @@ class TestStatistics:
         assert list(run({"token_ids": [1]})["prefix_cache"]) == self.KEYS
 
     def test_the_documents_have_them_all(self):
-        """And every reason of EX-2."""
+        """The documents list every reason of EX-2 too."""
         root = Path(__file__).parents[3]
         text = "".join((root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/policies.md"))
         for name in (*self.KEYS, *(reason.value for reason in Reason)):
@@ -176,7 +176,7 @@ RANDOM = "describe another model than the embedded one: its weights are random"
 
 
 class TestWarning:
-    """HY-1: what was asked for and has no effect is said, once; what works is not talked about."""
+    """HY-1: a setting without effect is reported once; effective ones are not."""
 
     NO_SLOT = "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is skipped"
     UNUSED = "this model has no recurrent layers: settings for snapshots of their states have no effect"

@@ -30,7 +30,7 @@ def test_requests_then_totals(record):
 
 
 def test_summary_counts_everything(record):
-    """EX-2: what was skipped, and why the rest was not."""
+    """EX-2: the summary counts skipped tokens, and the reasons of the others."""
     warm = record(
         1,
         status=Status.ABORTED,
@@ -72,7 +72,7 @@ def test_geometry():
 
 
 def test_geometry_of_several_ranks():
-    """MR-7: in total and rank by rank."""
+    """MR-7: sizes are given in total and rank by rank."""
     first = dataclasses.replace(HYBRID, block_bytes=0)
     second = dataclasses.replace(HYBRID, state_bytes=0, live_states=0)
     world = world_kv_cache_config([first, second, first, second], [0, 1])

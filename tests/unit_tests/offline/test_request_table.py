@@ -58,7 +58,7 @@ TEXTS = {
 @pytest.mark.parametrize("width", [80, 60, 120])
 @pytest.mark.parametrize("name", TEXTS)
 def test_whatever_is_in_a_text_every_line_fits(record, name, width):
-    """And nothing that a terminal obeys reaches it."""
+    """No terminal control sequence reaches the table."""
     text = TEXTS[name]
     lines = printed([record(0, prompt_text=text, generated_text=text), record(1, **FAILED | {"error": text})], width)
     assert len(lines) <= 1 + 2 * 5

@@ -163,7 +163,7 @@ class TestRanks:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no CUDA")
 def test_nccl_without_cuda_is_gloo(caplog):
-    """MR-1: it is said, once, and the run goes on."""
+    """MR-1: the change to gloo is reported once, and the run goes on."""
     assert main([*TINY, "--prompts", "1", "--distributed-backend", "nccl"]) == DONE
     assert caplog.text.count("nccl needs CUDA") == 1
 

@@ -64,7 +64,7 @@ def test_a_prompt_is_tokenized_once(tmp_path, tokenized, detokenized, flags):
 
 
 def test_ids_are_read_once_for_the_json(tmp_path, detokenized):
-    """Also for the lines of those that have ended, for the table, and for every repetition."""
+    """The lines of ended requests, the table, and every repetition reuse the texts."""
     output = tmp_path / "out.json"
     run(tmp_path, [{"token_ids": ids} for ids in IDS], "--output-path", str(output), "--inference-repeat-n", "2")
     results = json.loads(output.read_text())

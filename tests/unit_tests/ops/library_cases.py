@@ -133,7 +133,7 @@ def dtypes() -> list[torch.dtype]:
 
 
 def cases(library: str) -> list[Case]:
-    """All that a library computes."""
+    """Cases that a library computes."""
     return [Case(name, dtype) for name in COMPUTE[library] for dtype in dtypes()]
 
 

@@ -76,7 +76,7 @@ def test_nan_stays_and_rows_know_nothing_of_each_other() -> None:
 
 
 def test_one_launch_each_and_the_reference_where_there_is_none(backend: str) -> None:
-    """CU-1, CU-3: what does not lie in one piece."""
+    """CU-1, CU-3: tensors not in one piece use the reference."""
     with watch() as launches:
         squared_relu_(numbers(2, 8))
         gated_silu(numbers(2, 8))

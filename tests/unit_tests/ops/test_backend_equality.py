@@ -167,7 +167,7 @@ class Run:
         return SnapshotPlaces(*torch.tensor(rows, device=DEVICE).T) if rows and keep else None
 
     def decode(self, rows: Sequence[int], position: int, *, as_slice: bool = False) -> Tensor:
-        """One token of some sequences."""
+        """Compute one token of some sequences."""
         tokens = [torch.cat([t[row][position : position + 1] for row in rows]) for t in self.inputs]
         slots = torch.tensor([2 * row + 1 for row in rows], device=DEVICE)
         where = slice(2 * rows[0] + 1, 2 * rows[0] + 2) if as_slice else slots

@@ -1,4 +1,4 @@
-"""HY-9: what the reference scans make of chunks, against a count by hand."""
+"""HY-9: chunks of the reference scans, against a count by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _carried(chunks: PackedChunks, which: str) -> list[tuple]:
 
 
 def test_index_tensors_share_one_buffer() -> None:
-    """One host-to-device copy: every int64 tensor is a view of the same storage."""
+    """Index tensors need one host-to-device copy: every int64 tensor is a view of one storage."""
     padded = pack_chunks([[2, 4], [3]], "cpu").prepared(pad_chunks)
     staged = [padded.places.tokens, padded.places.place_of_token, padded.ranks.before, padded.ranks.sequences]
     assert len({tensor.untyped_storage().data_ptr() for tensor in staged}) == 1

@@ -415,7 +415,7 @@ class TestSmallLibrary:
         return make
 
     def test_no_path_gets_into_it(self, tmp_path, compiled):
-        """TE-5: what two checkouts share says nothing of the one that it was compiled in."""
+        """TE-5: the library shared by two checkouts contains no path of the one that compiled it."""
         line = 'const char* place(int x) { TORCH_CHECK(x); TORCH_INTERNAL_ASSERT(x > 1, "no"); return __FILE__; }'
         libraries = [compiled(name, line) for name in ("one", "two")]
         one, two = (library.path.read_bytes() for library in libraries)

@@ -1,4 +1,4 @@
-"""CU-2: what states of the gated delta rule are made of is multiplied as precisely as fp32, for inputs of any type."""
+"""CU-2: products that form states of the gated delta rule are as precise as fp32, for inputs of any dtype."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_without_initial_states(lengths: tuple[int, ...]) -> None:
 
 
 def test_equal_keys_overwrite_each_other() -> None:
-    """One key for 150 tokens, beta 1, no decay: the state recalls the last value only, and errors do not add up."""
+    """The state recalls only the last value of one key for 150 tokens (beta 1, no decay); errors do not add up."""
     inputs = random_inputs([150])
     inputs.k[:] = inputs.k[0]
     inputs.g.zero_()
@@ -199,7 +199,7 @@ class TestTheComparisonsCanFail:
 
 
 class TestIsolation:
-    """HY-10, HY-9: nothing reaches a state but its own tokens."""
+    """HY-10, HY-9: a state depends on its own tokens only."""
 
     @pytest.mark.parametrize("lengths", [(64,), (65,), (32, 32), (3, 70, 1)], ids=str)
     def test_padding_is_not_read(self, lengths: tuple[int, ...]) -> None:

@@ -98,7 +98,7 @@ def test_the_same_bits_beside_whatever() -> None:
 
 @pytest.mark.parametrize("cuts", [[(4999, 5000)], [(4990, 5000)], [(4999, 5000), (0, 1), (4000, 4100)]], ids=str)
 def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]]) -> None:
-    """EX-14: with more threads than rows, the keys of one sequence are shared out."""
+    """EX-14: threads beyond the number of rows share the keys of one sequence."""
     sequence = Sequence(5000, head_size=16)
     torch.set_num_threads(1)
     one = sequence.attend(*cuts)

@@ -105,7 +105,7 @@ SIZES = [(name, channels) for types, channels in kernels.MANY for name in types]
 @pytest.mark.kernels
 @pytest.mark.parametrize(("name", "channels"), SIZES)
 def test_every_configuration(name: str, channels: int) -> None:
-    """CU-2: all that is compiled."""
+    """CU-2: every compiled configuration is right."""
     pool = Pool(MIXED, head_size=channels if channels < 64 else channels - 16, dtype=DTYPES[name])
     with watch() as launches:
         got = pool.attend(2)
@@ -122,7 +122,7 @@ def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
 
 
 def test_those_are_all_configurations() -> None:
-    """CU-3: nothing is compiled that is not tested."""
+    """CU-3: every compiled configuration is tested."""
     tested = {(*one, name) for name, channels in SIZES for one in launched(name, channels)}
     every = (kernels.paged_decode_split, kernels.merge_splits, kernels.paged_prefill)
     assert {(kernel.name, config, types["T"]) for kernel in every for config, types in kernel.variants()} == tested
@@ -173,7 +173,7 @@ def padded(
 @pytest.mark.usefixtures("fixed_order_dot")
 @pytest.mark.parametrize(("few", "sequences", "blocks", "tokens"), [(4, 12, 30, 7), (2, 6, 40, 0), (8, 20, 1, 64)])
 def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: int) -> None:
-    """CU-4: what is not there is not read and comes out as zeros; what is there is what it was, bit for bit."""
+    """CU-4: padding is not read and gives zeros; all other outputs are unchanged, bit for bit."""
     pool = Pool(MIXED)
     plain, batch = pool.attend(2), pool.batch(2)
     q, batch = padded(batch, pool.q, few, sequences, blocks, tokens)
@@ -203,7 +203,7 @@ def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("fixed_order_dot")
 def test_neighbours_and_cuts_change_no_bit() -> None:
-    """CU-3, HY-14, TE-1: neither the place of a cut nor the sequences beside one change a bit."""
+    """CU-3, HY-14, TE-1: the place of a cut and the neighbouring sequences change no bit."""
     pool = Pool([(100, 100)], heads=(6, 2))
     whole, queries = pool.attend(0), pool.q
     for first in (1, 16, 63, 99):

@@ -80,7 +80,7 @@ def check(one: Case, query: Tensor, slots: list[int] = SLOTS, *, is_exact: bool)
     ("groups", "shared", "channels", "half"), [(2, 3, 16, 5), (1, 1, 70, 35), (3, 4, 130, 20), (9, 1, 8, 0)]
 )
 def test_rotated_and_written(dtype: torch.dtype, groups: int, shared: int, channels: int, half: int) -> None:
-    """CU-1, CU-2: some channels turned, all, none; more heads than a program has; padding is not written.
+    """CU-1, CU-2: rotation of some, all or no channels; more heads than a program has; padding is not written.
 
     Triton's interpreter cuts bf16 off where a device rounds; fused products of a device differ in fp32.
     """

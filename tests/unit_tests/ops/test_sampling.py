@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
-    """One set of parameters for all rows."""
+    """Sample with one set of parameters for all rows."""
     rows = logits.shape[0]
     batch = sampling_batch([temperature] * rows, [top_k] * rows, [top_p] * rows, uniform.tolist())
     return sample_tokens(logits, batch)
@@ -241,7 +241,7 @@ SHAPES = {
 
 
 class TestAgainstTheDefinition:
-    """EX-13: the same token for the same number on every backend, unless it lies within 1e-5 of a border."""
+    """EX-13: every backend draws the token of the uniform number, except within 1e-5 of a border."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("parameters", KINDS, ids=str)
@@ -341,7 +341,7 @@ class TestRows:
             torch.set_num_threads(before)
 
     def test_a_row_that_is_not_a_number_does_not_touch_the_others(self):
-        """And its own token is an id, whatever is asked for."""
+        """The NaN row's own token is a valid id, with any options."""
         logits, batch = self.batch(37, 4097)
         wanted = sample_tokens(logits, batch)
         broken = logits.clone()
@@ -375,7 +375,7 @@ class TestRows:
 
 
 def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EX-13: whatever is asked for, no more than a small part of a row is put in order."""
+    """EX-13: only a small part of a row is ever sorted, with any options."""
     longest = 0
 
     def watch(name: str) -> None:

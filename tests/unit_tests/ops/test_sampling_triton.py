@@ -78,7 +78,7 @@ def frequencies(
 
 
 def test_distributions_by_their_definition() -> None:
-    """EX-13: of masses .4 .3 .2 .1: shares, and which tokens are kept where a share is reached exactly."""
+    """EX-13: masses .4 .3 .2 .1: shares, and the kept tokens if a share is reached exactly."""
     logits = [math.log(mass) for mass in (0.2, 0.4, 0.1, 0.3)]
     assert frequencies(logits, 10).tolist() == [2, 4, 1, 3]
     assert frequencies(logits, 7, top_k=2).tolist() == [0, 4, 0, 3]

@@ -197,7 +197,7 @@ class TestTheComparisonsCanFail:
 
 
 class TestIsolation:
-    """HY-10, HY-9: nothing reaches a state but its own tokens."""
+    """HY-10, HY-9: a state depends on its own tokens only."""
 
     @pytest.mark.parametrize("lengths", [(64,), (65,), (32, 32), (3, 70, 1)], ids=str)
     @pytest.mark.parametrize("padding", [1, 7, 64])

@@ -38,7 +38,7 @@ PADDING = (7, 0)  # tokens of two sequences of padding, one in the middle and on
 
 
 class Layer:
-    """One layer's inputs, pools and truth; steps compute spans of the sequences."""
+    """Inputs, pools and references of one layer; steps compute spans of the sequences."""
 
     def __init__(
         self, dtype: torch.dtype, states: torch.dtype = FP32, shape: tuple[int, int, int, int] = (2, 1, 16, 16)
@@ -169,7 +169,7 @@ def test_tiles_compute_what_the_formula_says(dtype: torch.dtype, heads: int, bou
 def test_every_configuration_of_tiles_computes_the_same(
     config: Config, types: dict[str, str], states: torch.dtype
 ) -> None:
-    """CU-2: all that is compiled, with more channels than a program has, and states that do not fill a tile."""
+    """CU-2: all compiled configurations agree, with more channels than a program has, and partial tiles of states."""
     with watch() as launches:
         run(Layer(DTYPES[types["T"]], states, (2, 2, 80, config["N"] - 16)))
     assert ("chunk_scan", config, tuple(sorted(types.items()))) in launches
@@ -200,7 +200,7 @@ def test_bits_do_not_depend_on_cuts_at_absolute_multiples() -> None:
 
 
 def test_fast_decay_is_summed_exactly() -> None:
-    """CU-2: behind a token that forgets everything, logarithms in fp32 alone would be off by a hundredth."""
+    """CU-2: after a token that forgets everything, logarithms in fp32 alone would be off by a hundredth."""
     layer = Layer(FP16)
     layer.A[:] = torch.tensor([-200_000.0, -2_000.0])
     layer.dt[:] = torch.tensor([2e-6, 2e-4])
@@ -232,7 +232,7 @@ def test_a_state_of_another_is_seen() -> None:
 def test_who_computes_is_decided_by_model_and_block(
     dtype: torch.dtype, shape: tuple[int, int, int, int], multiple: int, expected: set[str]
 ) -> None:
-    """CU-1, CU-3: of one token, and of many."""
+    """CU-1, CU-3: model and block decide for one token, and for many."""
     for spans in ([(0, 0, 1)], [(8, 0, 197)]):
         layer = Layer(dtype, shape=shape)
         layer.multiple = multiple

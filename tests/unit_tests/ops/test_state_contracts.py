@@ -216,7 +216,7 @@ def test_states_in_16_bits_are_rounded_in_the_pool_only(name: str, backend: str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)
 def test_states_of_16_bits_are_read_and_written_back(name: str, backend: str, dtype: torch.dtype) -> None:
-    """HY-14: by a prefill that goes on, into a snapshot, and by decodes; each slot holds its last token's state."""
+    """HY-14: a continued prefill, a snapshot and decodes write such states; each slot holds its last token's state."""
     pools = Pools(name, backend, dtype)
     end = LENGTHS[0]
     pools.prefill([0], [0], [32])

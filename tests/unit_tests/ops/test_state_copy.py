@@ -95,7 +95,7 @@ def test_a_wrong_row_is_seen() -> None:
 
 
 def test_one_launch_copies_all(backend: str) -> None:
-    """CU-1: both kinds and all layers; as what is compiled ahead of time."""
+    """CU-1: one launch copies both kinds and all layers, as compiled ahead of time."""
     pools = Pools(torch.bfloat16, torch.float32)
     with watch() as launches:
         pools.copy([1, 2], [0, 1])
@@ -103,7 +103,7 @@ def test_one_launch_copies_all(backend: str) -> None:
 
 
 def test_pools_in_pieces_are_copied_by_the_reference(backend: str) -> None:
-    """CU-3: where there is no kernel."""
+    """CU-3: the reference copies pools for which there is no kernel."""
     pools = Pools(torch.float32, torch.float32)
     pools.pairs = [(source.transpose(-1, -2), target.transpose(-1, -2)) for source, target in pools.pairs]
     wanted = pools.expected([3], [2])

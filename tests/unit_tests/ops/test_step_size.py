@@ -43,7 +43,7 @@ def assert_right(got: Tensor, want: Tensor, relative: float = 1e-5) -> None:
 @pytest.mark.parametrize("rates", TYPES[:2], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_sizes_and_rates_equal_their_formulas(dtype: torch.dtype, rates: torch.dtype) -> None:
-    """CU-1, CU-2: of heads, and of channels with several states; dt is a part of wider rows, and may be small."""
+    """CU-1, CU-2: sizes of heads, and of channels with several states; dt is a slice of wider rows, possibly small."""
     for heads, states in ((5, ()), (300, (3,))):
         dt = (numbers(3, heads + 9, dtype=dtype) * 4 - 6)[:, 4 : 4 + heads]
         bias, log = numbers(heads, dtype=dtype), numbers(heads, *states, dtype=rates)

@@ -32,7 +32,7 @@ KERNELS = {kernel.name: kernel for kernel in all_kernels()} if triton.can_be_imp
 
 
 def variants() -> list[tuple[Kernel, Config, dict[str, str]]]:
-    """Everything that is compiled."""
+    """All compiled configurations."""
     covered = [KERNELS[name] for name in COVERED if KERNELS]
     return [(kernel, config, dict(types)) for kernel in covered for config, types in kernel.variants()]
 
@@ -44,7 +44,7 @@ def name_of(value: object) -> str:
 
 
 def is_small(kernel: Kernel, config: Config, types: dict[str, str]) -> bool:
-    """One configuration of each operator in fp32 and in 16 bits; and one whose states are shared by programs."""
+    """Select one configuration of each operator in fp32 and in 16 bits, and one with states shared by programs."""
     is_first = config == next(one for one, found in kernel.variants() if dict(found) == types)
     return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16"
 
@@ -72,7 +72,7 @@ def test_kernels_compute_what_their_formulas_say(kernel: Kernel, config: Config,
 @pytest.mark.kernels
 @pytest.mark.parametrize(("kernel", "config", "types"), [one for one in variants() if one not in SMALL], ids=name_of)
 def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
-    """CU-2: all that is compiled."""
+    """CU-2: all compiled configurations agree."""
     run(kernel, config, types)
 
 
@@ -125,6 +125,6 @@ def test_what_has_no_kernel_is_computed_by_the_reference(name: str, capsys: pyte
 
 
 def reference_prefill(steps: Steps) -> None:
-    """One whole sequence, without padding, which the reference does not know."""
+    """Compute one whole sequence without padding, which the reference does not support."""
     y = steps.prefill([1], [0], [3], padding=False)
     steps.check_outputs("prefill", y, [1], [0], [3])

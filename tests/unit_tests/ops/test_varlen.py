@@ -27,7 +27,7 @@ def test_pack_chunks_literal() -> None:
 
 
 def test_index_tensors_share_one_buffer() -> None:
-    """One host-to-device copy a step: every int64 tensor is a view of the same storage."""
+    """Index tensors need one host-to-device copy a step: every int64 tensor is a view of one storage."""
     chunks = pack_chunks([[2, 4], [3]], "cpu")
     staged = [chunks.sequences.cu_seqlens, chunks.sequences.seq_idx, chunks.cu_chunk_seqlens, chunks.chunk_seq_idx]
     staged += [chunks.last_chunk_indices]

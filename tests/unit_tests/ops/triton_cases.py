@@ -55,7 +55,7 @@ class Operator:
 
 
 def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
-    """One of the four, of `size` states (columns of the convolution's window, channels of a key), with slow decay."""
+    """Operator with `size` states (columns of the convolution's window, channels of a key), with slow decay."""
     generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
 
     def normal(*shape: int) -> Tensor:

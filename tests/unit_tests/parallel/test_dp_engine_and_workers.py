@@ -324,7 +324,7 @@ class TestFleet:
         assert world.core.replicas[1].scheduler.take_commands() == [Resume()]
 
     def test_new_weights_make_other_keys_on_every_rank(self):
-        """MR-2, EX-4: not a reset alone, whose keys would go on: the messages name snapshots by them."""
+        """MR-2, EX-4: new weights change the keys, unlike a reset alone: the messages name snapshots by keys."""
         world = World(LIMITS, EvictionPolicyName.LRU, 4, replicas=1)
         named = []
         for _ in range(2):

@@ -94,7 +94,7 @@ def run_command(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("script", ["tensor_parallel", "pipeline_parallel"])
 def test_the_others_as_torchrun_would_start_them(script, tmp_path):
-    """On ranks that are forked, since torchrun spends ten seconds on imports; it is run above."""
+    """The other ranks are forked, since torchrun spends ten seconds on imports; it is run above."""
     path = tmp_path / "results.json"
     launch, arguments = started(script, tmp_path, *RUN[script].split(), "--output-path", str(path))
     assert (launch.standalone, launch.nproc_per_node) == (True, "2")

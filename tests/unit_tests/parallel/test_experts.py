@@ -117,7 +117,7 @@ class Computed:
 
 
 def run_layers(parallel: ParallelConfig, models: Models) -> dict[str, Computed]:
-    """On one rank."""
+    """Run the layers on one rank."""
     platform.initialize(parallel)
     replica = parallel_state.get_data_parallel_rank()
     return {name: run_layer(config, whole, replica) for name, (config, whole) in models.items()}
@@ -150,7 +150,7 @@ def models() -> dict[str, tuple[torch.nn.Module, Whole]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_what_the_formulas_say(layout, models):
-    """And no token twice: upstream computes each once for every rank that has it, here those divide them."""
+    """Each token is computed once: upstream computes it once for every rank that has it."""
     size, parallel = LAYOUTS[layout]
     replicas = size // parallel.tensor_model_parallel_size
     ranks = run_ranks(run_layers, size, parallel, {name: (CONFIGS[name], whole) for name, (_, whole) in models.items()})
@@ -176,7 +176,7 @@ def test_experts_without_tokens(models):
 
 
 def test_a_rank_alone_keeps_upstreams_dispatcher(models):
-    """So that its results are bitwise what they were."""
+    """A rank alone keeps bitwise unchanged results."""
     layer, _ = models["latent"]
     assert type(layer.token_dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
 

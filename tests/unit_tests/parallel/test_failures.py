@@ -181,7 +181,7 @@ def test_nothing_is_left_half_written(tmp_path: Path):
 
 
 def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
-    """Without torchrun rank 0 keeps the store: when it is gone, so is the place to agree on who speaks."""
+    """Rank 0 keeps the store without torchrun: when it is gone, the ranks cannot agree on a reporter."""
     import torch.distributed as dist
 
     from megatron_ext.errors import RankError

@@ -1,7 +1,7 @@
-"""MR-3, MR-5, KV-7: whatever several ranks share, they give what one rank gives: tokens, scores, counts, statistics.
+"""MR-3, MR-5, KV-7: several ranks give the results of one rank in any layout: tokens, scores, counts, statistics.
 
 Each life (`scenario.py`) is lived by one rank and by the ranks of a layout, with the same blocks and slots, and with
-NaN in every pool. Replicas are compared with one rank that is asked for what they are asked for.
+NaN in every pool. Replicas are compared with one rank that gets their requests.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def alone(kind: str, cache: str) -> Lived:
 
 
 def lives(kind: str, size: int, parallel: ParallelConfig, scripts: Sequence[Script]) -> list[list[Lived]]:
-    """On each rank."""
+    """Run the lives on each rank."""
     return run_ranks(live_poisoned, size, parallel, config_of(kind), whole_of(kind), scripts, deadline=240.0)
 
 
@@ -148,7 +148,7 @@ def total(statistics: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def test_experts_of_two_replicas():
-    """MR-5, FX-1: the same requests on both, other ones, none: what an idle rank cached is there when it wakes."""
+    """MR-5, FX-1: equal, different and no requests: an idle rank's cached blocks are there when it wakes."""
     assert_replicas_lived_alike(2, EP_2, tuple(UNEVEN))
     skipped = [replicas_alone("idle")[1].records[who].skipped_prefill_token_count for who in (1, 3, 5)]
     assert skipped[0] == 0

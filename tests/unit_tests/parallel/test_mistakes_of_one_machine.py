@@ -1,4 +1,4 @@
-"""MR-6: what ends a rank before the ranks have met is said where it is seen, and by no more of them than needed."""
+"""MR-6: an error before the ranks have met is reported where it is seen, by no more ranks than needed."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_hash_seeds_and_naps_change_nothing(whole: Whole):
 
 
 def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
-    """One rank schedules something else in its fifth step."""
+    """Make one rank schedule something else in its fifth step."""
     import torch
 
     from megatron_ext.parallel import worker

@@ -64,7 +64,7 @@ def run(tmp_path: Path, size: int, flags: Sequence[str]) -> tuple[dict, list[str
 
 
 def strip(value: object) -> object:
-    """Without what no two runs have in common; floats as far as they are the same."""
+    """Remove everything that differs between any two runs; round floats."""
     if isinstance(value, dict):
         return {key: strip(one) for key, one in value.items() if key not in PER_RUN}
     if isinstance(value, list):
@@ -136,7 +136,7 @@ def marks_of(process: psutil.Process) -> list[str]:
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess]]:
-    """Both launches beside one another, since most of each is imports that wait for one another."""
+    """Run both launches at once, since most of each is waiting for imports."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("fail", "SIGINT")}
     signalled = ("--output-path", str(folders["SIGINT"] / "out.json"), "--num-tokens-to-generate", "50")
     with ThreadPoolExecutor(2) as pool:

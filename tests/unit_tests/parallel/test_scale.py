@@ -95,7 +95,7 @@ class Seen:
 
 
 def see(parallel: ParallelConfig, models: dict[str, tuple[ModelConfig, Whole]]) -> dict[str, Seen]:
-    """On one rank."""
+    """Observe one rank."""
     platform.initialize(parallel)
     return {name: see_one(parallel, config, whole) for name, (config, whole) in models.items()}
 

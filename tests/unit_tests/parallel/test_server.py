@@ -1,4 +1,4 @@
-"""MR-1, MR-6, MR-7: of several ranks the first one serves; it outlives silence, and ends with any of them."""
+"""MR-1, MR-6, MR-7: the first of several ranks serves; it outlives silence, and ends with any of them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def die_at_start() -> None:
 
 
 def die_when_ready() -> None:
-    """After loading, where a rank begins to wait for what rank 0 has for it."""
+    """Exit after loading, where a rank begins to wait for rank 0."""
     from megatron_ext.signals import Interruption
 
     Interruption.keep_quiet = die
@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
 
 @pytest.mark.parametrize("name", ["dies at start", "dies when ready"])
 def test_a_rank_that_dies_in_silence_ends_the_server(name: str, ends: dict[str, list[Outcome]]):
-    """TE-3: before it has connected, too, where the others wait for as long as for one that is slow."""
+    """TE-3: the server also ends if the rank dies before it has connected, where the others wait as for a slow one."""
     outcomes = ends[name]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]

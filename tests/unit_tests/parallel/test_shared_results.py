@@ -51,7 +51,7 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
     ids=str,
 )
 def test_what_rank_0_waits_for(fields, expected):
-    """And the message, which has all that a row's logits are shaped with, is the same on every rank."""
+    """Messages with the logits options of a row are equal on every rank."""
     steps = []
     for _ in range(2):
         scheduler = Scheduler(make_limits())

@@ -77,7 +77,7 @@ def sight(config: ModelConfig, model: torch.nn.Module) -> Sighted:
 
 
 def sight_share(config: ModelConfig, whole: Whole) -> Sighted:
-    """On one rank of two, each with an engine of its own that is asked for the same."""
+    """Observe one rank of two, each with an engine of its own and equal requests."""
     platform.initialize(TP_2)
     model = build_model(config, device=CPU)
     fill(model, whole)

@@ -116,7 +116,7 @@ def test_results_of_any_size_come_back():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_message_begins_with_the_rank_that_raised(rank):
-    """Not with those that say "connection reset" because it is gone."""
+    """The first lines are not those of ranks that report "connection reset" because it is gone."""
     with pytest.raises(RanksFailed, match=rf"\Arank {rank}: LookupError: no such expert") as caught:
         run_ranks(raise_on, 2, rank)
     assert caught.value.root.rank == rank

@@ -72,7 +72,7 @@ def test_of_two_chains_the_one_used_longer_ago_goes_first():
 
 
 def test_a_block_in_use_is_never_evicted():
-    """KV-3, KV-4: and what is matched is pinned before anything is allocated."""
+    """KV-3, KV-4: matched blocks are pinned before anything is allocated."""
     cache = PrefixCache(3, LRU)
     cache.release(fill(cache, CHAIN))
     matched = cache.match(CHAIN[:2])
@@ -113,7 +113,7 @@ def test_a_run_that_begins_with_known_contents_goes_on_from_there():
 
 
 def test_many_blocks_are_evicted_at_once():
-    """KV-4: as one by one."""
+    """KV-4: evicting many blocks at once equals evicting them one by one."""
     cache = PrefixCache(5, LRU)
     old, new = fill(cache, [b"a", b"b"]), fill(cache, [b"x", b"y", b"z"])
     cache.release(old)
@@ -141,7 +141,7 @@ def test_reset_forgets_everything_and_leaves_blocks_in_use_alone():
 
 
 def test_released_together_counts_what_is_shared_once():
-    """KV-13: what a plan may count on."""
+    """KV-13: the count is the one on which a plan may rely."""
     cache = PrefixCache(6, LRU)
     first, second = fill(cache, CHAIN), fill(cache, [*CHAIN[:2], b"z"])
     assert cache.releasable([first]) == {first[2]}
@@ -185,7 +185,7 @@ def parted(cache, matched, start):
 
 
 def test_a_parting_is_where_what_is_cached_goes_on_otherwise():
-    """SI-1: and no states were left there that were asked for."""
+    """SI-1: a divergence is recorded where a cached sequence goes on otherwise, without requested states there."""
     cache = PrefixCache(8, LRU, slots=4)
     blocks = fill(cache, CHAIN)
     assert parted(cache, blocks, 1) == [], "nothing continues the last one"

@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.owners.append(Owner(word, expected, [*matched, *blocks]))
 
     def evict(self, gone, count):
-        """So many went one by one, each a leaf with the least rank of all leaves at that time."""
+        """Check evictions one by one: each block was a leaf with the least rank of all leaves at that time."""
         assert len(gone) == count
         model = self.model
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""KV-4: one contract for every policy, and what each of them promises beside it."""
+"""KV-4: contract of every policy, and the additional guarantees of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EX-10, SI-2: what `flops` gives up, for blocks and snapshots together, against a model that weighs everything anew.
+"""EX-10, SI-2: evictions by `flops`, of blocks and snapshots together, against a model that weighs everything anew.
 
 The model has words for sequences and a letter for a block. It scans all that there is for the least, and finds the
 snapshot before another by following who stood on whom.
@@ -204,7 +204,7 @@ class Lives(RuleBasedStateMachine):
             self.take(prefix, optional=rank is Rank.OPTIONAL)
 
     def guess(self, prefix: str) -> None:
-        """SI-1: in a free slot only, and where nothing is."""
+        """SI-1: leave an opportunistic checkpoint, only in a free slot and where there is no snapshot."""
         if prefix in self.guesses or prefix in self.model.taken:
             return
         slot = self.cache.states.reserve(key(prefix), Rank.OPPORTUNISTIC)
@@ -368,7 +368,7 @@ def test_a_deep_block_outlives_as_much_as_it_is_worth():
 
 
 def test_the_age_of_blocks_does_not_go_back():
-    """SI-2: what a block continues stands lower than that block did, and is given up after it."""
+    """SI-2: a block ranks lower than the block that it continues, and is evicted after it."""
     cache = PrefixCache(7, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
     publish = {name: [b"%s%d" % (name, i) for i in range(length)] for name, length in ((b"a", 3), (b"b", 4), (b"c", 3))}
     for name in (b"a", b"b"):
@@ -425,7 +425,7 @@ def take_alone(cache: PrefixCache, name: bytes, depth: int = 1, rank: Rank = Ran
 
 
 def test_the_age_of_slots_never_sinks():
-    """SI-2: where one that is worth much went for its rank, and then one that is worth little."""
+    """SI-2: the age does not sink if a valuable snapshot is evicted, and then one of little value."""
     cache = PrefixCache(20, FLOPS, 2, EntryCosts())
     take_alone(cache, b"little")
     take_alone(cache, b"much", 4, Rank.OPTIONAL)
@@ -437,7 +437,7 @@ def test_the_age_of_slots_never_sinks():
 
 
 def test_a_snapshot_that_is_used_stands_at_the_age_of_now():
-    """SI-2: it outlives as much as one that is taken now and is worth as much."""
+    """SI-2: a used snapshot lives as long as one taken now that is worth as much."""
     cache = PrefixCache(20, FLOPS, 2, EntryCosts())
     deep = take_alone(cache, b"deep", 3)
     for i in range(3):
@@ -449,7 +449,7 @@ def test_a_snapshot_that_is_used_stands_at_the_age_of_now():
 
 
 def test_the_age_of_blocks_never_sinks():
-    """SI-2: where a block is worth less than the one that continued it, and went before."""
+    """SI-2: the age does not sink if a block is worth less than its continuation, and is evicted earlier."""
     cache = PrefixCache(4, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
     table = cache.allocate(3)
     cache.publish([b"a", b"b", b"c"], table, None)  # worth 0, 1 and 2
@@ -473,7 +473,7 @@ def test_operations_are_those_of_every_token():
 
 @pytest.mark.parametrize("pattern", ["M-*-", "****", "-M-M"])
 def test_a_token_costs_two_operations_for_each_parameter_that_it_meets(pattern: str):
-    """SI-2: nothing is subtracted; states count by their inner width; embeddings are looked up, not computed."""
+    """SI-2: no operation is subtracted; states count by their inner width; embeddings are looked up, not computed."""
     config = ModelConfig(hybrid_override_pattern=pattern, hidden_size=128, mamba_num_groups=2, vocab_size=100)
     costs = entry_costs(config, 16, 1, 1)
     parameters = matrix_parameter_count(config) - 100 * 128
@@ -483,7 +483,7 @@ def test_a_token_costs_two_operations_for_each_parameter_that_it_meets(pattern: 
 
 
 def test_a_token_meets_a_windows_keys_wherever_it_stands():
-    """SI-2: what attention in a window costs does not grow with the position; that of the other layer does."""
+    """SI-2: the cost of attention in a window does not grow with the position; that of the other layer does."""
     sizes = {"hidden_size": 128, "mamba_num_groups": 2, "vocab_size": 100, "attention_window": 48}
     costs = entry_costs(ModelConfig(hybrid_override_pattern="*WW-", **sizes), 16, 1, 1)
     whole = entry_costs(ModelConfig(hybrid_override_pattern="***-", **sizes | {"attention_window": None}), 16, 1, 1)

@@ -1,4 +1,4 @@
-"""SI-6: what was lost for want of memory is what a scheduler with enough of it skips."""
+"""SI-6: tokens lost for lack of memory are those that a scheduler with enough memory skips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> 
 
 
 def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """One after the other: what each skipped, and what it lost."""
+    """Serve requests one after the other and return the skipped and lost tokens of each."""
     found = []
     for i, prompt in enumerate(prompts):
         counters = scheduler.counters
@@ -91,7 +91,7 @@ def test_only_so_much_is_remembered():
 
 
 def test_slots_that_were_missing():
-    """SI-6: one for each snapshot that found none since, and its own; those that went with their block had theirs."""
+    """SI-6: a slot is missing for each snapshot that found none since; those that went with their block had theirs."""
     ghosts = Ghosts()
     ghosts.on_snapshot_removed(b"wanted")
     ghosts.on_snapshot_removed_with_block(b"with its block")

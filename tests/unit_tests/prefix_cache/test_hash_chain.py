@@ -56,7 +56,7 @@ def test_what_collides_in_polynomial_hashes_differs_here(position, base, multipl
 
 
 def test_what_collides_in_additive_hashes_differs_here():
-    """KV-1: the same tokens in another order, within a block and across blocks."""
+    """KV-1: reordered tokens have other hashes, within a block and across blocks."""
     swapped = [TOKENS[1], TOKENS[0], *TOKENS[2:]]
     assert block_hashes(swapped)[0] != block_hashes()[0]
     blocks_swapped = [*TOKENS[4:8], *TOKENS[:4], *TOKENS[8:]]
@@ -64,7 +64,7 @@ def test_what_collides_in_additive_hashes_differs_here():
 
 
 def test_tokens_cannot_move_across_the_border_of_blocks():
-    """KV-1: the same tokens in blocks of another size share no block hash."""
+    """KV-1: equal tokens in blocks of another size share no block hash."""
     assert not set(block_hashes(block_size=2)) & set(block_hashes(block_size=4))
 
 
@@ -136,7 +136,7 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
 @pytest.mark.parametrize("block_size", [3, 16, 300, 2_048, 3_000])
 @pytest.mark.parametrize("length", [2_047, 2_048, 2_049, 7_001])
 def test_a_long_prompt_is_hashed_in_pieces_that_do_not_show(length, block_size):
-    """KV-1: also where no piece is a multiple of the block, and after a slice that was hashed ahead."""
+    """KV-1: pieces do not show even if none is a multiple of the block, or after a slice hashed ahead."""
     tokens = random.Random(length).choices(range(100_000), k=length)
     whole = block_hashes(tokens, block_size=block_size)
     at_once, ahead = HashChain(ROOT, block_size), HashChain(ROOT, block_size)

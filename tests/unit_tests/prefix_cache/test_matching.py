@@ -52,7 +52,7 @@ def brute_force(length: int, matched: list[bytes], cache: PrefixCache) -> Resume
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_last_snapshot_is_found(seed):
-    """HY-3: in the match and below the end, wherever else there are snapshots, few or many."""
+    """HY-3: the snapshot is in the match and below the end, however many other snapshots there are."""
     source = random.Random(seed)
     own, others = chain("own", source.choice([1, 5, 40])), chain("others", 60)
     cache = cached(own, others)
@@ -69,7 +69,7 @@ def test_the_last_snapshot_is_found(seed):
 
 @pytest.mark.parametrize(("at", "most"), [(8_192, 1), (8_180, 13), (10, 110), (None, 110)])
 def test_few_are_looked_at(at, most):
-    """CU-6: as many blocks as there are snapshots and no more, if that is less; near the end hardly any."""
+    """CU-6: look-ups are bounded by the numbers of blocks and of snapshots; near the end there are hardly any."""
     own, others = chain("own", 8_192), chain("others", 80)
     cache = cached(own, others)
     for block_hash in [*others[:50], *([own[at - 1]] if at else [])]:

@@ -124,7 +124,7 @@ class TestOptional:
 
     @pytest.mark.parametrize("order", [b"xa", b"ax"])
     def test_prefill_takes_theirs_first(self, order: bytes):
-        """Without them there would have been a free slot."""
+        """Slots of opportunistic ones go first: without them there would have been a free slot."""
         index = filled(2, order, optional=b"x")
         index.reserve(b"b")
         assert visible(index) == {b"a"}
@@ -133,7 +133,7 @@ class TestOptional:
 
 
 def test_a_snapshot_goes_with_its_block():
-    """HY-2: and what has none is no concern."""
+    """HY-2: a block without a snapshot has no effect."""
     index = filled(2, b"ab")
     index.drop(b"a")
     index.drop(b"z")
@@ -266,7 +266,7 @@ class Wanted:
 
 
 def test_a_provisional_one_takes_a_free_slot_only():
-    """SI-1: not even that of another opportunistic one, which stands there for as good a reason."""
+    """SI-1: an opportunistic one does not take the slot of another, which has equal rank."""
     index = StateIndex(1)
     index.reserve(b"a", Rank.OPPORTUNISTIC)
     index.commit(b"a")

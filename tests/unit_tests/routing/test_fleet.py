@@ -37,7 +37,7 @@ def test_every_request_is_served_though_replicas_die(name):
 
 
 def test_the_router_skips_more_than_taking_turns():
-    """RP-2: on the same traffic."""
+    """RP-2: the comparison uses equal traffic."""
     shares = {
         name: World(Scale(8, 600), BALANCERS[name](8)).run().skipped for name in ("round_robin", "longest_prefix")
     }
@@ -45,7 +45,7 @@ def test_the_router_skips_more_than_taking_turns():
 
 
 def test_two_replicas_skip_what_one_of_twice_the_memory_does():
-    """RP-2: without load, chats one turn after the other; within two points, when caches are too small for all."""
+    """RP-2: without load, chats run one turn after the other; within two points if caches are too small."""
     shares = []
     for replicas, capacity in ((1, 1600), (2, 800)):
         scale = Scale(replicas, 500, capacity=capacity, offered=0.02 / replicas, failures=0.0)

@@ -107,7 +107,7 @@ def test_salts_keep_tenants_apart():
 
 
 def test_one_who_leaves_is_forgotten():
-    """RP-3: its blocks, its requests and its place; the next one who joins begins anew."""
+    """RP-3: blocks, requests and place of the replica are dropped; a replica that joins begins anew."""
     router = fleet(count=2)
     hold(router, "1", 16)
     prompt = router.prompt(range(16))
@@ -121,7 +121,7 @@ def test_one_who_leaves_is_forgotten():
 
 
 def test_who_is_full_or_draining_gets_nothing():
-    """RP-2: and where all are, there is no decision."""
+    """RP-2: full or draining replicas get nothing; if all are, there is no decision."""
     router = fleet(count=2, max_requests=1)
     prompt = router.prompt(range(8))
     for request in ("a", "b"):
@@ -164,7 +164,7 @@ def test_load_balanced_and_round_robin():
 
 
 def test_an_idle_fleet_fills_evenly():
-    """RP-2: of equally loaded ones the one that was given the least so far; who joins does not catch up."""
+    """RP-2: among equally loaded replicas the one with the fewest tokens so far wins; a new one does not catch up."""
     router = fleet()
     given = Counter()
     for i in range(30):
@@ -180,7 +180,7 @@ def test_an_idle_fleet_fills_evenly():
 
 
 def test_a_newcomer_has_its_share_from_the_first_request_on():
-    """TE-6: it is taken to have been given as much as the replica that was given the least."""
+    """TE-6: a new replica counts as having been given as much as the replica that was given the least."""
     router = fleet(count=2)
     busy(router, "0", 1000)
     router.ended(next(iter(router._flights)))
@@ -195,7 +195,7 @@ def test_a_newcomer_has_its_share_from_the_first_request_on():
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_of_many_replicas_the_least_loaded_one(count):
-    """TE-6: whether they are compared with each other or looked for in the order of all."""
+    """TE-6: the result is the same by comparing all replicas and by their sorted order."""
     router = fleet(count=count)
     for i in range(count):
         busy(router, str(i), 10 + (7 * i) % count)
@@ -206,7 +206,7 @@ def test_of_many_replicas_the_least_loaded_one(count):
 
 
 def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
-    """TE-6: it draws the prompt although the replica holds more than others; one token less does not."""
+    """TE-6: the match draws the prompt although the replica holds more than others; one token less does not."""
     router = fleet(count=2)
     hold(router, "1", 16)
     half, less = ([*range(16), *range(100, 100 + more)] for more in (16, 17))
@@ -230,7 +230,7 @@ def test_what_others_generated_is_expected():
 
 
 def test_events_that_make_no_sense():
-    """RP-3: what continues nothing known is left out; a run of the wrong length is the caller's mistake."""
+    """RP-3: a block with an unknown parent is left out; a run of the wrong length is the caller's mistake."""
     router = fleet(count=1)
     assert not router.stored("0", [5], 4, range(4))
     assert not router.state_stored("0", [5])

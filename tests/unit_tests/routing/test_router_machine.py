@@ -255,7 +255,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def knows_what_there_is(self) -> None:
-        """RP-3: its picture is what the replicas hold and what is in flight, no more and no less."""
+        """RP-3: the router's state is exactly what the replicas hold and what is in flight."""
         if self.router is None:
             return
         self.router.check()
@@ -274,7 +274,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert len(index.claimed) <= len({block for run in flying for block in run})
 
     def teardown(self) -> None:
-        """After quiescence nothing but what replicas hold is known; without replicas nothing at all."""
+        """Check that after the end only the replicas' contents are known, and without replicas nothing at all."""
         if self.router is None:
             return
         for request in list(self.sent):

@@ -1,4 +1,4 @@
-"""SA-1, SA-2: what is done to logits gives the tokens of a plain recompute in Python's own numbers, in every life."""
+"""SA-1, SA-2: logits processing gives the tokens of a plain recompute in Python's own numbers, in every life."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def scores(record: RequestRecord) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_logits_are_never_more_than_the_budget(driver, monkeypatch, rows):
-    """SE-2: neither in the forward nor after it; log-probs and best tokens are those of all rows at once."""
+    """SE-2: the budget holds in the forward and after it; log-probs and best tokens equal those of all rows at once."""
     driver.add(0, PROMPT, top_n_logprobs=3)
     whole = driver.run()[0]
     seen: list[int] = []
@@ -61,7 +61,7 @@ def test_logits_are_never_more_than_the_budget(driver, monkeypatch, rows):
 
 
 def test_they_are_those_of_a_recompute(driver, get_oracle, monkeypatch):
-    """EX-5, SE-2: in chunks of the prompt and pieces of the chunks, beside requests that decode."""
+    """EX-5, SE-2: log-probs are right in chunks and in pieces of chunks, beside requests that decode."""
     at_once(monkeypatch, 13)
     for request_id, length in enumerate((150, 3, 40, 101)):
         driver.add(request_id, make_prompt(length))

@@ -301,7 +301,7 @@ def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, hel
 
 
 def test_a_fault_in_the_mask_thread_ends_its_request_alone(loaded, monkeypatch, caplog):
-    """SE-10: also if it is no error that the library documents; the request is refused, and the fault is logged."""
+    """SE-10: even an undocumented error of the library only refuses the request, and the fault is logged."""
 
     class Panic(BaseException):
         """Exception like a library's panic."""

@@ -91,7 +91,7 @@ class Situation:
 
 
 def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
-    """Everything that the queues and their requests hold, deep, to be compared later."""
+    """Deep copy of all contents of the queues and their requests, for later comparison."""
     return [
         [(id(request), pickle.dumps(vars(request))) for request in queue]
         for queue in (queues.waiting, queues.running, queues.paused)

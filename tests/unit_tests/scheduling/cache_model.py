@@ -17,7 +17,7 @@ Key = tuple[str | None, tuple[int, ...]]  # salt, all tokens up to the end of th
 
 @dataclass(eq=False)
 class Owner:
-    """One request, as the model knows it."""
+    """Request as the model knows it."""
 
     name: int
     prompt: int
@@ -75,7 +75,7 @@ class World:
     # Questions
 
     def is_current(self, owner: Owner) -> bool:
-        """Nothing was reset since its admission."""
+        """Return whether nothing was reset since its admission."""
         return owner.era == self.era
 
     def in_use(self, without: list[Owner] | None = None) -> set[int]:
@@ -168,7 +168,7 @@ class World:
         self.drop_unclaimed()
 
     def reset(self) -> None:
-        """Nothing is cached, and nothing begun before will be."""
+        """Drop all cached contents, and publish nothing that was begun before."""
         self.cached, self.left_at = {}, {}
         self.era += 1
 
@@ -200,5 +200,5 @@ class Memory:
         self._places = {place: content for place, content in self._places.items() if place[0] not in blocks}
 
     def lose(self) -> None:
-        """Everything."""
+        """Drop everything."""
         self._places = {}

@@ -87,7 +87,7 @@ class CachingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.owners)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=6), kind=KINDS)
     def next_turn(self, data: st.DataObject, more: list[int], kind: tuple[str | None, bool, bool]) -> None:
-        """EX-1: what an earlier request knows by now, and more."""
+        """EX-1: add a prompt that continues an earlier request's tokens."""
         earlier = data.draw(st.sampled_from(self.world.owners), "earlier")
         self.add(earlier.tokens + more, 2, (earlier.salt, *kind[1:]))
 
@@ -127,7 +127,7 @@ class CachingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive())
     @rule()
     def fail(self) -> None:
-        """KV-5: nothing is published, nothing leaks."""
+        """KV-5: a failed step publishes and leaks nothing."""
         plan = self.schedule()
         self.write(plan.chunks)
         self.memory.spoil({block for chunk in plan.chunks for block in self.written_blocks(chunk)})
@@ -171,7 +171,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.verify()
 
     def teardown(self) -> None:
-        """Without arrivals every request ends, within a bound on the steps."""
+        """Check that without arrivals every request ends, within a bound on the steps."""
         if not hasattr(self, "limits"):
             return
         tokens_left = sum(owner.to_generate + 1 for owner in self.alive())
@@ -497,5 +497,5 @@ class CachingMachine(RuleBasedStateMachine):
 
 
 def described(plan: StepPlan) -> dict:
-    """Everything but the errors, which have no equality."""
+    """Describe everything but the errors, which have no equality."""
     return vars(plan) | {"failures": [request for request, _ in plan.failures]}

@@ -27,7 +27,7 @@ LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
     [(1, 0, 0), (1, 1, 0), (4, 0, 0), (4, 4, 3), (5, 4, 4), (8, 4, 4), (8, 8, 7), (9, 8, 8), (4, 3, 3)],
 )
 def test_resume_position(length, matched, position):
-    """KV-12: everything that is cached but the last token."""
+    """KV-12: a request resumes after everything cached except the last token."""
     assert resume_position(length, matched) == position
 
 
@@ -100,7 +100,7 @@ class TestLedger:
         assert ledger.reasons == {"partial_block": 2}
 
     def test_an_admission_that_is_retried_skips_once(self):
-        """EX-2, KV-13: its forward failed before anything was computed."""
+        """EX-2, KV-13: the request's forward failed before anything was computed."""
         ledger = PrefillLedger(10)
         for _ in range(3):
             ledger.admit(8, 2, 4, None)
@@ -108,7 +108,7 @@ class TestLedger:
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 0)
 
     def test_matched_blocks_are_those_of_the_first_admission(self):
-        """KV-9: what came later is not what the prompt found."""
+        """KV-9: later blocks were not found by the prompt."""
         ledger = PrefillLedger(10)
         assert ledger.matched_blocks is None
         ledger.admit(4, 1, 4, None)
@@ -137,7 +137,7 @@ class TestRequests:
     """Ledger entries that a scheduler writes."""
 
     def test_reasons_of_prompts_after_a_first_one(self):
-        """EX-2: the same 8 tokens are cached for all."""
+        """EX-2: all prompts have the first 8 tokens cached."""
         scheduler = Scheduler(make_limits(total_blocks=40), LRU)
         run(scheduler, request_of(0, range(8)))
         cases = {
@@ -181,7 +181,7 @@ class TestRequests:
         assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
 
     def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
-        """EX-2: the same prompt again resumes from its last boundary but one token."""
+        """EX-2: a repeated prompt resumes from its last boundary before the last token."""
         scheduler = Scheduler(make_limits(), LRU, slots=4)
         run(scheduler, request_of(0, range(8)))
         again = request_of(1, range(8))
@@ -236,7 +236,7 @@ class TestRequests:
 
 
 class TestCachingOff:
-    """KV-8: nothing is hashed, indexed or kept."""
+    """KV-8: caching off hashes, indexes and keeps nothing."""
 
     @staticmethod
     def live(scheduler: Scheduler, **params: object) -> None:

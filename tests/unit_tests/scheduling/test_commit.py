@@ -58,7 +58,7 @@ def test_what_one_has_published_in_its_last_step_others_find():
 
 
 def test_a_snapshot_and_the_last_token_in_one_step():
-    """HY-6: it is visible although its request has ended, and no slot stays reserved."""
+    """HY-6: the snapshot is visible although its request has ended, and no slot stays reserved."""
     request = request_of(0, range(8), num_tokens_to_generate=1)
     scheduler = scheduler_of(request, slots=4)
     assert commit(scheduler, scheduler.schedule(), {0: 1}) == [request]
@@ -69,7 +69,7 @@ def test_a_snapshot_and_the_last_token_in_one_step():
 
 @pytest.mark.parametrize("sampled", [{}, {0: 7}, {0: 7, 1: 8, 2: 9}, {0: 7, 2: 9}])
 def test_a_token_for_each_chunk_that_yields_one_and_for_no_other(sampled: dict[int, int]):
-    """And if that is not so, nothing has happened."""
+    """Other tokens are refused, and the state is unchanged."""
     first, second, long = request_of(0, range(5)), request_of(1, range(10, 13)), request_of(2, range(30, 45))
     scheduler = scheduler_of(first, second, long, total_blocks=20)
     message = describe_step(scheduler.schedule().chunks, 4)

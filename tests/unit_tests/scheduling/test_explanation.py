@@ -1,4 +1,4 @@
-"""SI-5: what is said of a request is true: compared with everything that was ever computed, in lists of tokens."""
+"""SI-5: explanations of a request are true, compared with everything ever computed, in lists of tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(seed: int, length: int) -> list[int]:
 
 
 class TestReasons:
-    """One situation each."""
+    """Reasons, each in one situation."""
 
     def test_parted(self):
         scheduler = make_scheduler()

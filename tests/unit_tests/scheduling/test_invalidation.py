@@ -1,4 +1,4 @@
-"""EX-4, EX-3: what was cached before a reset, of other weights, models or tenants, is not matched."""
+"""EX-4, EX-3: blocks from before a reset, or of other weights, models or tenants, are not matched."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cached_tokens(scheduler: Scheduler, tokens: object = PROMPT, **params: objec
 @pytest.mark.parametrize("invalidate", INVALIDATIONS)
 @pytest.mark.parametrize("slots", [None, 4])
 def test_what_was_cached_before_is_not_matched_after(invalidate: Invalidate, slots: int | None):
-    """EX-4: and what is computed after is."""
+    """EX-4: blocks computed after the reset are matched."""
     scheduler = make_scheduler(slots=slots)
     for arrival in (0, 1):
         request = request_of(arrival, PROMPT)
@@ -79,7 +79,7 @@ class TestInFlight:
     @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     def test_publishes_nothing_and_goes_on(self, stage: str, invalidate: Invalidate, policy: EvictionPolicyName):
-        """EX-4: neither of its prompt nor of its answer, and leaves nothing behind."""
+        """EX-4: the request publishes neither its prompt nor its answer, and leaves nothing behind."""
         scheduler = make_scheduler(policy, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
         request = self.at(stage, scheduler)
         invalidate(scheduler)
@@ -117,7 +117,7 @@ class TestInFlight:
 
     @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
     def test_begins_anew_when_it_is_admitted_again(self, invalidate: Invalidate):
-        """EX-4: then it computes with what is valid now, and publishes."""
+        """EX-4: the request then computes with the current weights, and publishes."""
         scheduler = make_scheduler(max_tokens=7)
         request = self.at("mid-prefill", scheduler)
         invalidate(scheduler)
@@ -146,7 +146,7 @@ class TestInFlight:
         assert scheduler.cache.available_count == 20
 
     def test_a_request_that_waits_hits_only_what_came_after(self):
-        """EX-4: its match is looked up when it is admitted."""
+        """EX-4: the match is looked up on admission."""
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))
         step(scheduler)
@@ -156,7 +156,7 @@ class TestInFlight:
 
 
 class TestKeys:
-    """KV-1: what equal tokens' KV depends on is part of the key."""
+    """KV-1: keys contain everything on which the KV of equal tokens depends."""
 
     @staticmethod
     def root(scheduler: Scheduler, **params: object) -> BlockHash:
@@ -199,7 +199,7 @@ class TestKeys:
         assert running.sequence.chain.root == waiting.sequence.chain.root
 
     def test_salts_share_among_themselves_only(self):
-        """EX-3: of prompts that are all the same."""
+        """EX-3: all prompts are equal."""
         scheduler = make_scheduler(total_blocks=40)
         salts = [None, "", "a", "b"]
         for arrival, salt in enumerate(salts):

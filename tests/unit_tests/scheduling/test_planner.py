@@ -333,7 +333,7 @@ class TestGrowth:
         assert admitted(step) == [(101, 4)]
 
     def test_a_request_that_outgrew_the_pool_before_a_suspend_fails_and_does_not_stall_the_others(self):
-        """KV-12: it waits with more tokens than the pool holds, so it could never be admitted."""
+        """KV-12: the waiting request has more tokens than the pool holds, so it could never be admitted."""
         situation = Situation(total_blocks=4)
         grown = situation.waiting(0, prompt=8, generated=9)
         situation.waiting(1, prompt=3)

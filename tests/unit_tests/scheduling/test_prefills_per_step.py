@@ -1,4 +1,4 @@
-"""SC-3: who prefills in a step. Blocks of 4 tokens, ids are arrivals; a step is written as {request: (start, end)}."""
+"""SC-3: prefills of a step. Blocks of 4 tokens, ids are arrivals; a step is written as {request: (start, end)}."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def shared(arrival: int, own: int) -> Request:
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_follower_behind_one_that_may_not_begin(limit):
-    """KV-6: it is looked at while its leader computes, and so the leader leaves states where the two part."""
+    """KV-6: the follower is looked at while its leader computes, so the leader leaves states where the two part."""
     scheduler = make_scheduler(slots=20, caching=True, max_prefills=limit, max_tokens=200)
     leader, other, follower = shared(0, 30), unique(1, 50), shared(2, 9)
     add(scheduler, leader, other, follower)

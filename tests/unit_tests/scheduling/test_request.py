@@ -33,7 +33,7 @@ def counts(request: Request) -> tuple[int, int]:
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], wall_clock: Callable[[], float]) -> None:
-    """For events and requests only: other threads of the test run read the clock too."""
+    """Set the clock of events and requests only: other threads of the test run read the clock too."""
     for module in (request_events, timeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
 

@@ -88,7 +88,7 @@ class TestLife:
         assert [admission.request for admission in plan.admissions] == [neighbour]
 
     def test_outgrowing_the_pool_just_before_a_suspend(self):
-        """KV-12: it waits with more tokens than the pool holds, and must not block the queue for ever."""
+        """KV-12: the waiting request has more tokens than the pool holds, and must not block the queue for ever."""
         scheduler, (request, neighbour) = make_scheduler(7, 2, total_blocks=2)
         step(scheduler)
         step(scheduler)

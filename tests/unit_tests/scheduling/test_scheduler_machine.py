@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """EX-8: at any moment everything that the request owned is free at once."""
+        """EX-8: abort at any moment; all resources of the request are free at once."""
         request = data.draw(st.sampled_from(self.alive()), "aborted")
         self.end(request, Status.ABORTED)
         self.verify()
@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.verify()
 
     def teardown(self) -> None:
-        """Without arrivals every request ends, within a bound on the steps."""
+        """Check that without arrivals every request ends, within a bound on the steps."""
         if hasattr(self, "limits"):
             self.drain()
 
@@ -334,7 +334,7 @@ def by_arrival(request: Request) -> int:
 
 
 def without_errors(plan: StepPlan) -> dict:
-    """Everything but the errors, which have no equality."""
+    """Copy of everything but the errors, which have no equality."""
     return vars(plan) | {"failures": [request for request, _ in plan.failures]}
 
 

@@ -137,7 +137,7 @@ class TestWhoMayAsk:
 
 class TestSleep:
     def test_requests_in_flight_wait_and_go_on(self, server):
-        """SE-5: their tokens are those without the nap; meanwhile the pools are gone and newcomers are refused."""
+        """SE-5: tokens equal those without the suspend; meanwhile the pools are gone and new requests are refused."""
         expected = tokens(server, prompt=[5, 6], max_tokens=400)["choices"][0]["text"]
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             stream, _ = started(server, client)
@@ -189,7 +189,7 @@ class TestSleep:
 
 class TestAbort:
     def test_one_answer_by_its_id(self, server):
-        """SE-5, EX-8: its client is told, its memory is free, and its neighbour goes on."""
+        """SE-5, EX-8: the aborted request's client gets an error, its memory is free, and its neighbour goes on."""
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             stream, name = started(server, client, max_tokens=1900, ignore_eos=True)
             other, _ = started(server, client, max_tokens=30, ignore_eos=True)
@@ -255,7 +255,7 @@ class TestUpdate:
         [("spoilt", "has shape"), ("missing", "not a directory"), ("../x", "not below"), ("/etc", "not below")],
     )
     def test_refused_whole(self, server, path, named):
-        """SE-5: and what is cached stays."""
+        """SE-5: the cache is unchanged by the refusal."""
         before = tokens(server)
         answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": path})
         assert named in check_error(answer, 400)["message"]

@@ -69,7 +69,7 @@ def discreet(serve, files) -> LiveServer:
 
 class TestTenants:
     def test_a_key_finds_only_what_it_sent_itself(self, shared):
-        """SE-3, EX-3: whatever salt its clients choose, none and another's tenant among them."""
+        """SE-3, EX-3: this holds for any salt, including none and another tenant's."""
         shared.reset_cache()
         salts = [None, "", "x"]
         for salt in salts:
@@ -133,7 +133,7 @@ class TestAdministrators:
 
     @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
     def test_of_several_keys_none_is_the_admins(self, headless, method, path):
-        """SE-3: without an admin key these routes stay closed, and the message says what would open them."""
+        """SE-3: these routes stay closed without an admin key, and the message names what would open them."""
         for key in (ALICE, BOB):
             assert "--admin-key-file" in check_error(ask(headless, key, method, path), 403)["message"]
         assert ask(headless, None, method, path).status_code == 401
@@ -152,7 +152,7 @@ class TestAdministrators:
 
 class TestHiddenCounts:
     def test_answers_do_not_say_what_was_cached(self, discreet):
-        """SE-3: neither whole nor streamed; prompt and generated tokens are still counted."""
+        """SE-3: cached tokens are shown neither whole nor streamed; prompt and generated tokens are still counted."""
         for _ in range(2):
             usage = complete(discreet, ALICE).json()["usage"]
             assert usage == {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42}
@@ -165,7 +165,7 @@ class TestHiddenCounts:
 
     @pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/prefix_cache"])
     def test_neither_do_the_counts_of_all(self, discreet, path):
-        """SE-3: who can read `/metrics` after a prompt knows what it skipped."""
+        """SE-3: a client that reads `/metrics` after its prompt would learn its skipped tokens."""
         assert [ask(discreet, key, "GET", path).status_code for key in (None, ALICE, ADMIN)] == [401, 403, 200]
         assert discreet.http.get("/health").status_code == 200
 
@@ -182,7 +182,7 @@ class TestHiddenCounts:
 
 class TestDigests:
     def test_what_is_shown_cannot_be_computed_outside(self, tiny):
-        """SE-3: who knows a prompt, model and salt can compute its keys, and they are not what is shown."""
+        """SE-3: prompt, model and salt give a block's keys, and those are not what is shown."""
         tiny.reset_cache()
         for _ in range(2):
             assert cached(tiny, None) in (0, 32)
@@ -205,7 +205,7 @@ class TestSources:
         monkeypatch.delenv("MEGATRON_EXT_API_KEY", raising=False)
 
     def test_the_variable(self, serve, monkeypatch):
-        """SE-3: so that the key is not in the list of processes."""
+        """SE-3: the variable keeps the key out of the list of processes."""
         monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
         server = serve(tiny_engine())
         assert cached(server, ALICE) == 0

@@ -1,4 +1,4 @@
-"""SE-9: what is wrong with a checkpoint's tokenizer or chat template is told in one line, and the server goes on."""
+"""SE-9: errors of a checkpoint's tokenizer or chat template are one line, and the server goes on."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class TestKey:
 
 
 def test_a_request_that_outgrows_the_pool_fails_alone(serve):
-    """KV-12: with the reason, streamed or not; a neighbour goes on."""
+    """KV-12: the request gets the reason, streamed or not; a neighbour goes on."""
     server = serve(tiny_engine(block_count=4))
     body = {"prompt": [1] * 40, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     error = check_error(server.http.post(COMPLETIONS, json=body), 400)

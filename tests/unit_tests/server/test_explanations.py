@@ -38,7 +38,7 @@ def explaining() -> CacheConfig:
 
 @pytest.fixture(scope="module")
 def server(serve) -> LiveServer:
-    """One key, which is the administrator's, and his routes: he may know all."""
+    """Server with one key, which is the administrator's, and admin routes, so that clients may see everything."""
     return serve(tiny_engine(cache=explaining()), api_key="key", enable_admin_routes=True)
 
 

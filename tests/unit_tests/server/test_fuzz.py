@@ -104,7 +104,7 @@ def governed(serve, tmp_path_factory) -> LiveServer:
 @settings(max_examples=10, **COMMON)
 @given(data=st.data())
 def test_described_requests_of_administrators(governed, operation, mode, data):
-    """SE-5, SE-6: whether it is asleep or awake."""
+    """SE-5, SE-6: requests of administrators work both suspended and awake."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
     headers = {"Authorization": f"Bearer {KEY}"}
     case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=30, headers=headers)
@@ -195,7 +195,7 @@ def test_completions(target, body):
 
 
 def few(required: dict, fields: dict):
-    """Some of the fields, so that not each body has one that is refused; one may be spoilt."""
+    """Select some of the fields, so that not each body has a refused one; one may be spoilt."""
     names = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
     sound = names.flatmap(lambda chosen: st.fixed_dictionaries(required | {name: fields[name] for name in chosen}))
     spoilt = st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=1)

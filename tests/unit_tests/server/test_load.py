@@ -104,7 +104,7 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
 
 
 def test_choices_are_taken_all_or_none(tiny):
-    """One bad prompt among good ones: none is left behind in the engine."""
+    """One bad prompt among good ones leaves no request in the engine."""
     response = tiny.http.post("/v1/completions", json={"prompt": [[1, 2], [3], [97]]})
     assert response.status_code == 400
     tiny.check_idle()
@@ -161,7 +161,7 @@ class TestEngineThatFails:
 
 
 def test_while_a_step_takes_long_the_server_answers(serve):
-    """And a client that leaves during that step frees its request when the step ends, before the next one."""
+    """A client that leaves during the step frees its request when the step ends, before the next one."""
     server = serve(tiny_engine())
     generate = server.engine.controller.compute_step
     begun, go_on, steps = threading.Event(), threading.Event(), []

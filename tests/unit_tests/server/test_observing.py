@@ -70,7 +70,7 @@ class TestMetrics:
         assert fresh.metric("snapshots_taken_total") == 1
 
     def test_times(self, fresh):
-        """One first token a request, and a gap before each other token."""
+        """Times are one first token per request, and a gap before each other token."""
         assert fresh.metric("time_to_first_token_seconds_count") == 4
         assert fresh.metric("inter_token_seconds_count") == 12
         assert fresh.metric("request_seconds_count") == 4
@@ -114,7 +114,7 @@ class TestCacheRoute:
         assert len(digests) == 2
 
     def test_reset_empties_the_cache(self, fresh):
-        """EX-4: nothing cached before is matched after."""
+        """EX-4: no block from before the reset is matched afterwards."""
         complete(fresh)
         assert complete(fresh)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
         occupancy = fresh.http.post("/reset_prefix_cache").json()["occupancy"]
@@ -303,7 +303,7 @@ class TestPage:
 
     @needs_chromium
     def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
-        """Before the key it shows counts only; its own POST has its own origin, which is let in."""
+        """The page shows only counts before it has the key; its own POST has its own origin, which is allowed."""
         person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
         monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE", PAGE.replace("</body>", f"{person}</body>"))
         monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE_HEADERS", {})

@@ -140,7 +140,7 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
 
 
 def test_a_late_reader_gets_the_same():
-    """After every token, now and then, and once at the end."""
+    """Reading after every token, now and then, or once at the end gives equal results."""
     promptly = sent(list(range(1, STEPS + 1)))
     assert promptly[0] == "<1>" + "".join(f"<{token}>" for token in range(STEPS))
     assert promptly[1] == [None, -0.5, -0.25, *(-token / 10 for token in range(STEPS))]
@@ -149,7 +149,7 @@ def test_a_late_reader_gets_the_same():
 
 @pytest.mark.parametrize("tokens", [20, 80])
 def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tokens):
-    """SE-2: once for the stream and once for the record, however many there are."""
+    """SE-2: a token is copied once for the stream and once for the record, however many there are."""
     requests, make = [], InputProcessor.make
 
     def counting(*args: object, **kwargs: object) -> Request:

@@ -137,7 +137,7 @@ class TestTokens:
             assert talking.http.post(path, json=body | {"model": "embedded"}).status_code == 200
 
     def test_what_the_tokenizer_is(self, talking):
-        """For `tokenizer_backend=remote` of lm_eval, which encodes the end's text to find its id."""
+        """The route serves `tokenizer_backend=remote` of lm_eval, which encodes the end's text to find its id."""
         info = talking.http.get("/tokenizer_info").json()
         end = talking.serving.tokenizer.eod
         assert info["eos_token_id"] == end

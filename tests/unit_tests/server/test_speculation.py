@@ -36,7 +36,7 @@ def ask(server, **fields):
 
 
 def test_usage_and_metrics_tell_what_became_of_drafts(drafting, tiny):
-    """SP-7: and the answer is that of a server without drafts, whose usage says nothing of them."""
+    """SP-7: the answer equals that of a server without drafts, whose usage has no draft counts."""
     plain, drafted = ask(tiny).json(), ask(drafting).json()
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
     assert "completion_tokens_details" not in plain["usage"]

@@ -156,7 +156,7 @@ class TestPoints:
         assert (found.requests, found.refused) == (4, 1)
 
     def test_a_session_goes_on_after_a_turn_that_was_refused(self):
-        """TE-6: as a client would that shortens its prompt."""
+        """TE-6: the simulated client shortens its prompt."""
         ids = Ids()
         long, short, other = ids.take(10**6), ids.take(100), ids.take(100)
         turns = [
@@ -170,7 +170,7 @@ class TestPoints:
         assert [one is None for one in found.ttft] == [True, False, False]
 
     def test_percentiles(self):
-        """TE-6: of the turns that were served."""
+        """TE-6: percentiles cover the served turns."""
         found = Outcome([1] * 5, ttft=[4.0, None, 1.0, 3.0, 2.0])
         assert [found.ttft_percentile(percent) for percent in (0, 25, 50, 99, 100)] == [1.0, 2.0, 3.0, 4.0, 4.0]
         assert Outcome([1], ttft=[None]).ttft_percentile(50) == 0.0
@@ -190,14 +190,14 @@ class TestPoints:
         assert machine.seconds([Chunk(decode, 8, 9)], costs) == pytest.approx(1 + (50 + 90 + 10) / 100)
 
     def test_a_grid_runs_what_is_the_same_once(self):
-        """Without recurrent layers the share for states is of no concern."""
+        """Runs that differ only in the share for states are equal without recurrent layers."""
         settings = grid([8.0], [0.2, 0.5], [64], ["lru"], ["kernel", "align"])
         points = list(sweep(alternating(512, 64, 8), ATTENTION, settings, Batch(), Machine()))
         assert len({one.wall_seconds for one in points}) == 1
         assert [one.settings for one in points] == settings
 
     def test_placements(self):
-        """SI-1: without guesses the second of each prefix skips nothing; guesses that learn come where they part."""
+        """SI-1: without guesses the second request of a prefix skips nothing; learned guesses are where they part."""
         turns = Ids()
         prefixes = [turns.take(1216) for _ in range(12)]  # 19 blocks
         trace = [Turn(i, float(i), (prefixes[i // 2], turns.take(700)), turns.take(1)) for i in range(24)]
@@ -218,7 +218,7 @@ class Leaps(Replay):
     planned = 0
 
     def step(self) -> None:
-        """One more."""
+        """Run one more step."""
         self.planned += 1
         super().step()
 
@@ -234,7 +234,7 @@ class Walk(Replay):
 @pytest.mark.parametrize("name", ["agents", "chat", "mixed", "rl"])
 @pytest.mark.parametrize("policy", ["lru", "flops", "ref_zero"])
 def test_steps_that_are_alike_are_taken_at_once(name: str, policy: str):
-    """SI-3: everything is the same as step by step, request by request; times but for rounding."""
+    """SI-3: results equal those step by step, request by request; times up to rounding."""
     turns = list(GENERATORS[name](Size(40, 3.0, 0.2, seed=5)))
     batch = Batch(max_requests=6, max_tokens=512)
     limits, slots = limits_of(HYBRID, Settings(0.6, 0.5, 64, policy), batch)

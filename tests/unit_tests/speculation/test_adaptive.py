@@ -52,7 +52,7 @@ def worth(counts, likelihoods, requests, costs) -> float:
     row=st.tuples(st.floats(0, 2), st.floats(0, 2)),
 )
 def test_nothing_is_worth_more(likelihoods, limits, others, row):
-    """SP-6: of all ways to hand out drafts none has more tokens for what its step costs."""
+    """SP-6: no other distribution of drafts gives more tokens for the cost of its step."""
     limits, requests = limits[: len(likelihoods)], len(likelihoods) + others
     costs = CostTable((CostRow(1, *row),))
     found = allot(likelihoods, limits, requests, costs)
@@ -63,7 +63,7 @@ def test_nothing_is_worth_more(likelihoods, limits, others, row):
 
 
 def test_large_batches_draft_less():
-    """SP-6: the same drafts are worth it alone, and not beside 31 others, where verifying costs as much as decoding."""
+    """SP-6: drafts are worth it alone, but not beside 31 others, where verifying costs as much as decoding."""
     assert allot([0.8], [4], 1, DEAR_WHEN_MANY) == [4]
     assert allot([0.8] * 32, [4] * 32, 32, DEAR_WHEN_MANY) == [0] * 32
     assert allot([0.3], [4], 1, CHEAP) == [3]
@@ -143,7 +143,7 @@ def test_costs_that_keep_it_from_beginning_are_tried(requests, table):
 
 @pytest.mark.parametrize("requests", [1, 8, 32])
 def test_drafts_that_never_come_cost_little(requests):
-    """SP-6: by the table's own account less than two hundredths of the steps, however many requests there are."""
+    """SP-6: rejected drafts cost less than two hundredths of the steps by the table, for any number of requests."""
     drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=True)
     row, cost, steps = DEAR_WHEN_MANY.at(requests), 0.0, 600
     for _ in range(steps):

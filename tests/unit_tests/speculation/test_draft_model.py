@@ -95,7 +95,7 @@ def make(**changes):
 @pytest.mark.parametrize("has_states", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_drafts_are_what_the_model_says(seed, has_states):
-    """SP-1: after any number of accepted tokens, beside any others, its drafts are those of the whole text."""
+    """SP-1: drafts are those of the whole text after any number of accepted tokens, beside any others."""
     source = random.Random(seed)
     drafter, _ = make(has_states=has_states, blocks=80)
     texts = {i: [source.randrange(97) for _ in range(source.randrange(1, 20))] for i in range(4)}
@@ -159,7 +159,7 @@ def test_the_last_draft_needs_no_room():
 
 
 def test_the_one_asked_for_longest_ago_gives_way():
-    """SP-1: whatever came first; the others have been read still."""
+    """SP-1: the order of arrival does not matter; the other texts stay read."""
     drafter, model = make(requests=2)
     texts = [list(range(start, start + 9)) for start in (0, 20, 40)]
     for i in (0, 1, 0, 2):
@@ -173,7 +173,7 @@ def test_the_one_asked_for_longest_ago_gives_way():
 
 
 def test_a_text_of_one_token_begins_without_a_state():
-    """SP-1: where another request's states lie in its slot; it is read as a prompt, however short it is."""
+    """SP-1: the slot holds another request's states; the text is read as a prompt, however short it is."""
     drafter, _ = make(requests=1)
     drafter.propose([DraftAsk(0, list(range(10)), 3)])
     drafter.forget(0)
@@ -188,7 +188,7 @@ def test_positions_that_were_not_learned_have_no_drafts():
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_after_an_error_it_reads_again(fails_at):
-    """SP-1: what its pools hold then is not trusted."""
+    """SP-1: contents of its pools after an error are not trusted."""
     drafter, model = make()
     tokens = list(range(10))
     model.fails_at = fails_at

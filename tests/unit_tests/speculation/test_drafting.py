@@ -28,7 +28,7 @@ class Counting:
 
 
 def test_a_probe_drafts_what_it_is_told_within_the_limit_of_each_request():
-    """SP-6: the same number for all but those near their end; after `use` the method itself drafts again."""
+    """SP-6: all requests get one number of drafts, except near their end; after `use` the method drafts again."""
     drafting = Drafting(SpeculationConfig(**NGRAM), COSTS)
     drafting.probe(3)
     assert drafting.propose(ASKS) == {0: (2, 2), 1: (5, 5, 5)}

@@ -23,7 +23,7 @@ def leading(wanted: Sequence[Contents], known: set[Contents]) -> int:
 
 
 class Book:
-    """EX-2: what became of each prompt token of one request, token by token."""
+    """EX-2: outcome of each prompt token of one request, token by token."""
 
     def __init__(self, request: Request, block_size: int) -> None:
         self.request = request

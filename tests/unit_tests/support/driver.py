@@ -240,7 +240,7 @@ class Driver:
         return self.engine.add_request(request_id, prompt, RequestParams(**params))
 
     def step(self) -> dict:
-        """One step, with the invariants checked before and after."""
+        """Run one step, with the invariants checked before and after."""
         self.engine.check()
         self._poison_slots(self.scheduler.queues)
         result = self.engine.step_modern()

@@ -28,7 +28,7 @@ EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(3)] + [b"data: [DONE]\n\n"]
 
 @dataclass(eq=False)
 class Exchange:
-    """One request to a fake."""
+    """Request to a fake replica."""
 
     method: str
     path: str
@@ -227,7 +227,7 @@ class Fronted:
         await eventually(lambda: self.status(fake) in statuses)
 
     async def check_idle(self) -> None:
-        """Nothing is in flight, and the router knows it."""
+        """Check that nothing is in flight, and that the router knows it."""
         fleet = self.coordination.fleet
         await eventually(lambda: not any(member.calls for member in fleet.members.values()))
         assert not fleet.in_flight
@@ -271,7 +271,7 @@ async def coordinator(
 
 @contextlib.asynccontextmanager
 async def fleet(count: int = 2, **settings: object) -> AsyncIterator[tuple[Fronted, list[FakeReplica]]]:
-    """So many fakes, and a coordinator before them."""
+    """Start fake replicas, and a coordinator before them."""
     fakes = [await FakeReplica(name=f"fake {number}").start() for number in range(count)]
     try:
         async with coordinator(*fakes, **settings) as front:

@@ -30,7 +30,7 @@ PLENTY = 100  # slots: none is ever given up, and the model knows every snapshot
 
 
 class HybridBook(Book):
-    """EX-2, with tokens that are computed though their block is cached."""
+    """Ledger of EX-2, with tokens that are computed though their block is cached."""
 
     def _reason(self, position: int) -> str:
         params = self.request.params
@@ -113,7 +113,7 @@ class HybridModel(CacheModel):
         return max(usable, default=0)
 
     def _positions(self, chunk: Chunk) -> Iterator[int]:
-        """HY-4: where a prefill chunk leaves a snapshot; LA-1: at its end, if the mode is `align`."""
+        """HY-4: positions of a prefill chunk's snapshots; LA-1: its end, if the mode is `align`."""
         if self._is_aligned:
             return (position for position in [chunk.end] if position % self.block_size == 0)
         length, size = len(chunk.request.tokens), self.block_size

@@ -92,7 +92,7 @@ class Reader:
         self.states -= set(block_hashes)
 
     def take(self, frames: Iterable[bytes], topic: bytes = b"kv-events") -> bool:
-        """One message; whether it was the expected one. Others are left out."""
+        """Take one message and return whether it was the expected one; others are left out."""
         name, number, payload = frames
         assert name in (topic, topic + b".states")
         assert len(number) == 8

@@ -108,7 +108,7 @@ class Part:
 
 
 def load(directory: Path, parallel: ParallelConfig, *, is_hf: bool = False) -> HybridModel:
-    """This rank's part of a stored model."""
+    """Load this rank's part of a stored model."""
     platform.initialize(parallel)
     source = SourceConfig(load_hf=str(directory)) if is_hf else SourceConfig(load=str(directory))
     loaded = load_model(source, {"spec": None}, parallel=parallel, device=CPU)
@@ -117,18 +117,18 @@ def load(directory: Path, parallel: ParallelConfig, *, is_hf: bool = False) -> H
 
 
 def random_model(config: ModelConfig, parallel: ParallelConfig) -> HybridModel:
-    """This rank's part of a model of random weights."""
+    """Build this rank's part of a model of random weights."""
     platform.initialize(parallel)
     return build_model(config, parallel=parallel, device=CPU, seed=5)
 
 
 def held(model: HybridModel) -> dict[str, Tensor]:
-    """This rank's tensors, by the names that they have here."""
+    """Tensors of this rank, by their local names."""
     return {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
 
 
 def places(model: HybridModel) -> dict[str, tuple[str, tuple[tuple[slice, slice], ...]]]:
-    """For each name here the whole tensor's name, and pairs of boxes: of the whole, and of this rank's."""
+    """Global tensor name of each local name, and pairs of boxes: of the whole, and of this rank's."""
     return {
         name: (cut.name, tuple((piece.whole, piece.local) for piece in cut.pieces))
         for name, cut in model_shards(model).items()

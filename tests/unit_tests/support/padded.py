@@ -39,11 +39,11 @@ def operators_by(backend: str) -> Iterator[None]:
 
 
 class Padded:
-    """For drivers: steps by programs of few sizes, and requests that programs take.
+    """Mixin for drivers: captured steps of few sizes, and requests that captured steps accept.
 
     Attributes:
-        buckets: Of the steps that a program computed.
-        eager_steps: Of the others.
+        buckets: Buckets of the captured steps.
+        eager_steps: Number of eager steps.
     """
 
     def __init__(self, *args: object, **batching: object) -> None:
@@ -85,7 +85,7 @@ class Padded:
             self.seen[request.request_id].states[end][-1] = left
 
     def _held_slots(self) -> set[int]:
-        """On a CPU the step that was launched ahead has been computed."""
+        """Slots held by the step that was launched ahead, which a CPU has already computed."""
         return {state.slot for state in self.scheduler.async_planner.states.values()}
 
     @property
@@ -98,7 +98,7 @@ class Padded:
         self.engine.core.replicas[0].ahead._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
-        """Without log-probs unless they are asked for: those of prompts leave the program."""
+        """Add a request, without prompt log-probs unless asked for: those need eager steps."""
         return super().add(request_id, prompt, **({"return_log_probs": False} | params))
 
     def step(self) -> dict:

@@ -72,7 +72,7 @@ class Lived:
 
 
 def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script) -> Lived:
-    """On one rank of a world; None for `parallel` is a world of one."""
+    """Run a life on one rank of a world; None for `parallel` is a single rank."""
     platform.initialize(parallel)
     model = build_model(config, device=CPU, parallel=parallel)
     fill(model, whole)

@@ -59,7 +59,7 @@ def _without_pinning(make):
 
 
 def _first_configuration(initialize):
-    """Nothing can be timed."""
+    """Return the first configuration, since nothing can be timed."""
 
     @functools.wraps(initialize)
     def initialized(tuner, *arguments, **options):

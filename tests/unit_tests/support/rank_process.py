@@ -1,4 +1,4 @@
-"""One rank of a world that `ranks.py` starts, from inside: it meets the others, calls the test's function, reports."""
+"""Process of one rank that `ranks.py` starts: it meets the others, calls the test's function, reports."""
 
 from __future__ import annotations
 

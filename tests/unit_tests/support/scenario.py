@@ -1,4 +1,4 @@
-"""One life of requests that meets everything an engine does, for engines that must live it alike.
+"""Script of requests that exercises everything an engine does, for engines that must agree.
 
 See `parallel_contexts.py`.
 

@@ -95,7 +95,7 @@ class SimulatedDevice:
         return self.launch(step).result()
 
     def idle(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def launch(self, step: ScheduledStep) -> PaperStep:
         self._may_break()
@@ -176,7 +176,7 @@ class RefusingDevice(SimulatedDevice):
     can_launch_next = True
 
     def launch_next(self, step: ScheduledStep) -> None:
-        """Nothing."""
+        """Launch nothing."""
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
         raise AssertionError("nothing was launched ahead")

@@ -1,6 +1,6 @@
-"""One model on any layout of ranks, without a file: its whole parameters, and each rank's part of them.
+"""Models on any layout of ranks, without a file: the whole parameters, and each rank's part of them.
 
-What a rank holds is what its model's `sharded_state_dict` says of global keys, shapes and offsets; nothing of our own
+A rank's part follows from its model's `sharded_state_dict`: global keys, shapes and offsets; nothing of our own
 loaders is used.
 """
 

@@ -85,7 +85,7 @@ def kinds(tmp_path_factory) -> dict[str, Kind]:
 
 class TestUsers:
     def test_what_they_spell_is_text(self, kind):
-        """SE-3: at the begin, in the middle, at the end, twice, and beside spaces; the controls are the template's."""
+        """SE-3: spelled first, in the middle, last, twice, and beside spaces; controls are the template's only."""
         expected = kind.controls(kind.ids("fox"))
         for spelled in kind.special:
             for content in (
@@ -100,7 +100,7 @@ class TestUsers:
                 assert spelled in ("<unk>", "[UNK]") or kind.controls(kind.ids(content, parse=True)) != expected
 
     def test_the_text_is_the_same(self, kind):
-        """Nothing is cut out of it: the ids read as they did before."""
+        """The ids read as before, and nothing is cut out of the text."""
         content = f"fox {kind.end} lazy"
         texts = [
             kind.tokenizer.detokenize(kind.ids(content, parse=parse), skip_special_tokens=False)
@@ -111,7 +111,7 @@ class TestUsers:
         assert f"fox{kind.end}lazy".lower() in bare[0]
 
     def test_a_turn_cannot_be_forged(self, kind):
-        """One message of the user's that reads as an answer and the next question is no such conversation."""
+        """A user message that reads as an answer and a next question does not become such turns."""
         honest = kind.ids("fox", "dog", "cat")
         text = kind.tokenizer.apply_chat_template(
             [
@@ -204,7 +204,7 @@ class TestUsers:
 
 class TestAssistants:
     def test_what_they_spell_is_as_before(self, kind):
-        """SE-3: their contents are what the model said; beside a user's that spells something, too."""
+        """SE-3: assistant contents are what the model wrote; beside a user's text that spells a token, too."""
         content = f"dog {kind.end} cat"
         assert kind.ids("fox", content) == kind.ids("fox", content, parse=True)
         both = kind.ids(f"fox {kind.end}", content)

@@ -148,7 +148,7 @@ def test_a_form_is_compiled_once_and_few_are_kept(monkeypatch):
 
 
 def test_answers_do_not_share_a_matcher():
-    """Not while they are followed in several threads either."""
+    """Matchers are separate in several threads too."""
     form, failures = schema(**OBJECT), []
 
     def follow(number: int) -> None:

@@ -133,7 +133,7 @@ class TestTikTokenizer:
 
 class TestSentencePiece:
     def test_ids_are_the_library_s(self, sentence, sentence_file):
-        """Without a beginning of a document, as Megatron reads texts."""
+        """Ids have no beginning of a document, as Megatron reads texts."""
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(sentence_file))
         assert (sentence.bos, sentence.eod, sentence.vocab_size) == (1, 2, theirs.get_piece_size())
         for text in TEXTS:

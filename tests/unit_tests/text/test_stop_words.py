@@ -107,7 +107,7 @@ class TestMatching:
         assert first_stop(["ND", "EN"], spell("x", " END")) == (2, "x ")
 
     def test_the_word_that_is_complete_first_stops(self):
-        """One word is there before another is, although the other begins before it."""
+        """The completed word wins, although the other word begins before it."""
         assert first_stop(["abc", "b"], spell("a", "b", "c")) == (2, "a")
 
     def test_a_word_that_is_part_of_another(self):

@@ -107,7 +107,7 @@ def test_the_cost_does_not_grow_with_the_text():
 
 
 class TestCost:
-    """SE-2: of a token, counted as tokens that are decoded for it: the same however many came before."""
+    """SE-2: cost of a token, counted in decoded tokens, which does not depend on the tokens before it."""
 
     TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
 
@@ -133,7 +133,7 @@ class TestCost:
 
     @pytest.mark.parametrize("text", [" word", "<|end|>", "<|end|> word", "é"])
     def test_it_does_not_grow(self, decoded, text):
-        """Also when the model says nothing but special tokens, as with `ignore_eos`."""
+        """The cost does not grow even if all tokens are special ones, as with `ignore_eos`."""
         tokens = self.TOKENIZER.tokenize(text * 300)
         counts = decoded(tokens)
         assert max(counts[len(counts) // 2 :]) == max(counts[:40])

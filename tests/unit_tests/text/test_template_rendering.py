@@ -82,7 +82,7 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[TemplateRenderer]:
-    """One for all templates: none of them leaves it unfit for the next."""
+    """Renderer for all templates: none of them leaves it unfit for the next."""
     one = TemplateRenderer()
     yield one
     one.close()

@@ -68,7 +68,7 @@ def test_texts(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_biases(case):
-    """SA-2: of any id that the model has, whether it is text or not, and of no other."""
+    """SA-2: biases are for any id of the model, whether it is text or not, and for no other."""
     CASES[case].check_biased((0, 9))
     CASES[case].check_biased(())
     with pytest.raises(ConfigError, match=r"token id 10 is not in the vocabulary of 10; ids go from 0 to 9"):

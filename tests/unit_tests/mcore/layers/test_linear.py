@@ -76,7 +76,7 @@ def test_columns_of_several_ranks():
 
 @torch.inference_mode()
 def test_rows_of_several_ranks():
-    """SC-2: one all-reduce, and the bias once."""
+    """SC-2: rows of several ranks need one all-reduce, and add the bias once."""
     others = F.linear(X[..., INPUTS // 2 :], WEIGHT[:, INPUTS // 2 :])
     layer = row(0, RANKS)
     reduce = mock.Mock(side_effect=lambda part, group: part.add_(others))

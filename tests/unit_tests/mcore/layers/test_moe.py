@@ -135,7 +135,7 @@ class TestLayer:
     @pytest.mark.parametrize("name", LAYERS)
     @torch.no_grad()
     def test_a_token_depends_on_no_other(self, name):
-        """Not on how many there are, and not on NaN in their places: padding can do no harm."""
+        """A token depends neither on the number of others nor on NaN in their places: padding is harmless."""
         config = LAYERS[name]
         layer, hidden = make_layer(config), make_hidden(config, 40, 1)
         together = run_layer(layer, hidden)

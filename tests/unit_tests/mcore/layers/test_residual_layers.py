@@ -117,7 +117,7 @@ def test_answers_at_inference_are_equal(pair):
 
 @torch.inference_mode()
 def test_nothing_of_upstream_runs_at_inference():
-    """SC-2: none of the wrapped forwards, no autograd function around products, and no warning."""
+    """SC-2: inference runs none of the wrapped forwards, no autograd function around products, and warns of nothing."""
     ours, theirs = both(dataclasses.replace(HYBRID, untie_embeddings_and_output_weights=False))
 
     def refuse(*_: object, **__: object) -> None:

@@ -114,6 +114,6 @@ def test_where_it_cannot_be_used_that_is_said(caplog: pytest.LogCaptureFixture, 
 
 
 def test_this_machine_has_what_it_says():
-    """Without Transformer Engine, or without a CUDA device, there are no parts."""
+    """There are no parts without Transformer Engine, or without a CUDA device."""
     if not torch.cuda.is_available():
         assert transformer_engine.installed_parts() is None

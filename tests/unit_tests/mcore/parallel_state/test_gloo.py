@@ -18,7 +18,7 @@ def threads() -> int:
 
 
 def made() -> tuple[list, int]:
-    """Some groups, and how many threads they brought."""
+    """Make some groups and count the threads that they start."""
     before = threads()
     groups = [torch.distributed.new_group([0], backend="gloo") for _ in range(GROUPS)]
     return groups, threads() - before

@@ -20,7 +20,7 @@ LONGEST = 512
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture and what is special about it."""
+    """Architecture and its special settings."""
 
     name: str
     model_type: str

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture and what is special about it."""
+    """Architecture and its special settings."""
 
     name: str
     seed: int

@@ -25,7 +25,7 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture and what is special about it."""
+    """Architecture and its special settings."""
 
     name: str
     family: str

@@ -21,7 +21,7 @@ ATOL = RTOL = 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture and what is special about it."""
+    """Architecture and its special settings."""
 
     name: str
     pattern: str

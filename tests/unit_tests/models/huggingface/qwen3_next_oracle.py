@@ -18,7 +18,7 @@ from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture and what is special about it."""
+    """Architecture and its special settings."""
 
     name: str
     seed: int

@@ -141,7 +141,7 @@ def _differences(warm: list[RequestRecord], cold: list[RequestRecord]) -> torch.
 
 @pytest.mark.parametrize("name", NARROW)
 def test_sixteen_bits(name: str, denses) -> None:
-    """FA-1: in bf16 the cache on beside off within the limits, and no more rounding than transformers has."""
+    """FA-1: cache on and off agree within the limits in bf16, with no more rounding than in transformers."""
     theirs, directory = denses(name)
     narrow = load_hf(directory, bf16=True)
     warm, cold = _records(narrow, CacheConfig()), _records(narrow, CacheConfig(enable_prefix_caching=False))
@@ -161,7 +161,7 @@ def test_sixteen_bits(name: str, denses) -> None:
 
 
 def test_a_window_that_no_sequence_is_longer_than_has_no_effect(denses) -> None:
-    """FA-4: what computes without a window computes; one token more, and it has an effect."""
+    """FA-4: the code without a window computes the output; one token more, and the window has an effect."""
     theirs, directory = denses("mistral, window")
     loaded = load_hf(directory, {"attention_window": 140})
     asked = []

@@ -146,14 +146,14 @@ KINDS = ["full_attention", "sliding_attention"]
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_windows_of_some_layers(name: str, changes: dict, expected: str) -> None:
-    """FA-4: as the list says or, without one, the number of the first layer that has it."""
+    """FA-4: the list decides or, without one, the number of the first layer with a window."""
     config = translate(PUBLISHED[name] | changes)
     assert config.hybrid_override_pattern == expected
     assert config.attention_window == (1024 if "W" in expected else None)
 
 
 def test_windows_of_all_layers() -> None:
-    """FA-4: in all layers or in none."""
+    """FA-4: the window applies to all layers or to none."""
     assert translate(PUBLISHED["qwen3_moe"] | WINDOW).hybrid_override_pattern == "WEWE"
     assert translate(PUBLISHED["qwen3_moe"] | WINDOW).attention_window == 1024
     assert translate(PUBLISHED["mixtral"] | {"sliding_window": 4096}).hybrid_override_pattern == "WEWE"
@@ -234,7 +234,7 @@ def test_yarn() -> None:
     ids=lambda value: str(value)[:50],
 )
 def test_refused_by_name(name: str, changes: dict, named: str) -> None:
-    """FA-2: in one line."""
+    """FA-2: the refusal is one line."""
     with pytest.raises(ConfigError, match=named) as caught:
         translate(PUBLISHED[name] | changes)
     assert "\n" not in str(caught.value)

@@ -96,7 +96,7 @@ def test_other_weights_are_written(llama_copy, tmp_path):
 
 
 class TestRefused:
-    """Before anything is written."""
+    """Refusals come before anything is written."""
 
     def export(self, source: Path, target: Path, like: Path) -> None:
         loaded = load_model(SourceConfig(load_hf=str(source), **NULL), {}, device=CPU)
@@ -141,7 +141,7 @@ class TestRefused:
 
 
 def test_transformers_reads_it(llamas, tmp_path):
-    """PY-8: and computes the same."""
+    """PY-8: transformers reads the files and computes equal outputs."""
     theirs, source = llamas("mha")
     back = converted(source, tmp_path)
     again = type(theirs).from_pretrained(back)

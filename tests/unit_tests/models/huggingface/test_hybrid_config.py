@@ -473,7 +473,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("published", "changes", "message"), REFUSED, ids=lambda value: str(value)[-50:])
 def test_fields_that_are_not_supported_are_refused(published: dict, changes: dict, message: str) -> None:
-    """FA-2: by name and value, in one line."""
+    """FA-2: unsupported fields are refused by name and value, in one line."""
     with pytest.raises(ConfigError, match=message) as caught:
         translate(published | changes)
     assert "\n" not in str(caught.value)
@@ -501,6 +501,6 @@ SENSELESS = [
 
 @pytest.mark.parametrize(("settings", "message"), SENSELESS, ids=str)
 def test_settings_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
-    """SE-1: also where a checkpoint of ours says them."""
+    """SE-1: invalid settings are refused, even if a checkpoint of ours has them."""
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**settings)

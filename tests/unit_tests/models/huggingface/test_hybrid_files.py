@@ -38,7 +38,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 @pytest.mark.parametrize("name", LAST)
 def test_names_in_memory(name: str, hybrids) -> None:
-    """PY-6: what transformers' own model calls its tensors, with experts and convolutions in one."""
+    """PY-6: names are those of transformers' own model, with experts and convolutions as single tensors."""
     theirs, directory = hybrids(name)
     source = SourceConfig(load_hf=str(directory))
     loaded = load_model(source, {}, device=CPU)
@@ -76,7 +76,7 @@ def _as_projected(tensors: dict[str, Tensor]) -> None:
 
 
 def test_a_convolution_cut_elsewhere(olmo: Path, hybrids, tmp_path: Path) -> None:
-    """FA-1: it is put together whatever its parts are, and written back as it was."""
+    """FA-1: a convolution is joined from any parts, and written back in those parts."""
     rows = [WeightFiles(olmo).shape(CONVOLUTION.format(one))[0] for one in "qkv"]
     oracle.edit_weights(olmo, _as_projected)
     loaded = load_model(SourceConfig(load_hf=str(olmo)), {}, device=CPU)
@@ -96,7 +96,7 @@ def _fused(tensors: dict[str, Tensor]) -> None:
 
 
 def test_experts_in_one_tensor(hybrids, tmp_path: Path) -> None:
-    """FA-1: they are read the same, and written back as they were."""
+    """FA-1: experts in one tensor are read alike, and written back as one."""
     separate = hybrids("qwen3_5 moe")[1]
     fused = shutil.copytree(separate, tmp_path / "fused")
     oracle.edit_weights(fused, _fused)
@@ -139,7 +139,7 @@ def test_parts_that_do_not_fit_are_named(message: str, olmo: Path) -> None:
 
 
 def test_what_ranks_cannot_share(hybrids) -> None:
-    """MR-1: before anything is allocated."""
+    """MR-1: a model that ranks cannot share is refused before anything is allocated."""
     with pytest.raises(ConfigError, match=r"a norm of the queries of all heads .* cannot be shared by .* 2 ranks"):
         check_model(ParallelConfig(tensor_model_parallel_size=2), load_hf(hybrids(OLMO)[1]).config)
     with pytest.raises(ConfigError, match="1 Mamba groups cannot be shared by --tensor-model-parallel-size 2"):

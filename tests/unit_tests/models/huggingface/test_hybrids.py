@@ -124,7 +124,7 @@ def serve(loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, is_cached: b
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", LAST)
 def test_cache_on_beside_off(name: str, bf16: bool, hybrids) -> None:
-    """FA-1, HY-14: the same greedy tokens in fp32; within the limits that the documents promise in 16 bits."""
+    """FA-1, HY-14: greedy tokens are equal in fp32, and within the documented limits in 16 bits."""
     loaded = load_hf(hybrids(name)[1], bf16)
     prompt = oracle.prompt(70, seed=1)
     prompts = [prompt, *([*prompt[: 64 + number], *oracle.prompt(7, seed=number)] for number in range(5))]
@@ -157,7 +157,7 @@ STATES = [(name, which) for name in LAST for which in ("conv", "ssm") if which =
 
 @pytest.mark.parametrize(("name", "which"), STATES)
 def test_the_comparison_sees_a_lost_state(name: str, which: str, hybrids) -> None:
-    """One layer of all snapshots is zero."""
+    """The comparison fails if one layer of all snapshots is zero."""
     theirs, directory = hybrids(name)
     loaded = load_hf(directory)
     driver = HybridDriver(loaded.model, loaded.config, block_size=BLOCK, max_requests=8)

@@ -81,7 +81,7 @@ def test_comparison_sees_wrong_positions(wrong, llamas, monkeypatch: pytest.Monk
 
 
 def test_rotation_is_computed_once_a_step(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the table of all positions nor cosines are computed again by each layer."""
+    """Layers compute neither the table of all positions nor cosines again."""
     tables, rotations = [], []
     get_emb, rotation_at = RotaryEmbedding.get_emb, context.rotation_at
     monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *args: tables.append(1) or get_emb(*args))
@@ -134,7 +134,7 @@ def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
 
 
 def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
-    """Nothing is put before a text unasked, and what does not exist cannot be asked for."""
+    """A beginning is not added unasked, and a missing one cannot be requested."""
 
     class Plain:
         bos, eod, vocab_size = 0, 1, 101

@@ -118,7 +118,7 @@ def test_read_in_another_type(saved: Path, tiny_model: nn.Module) -> None:
 
 
 def test_norms_have_megatrons_keys(saved: Path) -> None:
-    """So that Megatron's own models, made from Transformer Engine specs, find them."""
+    """Megatron's own models, made from Transformer Engine specs, find the norms by these keys."""
     keys = {key for key in megatron_lm.read_tensors(saved) if "norm" in key}
     assert keys == {
         "decoder.layers.0.mixer.in_proj.layer_norm_weight",
@@ -311,7 +311,7 @@ def test_failed_save_leaves_the_old_checkpoint(
 
 @pytest.mark.parametrize(("rank", "entries", "rows"), [(0, 4, 4), (1, 4, None), (1, 5, 1), (1, 8, 4)])
 def test_rows_behind_the_vocabulary_are_not_saved(rank: int, entries: int, rows: int | None) -> None:
-    """TE-6: of two ranks with four rows each; a rank that has no others saves nothing of the table."""
+    """TE-6: two ranks have four rows each; a rank with padding rows only saves nothing of the table."""
     table = ShardedTensor.from_rank_offsets("table", torch.ones(4, 2), (0, rank, 2), allow_shape_mismatch=True)
     if rows is None:
         assert _is_padding(table, entries)

@@ -123,7 +123,7 @@ def save(model: GPTModel, directory: Path) -> None:
 
 
 def test_logits_are_upstreams(model: GPTModel, tmp_path: Path) -> None:
-    """LA-2: its training checkpoints load."""
+    """LA-2: training checkpoints of upstream load with equal logits."""
     save(model, tmp_path)
     keys = dist_checkpointing.load_tensors_metadata(str(tmp_path)).keys()
     assert {f"{IN_PROJ}.weight.query", f"{IN_PROJ}.layer_norm_weight"} <= keys

@@ -187,7 +187,7 @@ def test_failed_save_leaves_the_old_checkpoint(
 def test_a_new_checkpoint_that_cannot_take_its_place_leaves_the_old_one(
     saved: Path, tiny_model: nn.Module, tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TE-6: after the old one has been moved aside, too."""
+    """TE-6: the old checkpoint stays, even if the failure comes after it was moved aside."""
     rename = Path.rename
 
     def fail_for_the_new_one(path: Path, target: Path) -> Path:

@@ -59,7 +59,7 @@ class TestWhatIsRead:
 
     @pytest.mark.parametrize("name", ["mha", "gqa, tied"])
     def test_a_hugging_face_checkpoint(self, llamas, tmp_path, name):
-        """PY-6: what is put together, cut up or shifted on the way is what loading makes of it."""
+        """PY-6: tensors joined, split or shifted on the way equal those of loading."""
         old = llamas(name)[1]
         new = shutil.copytree(old, tmp_path / "new")
         weights = load_file(old / WEIGHTS_FILE)
@@ -131,12 +131,12 @@ class TestTheRoot:
         "asked", ["../outside", "inside/../../outside", "/", "/etc", "../root-beside", "../missing"]
     )
     def test_elsewhere(self, root, asked):
-        """SE-5: whether it is there is not told."""
+        """SE-5: the refusal does not reveal whether the path exists."""
         with pytest.raises(ConfigError, match="not below --weights-root"):
             root.resolve(asked)
 
     def test_links_out(self, root, tmp_path):
-        """SE-5: of the directory, of one above it, and of any file in it."""
+        """SE-5: links are refused for the directory, for one above it, and for any file in it."""
         (root.path / "out").symlink_to(tmp_path / "outside")
         (root.path / "up").symlink_to(tmp_path)
         (root.path / "inside" / "latest_checkpointed_iteration.txt").symlink_to(tmp_path / "outside" / "secret")
@@ -146,7 +146,7 @@ class TestTheRoot:
             assert "secret" not in str(caught.value)
 
     def test_links_out_of_an_iteration(self, root, tmp_path):
-        """TE-6: of a file of the iteration that is read, not only of those above it."""
+        """TE-6: links are refused for files of the iteration too, not only for those above it."""
         (root.path / "inside" / "latest_checkpointed_iteration.txt").write_text("100")
         iteration = root.path / "inside" / "iter_0000100"
         iteration.mkdir()

@@ -145,7 +145,7 @@ class TestOwn:
             assert_equal(tensors_of(loaded.model), new)
 
     def test_rounded_as_loading_rounds(self, tiny_model, tiny_config, tmp_path):
-        """PY-6: to the types that the parameters have, from any floating point type."""
+        """PY-6: any floating point dtype is rounded to the dtypes of the parameters."""
         new = build_model(tiny_config, device=CPU, seed=8)
         save_checkpoint(tmp_path / "old", tiny_model, tiny_config)
         save_checkpoint(tmp_path / "new", new, tiny_config)
@@ -169,7 +169,7 @@ class TestMegatron:
 
     @pytest.mark.parametrize("fused", [True, False], ids=["Transformer Engine", "local"])
     def test_a_hybrid_of_megatron_lm(self, tiny_model, tiny_config, tmp_path, fused):
-        """PY-6: beside scales of Transformer Engine, for which inference has no use."""
+        """PY-6: the checkpoint has scales of Transformer Engine too, which inference does not use."""
         tensors = megatron_lm.stored_tensors(tiny_model, tiny_config, fused=fused)
         directory = megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config))
         source = SourceConfig(load=str(directory), **NULL)

@@ -100,12 +100,12 @@ def test_cuts_have_to_fit():
     ],
 )
 def test_what_no_program_computes(fields, reason):
-    """CU-5: such a step is computed as it is."""
+    """CU-5: such a step is computed eagerly."""
     assert why_eager(step([3], **fields)) == reason
 
 
 def test_a_prefill_resumes_in_a_program():
-    """CU-5: what a decode cannot, and a prefill behind it in the same step can."""
+    """CU-5: a prefill after decodes in a step can resume; a decode cannot."""
     (decode, prefill) = step([3], [(16, 40)]).chunks
     resuming = dataclasses.replace(prefill, restore=Restore(b"", 3))
     assert why_eager(ScheduledStep((decode, resuming), 1)) is None
@@ -156,7 +156,7 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
 
 
 def test_every_number_of_a_layout_has_a_place_of_its_own():
-    """CU-4: whatever the bucket: no two names share a number, and the largest bucket is the longest."""
+    """CU-4: in any bucket no two names share a number, and the largest bucket is the longest."""
     rules = StagingRules(16, 100, 64, True, 1, True, torch.device("cpu"))
     for bucket in buckets().all():
         layout = layout_of(bucket, rules)

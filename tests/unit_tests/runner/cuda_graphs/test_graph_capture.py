@@ -105,7 +105,7 @@ def test_graphs_take_all_wishes(get_oracle):
 
 
 def test_a_decode_follows_its_prefill_at_once(get_oracle):
-    """CU-6: with every program there, no step but the first waits for a token; blocks that end leave their states."""
+    """CU-6: captured, no step but the first waits for a token; blocks that end leave their states."""
     driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
     driver.add(0, make_prompt(20), num_tokens_to_generate=30)
     driver.run()
@@ -120,7 +120,7 @@ def test_a_decode_follows_its_prefill_at_once(get_oracle):
 
 
 def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
-    """CU-5: one line with what would do, and nothing is kept; where there is room again it goes on."""
+    """CU-5: one line names what would suffice, and nothing is kept; with memory again, capture goes on."""
     driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
     driver.engine.suspend()
     capture, count = driver.graphs.capture, itertools.count()
@@ -140,7 +140,7 @@ def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
 
 
 def test_new_pools_need_new_graphs(get_oracle):
-    """CU-5: after a suspend nothing lies where it lay; the resume captures again, before anything is computed."""
+    """CU-5: a suspend moves the pools, so the resume captures again before anything is computed."""
     driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
     before = driver.graphs.captured
     driver.add(0, make_prompt(30), num_tokens_to_generate=8)

@@ -157,7 +157,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 
 
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
+    """SE-2: scores and draws take no more memory than stated, for any rows; nothing else changes."""
     sizes = []
     for module, name in ((graph_sampling, "draw_sorted"), (graph_sampler, "log_probs_of")):
         function = getattr(module, name)

@@ -91,7 +91,7 @@ def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
 
 
 def test_norms_of_heads_are_in_the_launch_that_rotates() -> None:
-    """CU-5: as Qwen3 has them."""
+    """CU-5: norms of heads, as in Qwen3, are part of the rotating launch."""
     of = dataclasses.replace(CONFIGS["attention_only"], **SHAPE | {"hybrid_override_pattern": "*-"}, qk_layernorm=True)
     counter = count_decode(of, triton.NAME)
     assert counter.of("0*") <= MOST["hybrid"][1] + ROTATION, counter.launches

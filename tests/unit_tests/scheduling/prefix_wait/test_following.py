@@ -1,4 +1,4 @@
-"""KV-6: what followers are sure to find, and when they need not wait; blocks of 4 tokens, ids are arrivals."""
+"""KV-6: blocks that followers are sure to find, and cases without waiting; blocks of 4 tokens, ids are arrivals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestBlocksOfALeaderThatHasEnded:
     @pytest.mark.parametrize("slots", [None, 4])
     @BOTH
     def test_sixteen_prompts_that_end_with_their_first_token_take_two_steps(self, policy, slots):
-        """KV-4, KV-6: one computes what they share, fifteen skip it, whatever the policy."""
+        """KV-4, KV-6: one request computes the shared prefix, fifteen skip it, with any policy."""
         limits = {"block_size": 64, "total_blocks": 64, "max_requests": 16, "max_tokens": 2048}
         scheduler = make_scheduler(policy, slots, **limits, max_sequence_length=128)
         add(scheduler, *(sharing(arrival, 64) for arrival in range(16)))
@@ -52,7 +52,7 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.cache.use().blocks_cached == (1 if policy is LRU else 0)
 
     def test_they_are_kept_while_there_is_no_room(self):
-        """KV-6: one running state slot, so the followers come one after the other.
+        """KV-6: with one running state slot the followers run one after the other.
 
         Each finds what the first one left.
         """
@@ -106,7 +106,7 @@ class TestBlocksOfALeaderThatHasEnded:
 
     @BOTH
     def test_after_a_leader_that_was_aborted_one_leads_and_the_rest_wait(self, policy):
-        """KV-6: nothing was published for them."""
+        """KV-6: the aborted leader published nothing for them."""
         scheduler = make_scheduler(policy, max_tokens=4)
         leader = sharing(0)
         add(scheduler, leader, sharing(1), sharing(2))
@@ -147,7 +147,7 @@ class TestBoundaryOfTheLeader:
         assert follower.sequence.ledger.skipped == 0
 
     def test_it_does_not_wait_for_a_leader_of_this_step_that_begins_on_the_boundary(self):
-        """KV-6: the same of one that resumes there."""
+        """KV-6: this also holds for a leader that resumes there."""
         scheduler = make_scheduler(LRU, slots=8)
         first = request_of(0, range(9))
         add(scheduler, first)

@@ -1,4 +1,4 @@
-"""KV-6: of several requests with the same uncached prefix one computes it; blocks of 4 tokens, ids are arrivals."""
+"""KV-6: one of several requests with a common uncached prefix computes it; blocks of 4 tokens, ids are arrivals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sharing(arrival: int, prefix: list[int] = SHARED, own: int = 1, **params: ob
 class TestFollowing:
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     def test_one_computes_the_others_wait_and_hit(self, policy):
-        """KV-6: what three share is computed once."""
+        """KV-6: a prefix that three requests share is computed once."""
         scheduler = make_scheduler(policy)
         add(scheduler, sharing(0), sharing(1), sharing(2))
         plan = step(scheduler)
@@ -44,7 +44,7 @@ class TestFollowing:
         assert scheduler.counters.skipped_tokens == 16
 
     def test_unrelated_requests_overtake_in_order(self):
-        """KV-6: and the follower keeps its place before those who come later."""
+        """KV-6: the follower keeps its place before later requests."""
         scheduler = make_scheduler(max_tokens=32)
         two, four = request_of(2, range(50, 55)), request_of(4, range(60, 65))
         add(scheduler, sharing(0), sharing(1), two, sharing(3), four)
@@ -55,7 +55,7 @@ class TestFollowing:
         assert [request.request_id for request in scheduler.queues.waiting] == [3]
 
     def test_whoever_lacks_room_is_not_overtaken(self):
-        """KV-6: only waiting for a prefix lets others pass."""
+        """KV-6: only requests that wait for a prefix can be overtaken."""
         scheduler = make_scheduler(total_blocks=5)
         add(scheduler, sharing(0), sharing(1), request_of(2, range(50, 62)), request_of(3, [70]))
         plan = step(scheduler)
@@ -86,7 +86,7 @@ class TestFollowing:
         assert followers(plan) == {3: 2}
 
     def test_prefixes_shorter_than_a_block_are_not_waited_for(self):
-        """KV-6: nothing would be hit."""
+        """KV-6: such prefixes would not give a hit."""
         scheduler = make_scheduler()
         add(scheduler, sharing(0, [1, 2, 3], own=5), sharing(1, [1, 2, 3], own=5))
         assert len(admitted(step(scheduler))) == 2
@@ -104,7 +104,7 @@ class TestFollowing:
         assert scheduler.counters.coordination_waits == 2
 
     def test_what_decoding_will_fill_is_not_waited_for(self):
-        """KV-6: who knows whether it will be that."""
+        """KV-6: the tokens that decoding will fill in are unknown."""
         scheduler = make_scheduler()
         first = request_of(0, range(6))
         add(scheduler, first)
@@ -156,7 +156,7 @@ class TestLeaders:
         assert scheduler.counters.coordination_waits == 2  # no request is counted twice
 
     def test_when_its_forward_fails_it_begins_again(self):
-        """KV-5, KV-6: it was here first."""
+        """KV-5, KV-6: the leader is the oldest request, so it begins again."""
         scheduler, _ = self.led()
         plan = scheduler.schedule()
         scheduler.abandon(plan.chunks, "planted")
@@ -213,7 +213,7 @@ class TestLeaders:
 class TestWhoStaysApart:
     @pytest.mark.parametrize("leader_opts_out", [True, False])
     def test_opted_out(self, leader_opts_out):
-        """KV-6, KV-9: neither leads nor follows."""
+        """KV-6, KV-9: a request that opted out neither leads nor follows."""
         scheduler = make_scheduler(max_tokens=32)
         wishes = (not leader_opts_out, leader_opts_out)
         add(scheduler, *(sharing(i, enable_prefix_caching=wish) for i, wish in enumerate(wishes)))
@@ -230,7 +230,7 @@ class TestWhoStaysApart:
         assert followers(plan) == {4: 1, 5: 0}
 
     def test_prompt_log_probs(self):
-        """KV-6, EX-5: their own prompt must be computed, so they never wait; others may hit what they compute."""
+        """KV-6, EX-5: such requests compute their own prompt and never wait; others may hit their blocks."""
         scheduler = make_scheduler(max_tokens=40)
         add(scheduler, sharing(0), sharing(1, return_log_probs=True), sharing(2))
         plan = step(scheduler)
@@ -238,7 +238,7 @@ class TestWhoStaysApart:
         assert set(followers(plan)) == {2}
 
     def test_prompt_log_probs_lead(self):
-        """KV-6: they write the cache."""
+        """KV-6: such requests write the cache, so they lead."""
         scheduler = make_scheduler()
         add(scheduler, sharing(0, return_log_probs=True), sharing(1), sharing(2, return_log_probs=True))
         plan = step(scheduler)
@@ -293,7 +293,7 @@ class TestRetriedAdmission:
 
 
 class TestBlocksInFlight:
-    """KV-6: who computes what."""
+    """KV-6: division of the computing between requests."""
 
     def test_the_first_of_several_leads_until_it_has_published_or_left(self):
         blocks = PendingBlocks()

@@ -31,7 +31,7 @@ MAX_ALIVE = 30
 
 
 class Life:
-    """One scheduler with random limits, and whatever happens to it."""
+    """Scheduler with random limits and random events."""
 
     def __init__(self, seed: int, has_states: bool) -> None:
         self.random = random.Random(seed)

@@ -23,7 +23,7 @@ def make_scheduler(**limits: object) -> Scheduler:
 
 
 def led(count: int, **limits: object) -> Scheduler:
-    """So many followers of one leader of 25 tokens, 8 a step."""
+    """Queue with so many followers of one leader of 25 tokens, 8 a step."""
     scheduler = make_scheduler(**limits)
     add(scheduler, *(request_of(arrival, [*SHARED, 100 + arrival]) for arrival in range(count + 1)))
     return scheduler
@@ -45,7 +45,7 @@ class TestWhoIsLookedAt:
     """A step's planning does not grow with those who cannot be admitted anyway."""
 
     def test_followers_once_and_when_what_they_wait_for_is_there(self, monkeypatch):
-        """KV-6: not in the steps between, and then only as far as there is room."""
+        """KV-6: followers are not looked at in the steps between, and then only as far as there is room."""
         seen = looks(monkeypatch)
         scheduler = led(200, max_requests=3)
         step(scheduler)
@@ -69,7 +69,7 @@ class TestWhoIsLookedAt:
         assert seen == [1]
 
     def test_a_long_cached_prompt_that_must_wait_costs_a_few_look_ups(self):
-        """KV-2: not one for each of its blocks."""
+        """KV-2: the look-ups do not grow with its blocks."""
         scheduler = Scheduler(
             make_limits(total_blocks=600, max_tokens=2048, max_sequence_length=4096, max_requests=1), LRU
         )
@@ -119,7 +119,7 @@ class CountingDict(dict):
 
 
 class TestHashing:
-    """KV-1: on arrival and in slices, so that no step hashes every newcomer."""
+    """KV-1: hashing on arrival and in slices, so that no step hashes every newcomer."""
 
     @pytest.fixture(autouse=True)
     def small_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ class TestHashing:
         assert len(request.sequence.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
-        """And the first in the line at once, who needs it."""
+        """The first in the queue is hashed at once, since it needs its hashes."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         requests = [make_request(arrival, 24) for arrival in range(4)]
         add(scheduler, *requests)
@@ -223,7 +223,7 @@ def test_check_finds(damage: Callable[[WaitingQueue], None]):
 
 
 def test_a_sleeper_that_concerns_several_plans_has_one_turn():
-    """KV-6: in its place, and not for each of the leaders that it may follow now; those before it had their turn."""
+    """KV-6: its turn is in its place, not one per leader that it may now follow; earlier ones had theirs."""
     queue, requests = WaitingQueue(), [request_of(arrival, [arrival]) for arrival in range(6)]
     for request in (requests[0], requests[3]):
         queue.add(request)

@@ -97,7 +97,7 @@ def test_what_a_busy_prefill_left_is_skipped():
 
 
 def test_followers_of_a_leader_inside_a_block():
-    """KV-6: they wait for it though it stands inside a block, and it ends a chunk where they part."""
+    """KV-6: followers wait though the leader stands inside a block, and it ends a chunk at the divergence."""
     scheduler = make_scheduler()
     shared = prompt(1, 150)
     add(scheduler, request_of(0, prompt(0, 10)))

@@ -64,7 +64,7 @@ def test_the_second_sighting_hits(shared: int, slots: int, least: int, policy: E
 
 @pytest.mark.parametrize("rest", range(0, 520, 40))
 def test_wherever_they_part(rest: int):
-    """Not where the grid happens to be."""
+    """Checkpoints are at the divergence, not at the nearest grid position."""
     shared = 1500 + rest
     _, second, third = Users(make_scheduler(40)).sightings(shared)
     assert second > shared - 64 * 5
@@ -138,7 +138,7 @@ def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pyte
 
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_without_a_free_slot_there_are_none(policy: EvictionPolicyName):
-    """Nothing is worse than without them, and nothing better."""
+    """Results equal those without opportunistic checkpoints."""
     scheduler, twin = make_scheduler(12, policy=policy), make_scheduler(12, OFF, policy)
     for one in (scheduler, twin):
         users = Users(one, 1)
@@ -237,7 +237,7 @@ def test_a_failed_step_leaves_none():
 
 
 def test_a_reset_in_the_middle_of_a_prompt():
-    """EX-4: what began before leaves nothing."""
+    """EX-4: a prompt that began before the reset leaves nothing."""
     scheduler = make_scheduler(40, max_tokens=700)
     request = request_of(0, range(2560), num_tokens_to_generate=1)
     add(scheduler, request)

@@ -63,7 +63,7 @@ def test_a_decode_that_passes_a_boundary_says_what_it_replaces():
 
 
 def test_slots_are_given_out_with_the_blocks_and_before_the_message():
-    """HY-5: what the message says is what was planned, with slots."""
+    """HY-5: the message contains the plan with its slots."""
     scheduler = make_scheduler(request_of(0, range(10)), request_of(1, range(20, 33)), slots=1)
     foreseen = planned(scheduler)
     plan = scheduler.schedule()

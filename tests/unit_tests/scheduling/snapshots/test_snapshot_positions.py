@@ -83,7 +83,7 @@ def test_aligned_chunks_reach_the_end_over_every_wanted_boundary(length: int, bu
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
 def test_common_blocks(one: list[int], other: list[int]):
-    """KV-6: where two sequences part, in whole blocks."""
+    """KV-6: the point where two sequences part, in whole blocks."""
     root = root_hash([b"model"])
     block_hashes = [hash_blocks(root, tokens[: len(tokens) // BLOCK * BLOCK], BLOCK) for tokens in (one, other)]
     expected = 0
@@ -96,7 +96,7 @@ def test_common_blocks(one: list[int], other: list[int]):
 
 @given(st.integers(1, 90), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 9), st.booleans())
 def test_no_prompt_leaves_more_than_the_estimate(length: int, budgets: list[int], shared: int, is_aligned: bool):
-    """LA-4: without followers; one more is kept in decode."""
+    """LA-4: the estimate is without followers; one more snapshot is kept in decode."""
     shared_end, start, left = min(shared, length // BLOCK) * BLOCK, 0, set()
     for budget in itertools.cycle(budgets):
         if start == length:

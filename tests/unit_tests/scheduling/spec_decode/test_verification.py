@@ -152,7 +152,7 @@ class TestStates:
         assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"]
 
     def test_a_boundary_inside_an_accepted_run_is_a_snapshot(self):
-        """SP-4: where it was written, under the hash of the block, and the index has as many slots as before."""
+        """SP-4: the snapshot is where it was written, under the block's hash, and the number of slots is unchanged."""
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         states = scheduler.cache.states
         scheduler.propose({7: (1, 2, 3)})
@@ -166,7 +166,7 @@ class TestStates:
 
     @pytest.mark.parametrize("when", ["before the step", "while it is computed"])
     def test_a_boundary_behind_a_reset_is_none(self, when):
-        """SP-4, EX-4: what the states follow from was cached before, and nothing of that is found after."""
+        """SP-4, EX-4: the states follow from blocks cached before the reset, which cannot be found afterwards."""
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         scheduler.propose({7: (1, 2, 3)})
         if when == "before the step":

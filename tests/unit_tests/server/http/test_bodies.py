@@ -1,4 +1,4 @@
-"""SE-2: what one body may cost: its length, its parts, what it asks for; and that each refusal says what was wrong."""
+"""SE-2: cost limits of one body: its length, its parts, its options; each refusal names the reason."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TestNesting:
 
 @pytest.mark.parametrize("place", ["parsing", "tokenizing", "the engine's thread"])
 def test_no_memory_is_503_for_that_request(tiny, monkeypatch, caplog, place):
-    """One line of log, and the next request is served."""
+    """The error is one line in the log, and the next request is served."""
     owner, name = {
         "parsing": (bodies.json, "loads"),
         "tokenizing": (tiny.serving.texts, "_tokenize"),
@@ -265,7 +265,7 @@ class TestTexts:
         assert ids == [len(prompt)]
 
     def test_long_ones_are_done_one_at_a_time(self):
-        """Also after a client has left: what runs in a thread goes on."""
+        """Work in a thread goes on after its client has left."""
         running, most = [], []
 
         def tokenize(text: str) -> list[int]:

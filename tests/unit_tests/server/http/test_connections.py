@@ -91,7 +91,7 @@ class TestCap:
         check_alive(capped)
 
     def test_if_all_are_being_answered_a_new_one_is_503(self, capped, monkeypatch):
-        """And says when to come back."""
+        """The answer says when to retry."""
         begun, go_on = threading.Semaphore(0), threading.Event()
         step = capped.engine.core.step
 

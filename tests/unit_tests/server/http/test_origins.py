@@ -59,7 +59,7 @@ class TestHosts:
         "host", ["localhost", "LOCALHOST:99", "localhost.", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[0:0::1]:8000"]
     )
     def test_the_loopback_names_are_allowed(self, tiny, host):
-        """SE-3: with any port, because ports are forwarded."""
+        """SE-3: any port is allowed, because ports are forwarded."""
         assert ask(tiny, "GET", "/health", host=host).status_code == 200
 
     def test_without_a_host_or_with_two_nothing_is_told(self, tiny):
@@ -107,7 +107,7 @@ class TestOrigins:
         ]
 
     def test_a_page_cannot_empty_the_cache(self, tiny):
-        """SE-3: what was cached is still found after every attempt, and a reset of our own page empties it."""
+        """SE-3: cached blocks are found after every attempt, and a reset of our own page empties the cache."""
         tiny.reset_cache()
         assert ask(tiny, "POST", "/v1/completions").status_code == 200
         for origin in self.origins(tiny):
@@ -121,7 +121,7 @@ class TestOrigins:
 
     @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/nowhere"])
     def test_a_page_cannot_post(self, tiny, path):
-        """SE-3: on every path, before the body is read."""
+        """SE-3: posts are refused on every path, before the body is read."""
         before = tiny.metric("tokens_generated_total")
         for origin in self.origins(tiny):
             response = tiny.http.post(path, content=b"{", headers={"origin": origin})

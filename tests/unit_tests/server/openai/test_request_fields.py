@@ -1,4 +1,4 @@
-"""SA-7: what each field of a body means: tokens, texts, scores and counts, whole and streamed."""
+"""SA-7: meaning of each field of a body: tokens, texts, scores and counts, whole and streamed."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_what_happens_anyway(embedded, path):
 
 
 def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
-    """SA-8: they hold for what a body does not say."""
+    """SA-8: the defaults apply to fields missing in a body."""
     monkeypatch.setattr(tiny.serving, "defaults", {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4})
     body = {"prompt": PROMPT, "max_tokens": COUNT, "seed": 3, "return_token_ids": True}
     for said in ({}, {"top_k": 40, "temperature": 0.9}, {"temperature": 0}):

@@ -120,7 +120,7 @@ TOO_MUCH = {"type": "regex", "regex": "([a-z ]*[aeiou][a-z ]{200}q)+[.]"}  # the
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_a_grammar_that_becomes_too_much_is_a_400(embedded, choices):
-    """SE-10: in one piece, the library's reason is the error."""
+    """SE-10: the library's reason is the error of a whole answer."""
     body = {"messages": QUESTION, "max_tokens": 250, "n": choices, "seed": 1, "response_format": TOO_MUCH}
     error = check_error(embedded.http.post(CHAT, json=body), 400)
     assert "the output cannot satisfy response_format: lexer error: too many states" in error["message"]
@@ -130,7 +130,7 @@ def test_a_grammar_that_becomes_too_much_is_a_400(embedded, choices):
 
 
 def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
-    """SE-10: after the text so far the last event is the error object of a 400."""
+    """SE-10: the last event after the text so far is the error object of a 400."""
     body = {"messages": QUESTION, "max_tokens": 250, "seed": 1, "stream": True, "response_format": TOO_MUCH}
     answer = embedded.http.post(CHAT, json=body)
     assert answer.status_code == 200

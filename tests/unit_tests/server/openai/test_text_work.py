@@ -58,7 +58,7 @@ def ask(server: LiveServer, prompt: str | list[int], **fields: object) -> list[s
 
 
 def test_a_prompt_is_read_for_an_echo_only(server, tokenizer):
-    """Once for all choices, by neither the engine's thread nor the event loop's."""
+    """The prompt is detokenized once for all choices, by neither the engine's thread nor the event loop's."""
     (plain,) = ask(server, PROMPT)
     ask(server, TEXT, echo=True)
     assert tokenizer.threads == []
@@ -69,7 +69,7 @@ def test_a_prompt_is_read_for_an_echo_only(server, tokenizer):
 
 
 def test_a_text_becomes_tokens_once(server, tokenizer):
-    """For all choices of it, and in whatever form it is sent."""
+    """All choices share the tokens, in whatever form the text is sent."""
     ask(server, TEXT, n=2)
     assert tokenizer.tokenized == Counter({TEXT: 1})
     ask(server, PROMPT)

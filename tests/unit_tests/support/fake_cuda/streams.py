@@ -92,7 +92,7 @@ def stream(one: Stream | None) -> Iterator[None]:
 
 
 def synchronize(device: object = None) -> None:
-    """All that was enqueued is done."""
+    """Run all enqueued work."""
     if watching.STATE.is_capturing:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing (pretended: synchronize)")
     watching.complete(torch.ops.pretended.last_copy())
