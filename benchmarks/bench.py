@@ -69,14 +69,14 @@ class Runs:
     """Parts that have been run.
 
     Args:
-        folder: Where they write.
-        threads: Of each.
-        is_quick: Whether they are to do little.
+        folder: Folder of their figures.
+        threads: Threads of each run.
+        is_quick: True if they are to do little.
         console: Told what happens.
 
     Attributes:
         results: Figures by part.
-        notes: By part: seconds, and how many cores others used meanwhile.
+        notes: Seconds, and cores that other processes used meanwhile, by part.
         failed: Parts that did not come to their end.
     """
 

@@ -1,4 +1,4 @@
-"""A step of 8 decoding requests behind short and long contexts, in one process and taking turns.
+"""Step of 8 decoding requests after short and long contexts, in one process and taking turns.
 
 Run: `python -m benchmarks.decode_context`. Nothing is shared between the requests, so that a step reads all their keys.
 """

@@ -13,7 +13,7 @@ from typing import Any
 Figures = Mapping[str, Any]
 
 VLLM_COLD, VLLM_LATER, VLLM_CHAT, VLLM_UNIQUE = 0.8, 1.0, 0.9, 1.0
-VLLM_TOGETHER = (1.3, 1.1)  # behind the shorter and the longer prefix, as the next
+VLLM_TOGETHER = (1.3, 1.1)  # after the shorter and the longer prefix, as the next
 WARM_FLOOR = (2.2, 2.0)
 COLD_FLOOR, DECODE_CONTEXT, DECODE_KIND, CACHE_ON_OFF = 1.5, 1.5, 1.4, 0.99
 CHAT_TOKENS = 6_800  # of 19,072, in eight conversations of four turns; this one must hold
@@ -28,10 +28,10 @@ class Goal:
     """A figure that is to be reached.
 
     Attributes:
-        name: What is measured, and beside what.
+        name: Measured quantity and its reference.
         measured: None if it was not.
         bound: The goal.
-        is_upper_bound: Whether smaller is better.
+        is_upper_bound: True if smaller is better.
     """
 
     name: str

@@ -61,10 +61,10 @@ class Work:
     """Requests of equal length.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         shared: Tokens that all begin with; cached before anything is timed.
         own: Tokens of each.
-        at_once: In flight.
+        at_once: Requests in flight.
     """
 
     requests: int

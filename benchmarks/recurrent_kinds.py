@@ -46,7 +46,7 @@ def mamba() -> PreTrainedModel:
 
 
 def jamba() -> PreTrainedModel:
-    """Random weights: two attention layers among eight, an MLP behind each."""
+    """Random weights: two attention layers among eight, an MLP after each."""
     config = JambaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -69,7 +69,7 @@ def jamba() -> PreTrainedModel:
 
 
 def qwen3_next() -> PreTrainedModel:
-    """Random weights: two attention layers among eight, an MLP behind each."""
+    """Random weights: two attention layers among eight, an MLP after each."""
     config = Qwen3NextConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,

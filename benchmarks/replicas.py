@@ -1,4 +1,4 @@
-"""Two replicas behind the coordinator beside one with twice the memory: what is skipped, and what a killed one costs.
+"""Two replicas of the coordinator beside one with twice the memory: skipped tokens, and the cost of a killed replica.
 
 Run: `python -m benchmarks.replicas`. Every replica is a process of its own with the embedded model; 32 chats of 4 turns
 go through the `openai` client one by one, all first turns before all second ones. Then one of the two is killed while

@@ -98,7 +98,7 @@ class Traffic:
     """Calls of one kind that a rank makes in a step.
 
     Attributes:
-        count: How many.
+        count: Number of messages.
         each: Bytes that it puts into each, on average.
     """
 

@@ -1,13 +1,13 @@
 """Tokens a second with and without drafts of prompt lookup, in one run; beside transformers' own on the same weights.
 
 Run: `python -m benchmarks.speculation`. The models cost what others of their size cost, and their text is known: what
-comes behind a token is always the same one, so that a walk through the vocabulary is a text that can be chosen. Layers
+comes after a token is always the same one, so that a walk through the vocabulary is a text that can be chosen. Layers
 are random, with little effect. Texts:
 
     editing     the prompt is the text with a typo here and there; the answer is the text
     extraction  the answer is passages of the prompt, with words between them that the prompt does not have
     new         nothing of the answer was there before
-    prose       the embedded model's own, sampled, in which a few words often come again, and something else behind them
+    prose       the embedded model's own, sampled, in which a few words often come again, and something else after them
 
 Costs of verification are measured at the start (`--speculative-measure-costs`), as a server would.
 """
@@ -91,7 +91,7 @@ class Walks:
 
 
 def walking(reference: PreTrainedModel, next_tokens: Sequence[int]) -> PreTrainedModel:
-    """The model, whose layers hardly matter any more: its output layer says what comes behind its last token."""
+    """The model, whose layers hardly matter any more: its output layer gives the successor of its last token."""
     with torch.no_grad():
         embedding = reference.get_input_embeddings().weight
         embedding.copy_(torch.nn.functional.normalize(torch.randn_like(embedding)) * embedding.shape[1] ** 0.5)
@@ -191,7 +191,7 @@ def measure(bench: Bench, text: str, requests: int) -> Figure:
 class Run:
     """Results of one engine."""
 
-    speed: float  # tokens a second, those behind the first ones
+    speed: float  # tokens a second, without the first ones
     tokens: list[tuple[int, ...]]
     drafted: int
     accepted: int

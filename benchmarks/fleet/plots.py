@@ -16,9 +16,9 @@ def bars(
     """A group of bars for each of `groups`, one of each series in it.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         title: Above it.
-        groups: Their names.
+        groups: Names of the groups.
         series: Name -> a value for each group.
         logarithmic: The axis begins at a hundredth.
     """

@@ -35,7 +35,7 @@ class Extents:
 
     tokens: int = 8192
     requests: int = 64
-    long_requests: int = 8  # that decode behind `tokens`
+    long_requests: int = 8  # that decode after `tokens`
     heads: int = 80
     head_dim: int = 64
     groups: int = 8
@@ -81,9 +81,9 @@ class Maker:
     """Makes cases; inputs are random, of a type that most weights have.
 
     Args:
-        extents: How large.
-        dtype: Of inputs.
-        device: Where.
+        extents: Sizes.
+        dtype: Dtype of inputs.
+        device: Device of inputs.
     """
 
     def __init__(self, extents: Extents, dtype: torch.dtype, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class Maker:
         return self._ssd_prefill(Resumes(BLOCK, torch.full((1,), self._e.tokens, device=self._device)))
 
     def ssd_in_order(self) -> Case:
-        """SSD prefill with the states in the order of their slots."""
+        """SSD prefill without resume positions, as with blocks of 16 tokens."""
         return self._ssd_prefill(None)
 
     def _ssd_prefill(self, resumes: Resumes | None) -> Case:

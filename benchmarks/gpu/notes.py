@@ -30,8 +30,8 @@ class Notes:
     """Figures of one part.
 
     Args:
-        path: Of the file.
-        seconds: That there are; a piece that may take longer than what is left is not begun.
+        path: Path of the file.
+        seconds: Available time; a piece that may take longer than the rest is not begun.
         now: The clock, in seconds.
     """
 
@@ -45,9 +45,9 @@ class Notes:
         """Do a piece, and keep what it finds. What it raises is kept in the place of figures, and nothing else ends.
 
         Args:
-            name: Of the piece.
+            name: Name of the piece.
             work: Gives figures by the names of their rows.
-            like: Its kind: it is expected to take as long as the slowest one of that kind did.
+            like: Kind of the piece: it is expected to take as long as the slowest one of that kind did.
 
         Returns:
             Whether it came to its end.

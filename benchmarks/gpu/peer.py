@@ -26,9 +26,9 @@ def run_peer(name: str, folder: Path, seconds: float, figures: Path) -> Page:
     """Measure it.
 
     Args:
-        name: Of `STATES`.
-        folder: That has megatron, mamba_ssm and causal_conv1d.
-        seconds: That there are.
+        name: Name in `STATES`.
+        folder: Folder with megatron, mamba_ssm and causal_conv1d.
+        seconds: Available time.
         figures: File that it writes to.
     """
     job = figures.with_suffix(".job.json")

@@ -55,7 +55,7 @@ class Timer:
     """Seconds of calls, without those of timed calls within them.
 
     Attributes:
-        own: By name.
+        own: Seconds by name.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

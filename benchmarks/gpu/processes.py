@@ -20,9 +20,9 @@ def run(command: Sequence[str], figures: Path, seconds: float, environment: Mapp
     """Run a part to its end, or until its time is over.
 
     Args:
-        command: Of the process.
+        command: Command of the process.
         figures: File that it writes to.
-        seconds: Of its own.
+        seconds: Time of the process.
         environment: Variables beside this process's.
 
     Returns:

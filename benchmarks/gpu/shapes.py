@@ -103,5 +103,5 @@ def engine_for(
 
 
 def longest(prefix: int) -> int:
-    """Tokens of a request behind a prefix, with the one that it generates."""
+    """Tokens of a request after a prefix, with the one that it generates."""
     return prefix + OWN + 1

@@ -30,7 +30,7 @@ class Layer:
         self._live = torch.full((2, HEADS, CHANNELS, STATES), torch.nan, device=device)
 
     def prefill(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Outputs of these tokens, and the state behind them; from nothing, or from where the last call ended."""
+        """Outputs of these tokens, and the state after them, from a zero state or from the end of the last call."""
         device = self._x.device
         ends = torch.full((1,), end, device=device)
         cuts = [min(BLOCK, end - one) for one in range(start, end, BLOCK)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-OWN = 64  # tokens of each prompt behind a shared prefix
+OWN = 64  # tokens of each prompt after a shared prefix
 Prompt = list[int]
 Figures = Mapping[str, float | str]
 

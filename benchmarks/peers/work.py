@@ -79,7 +79,7 @@ def ids(count: int, name: str) -> list[int]:
 
 
 def shared(prefix: int, requests: int) -> list[list[int]]:
-    """Prompts behind one prefix."""
+    """Prompts after one prefix."""
     return [ids(prefix, f"prefix {prefix}") + ids(OWN, f"own {prefix} {i}") for i in range(requests)]
 
 

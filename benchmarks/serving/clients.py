@@ -129,8 +129,8 @@ class EngineClient:
     """Streams from an engine of this package, which is loaded here.
 
     Args:
-        settings: Of `load_engine`.
-        ignore_eos: Whether answers go on behind the end of a document.
+        settings: Settings of `load_engine`.
+        ignore_eos: True if answers go on after the end of a document.
     """
 
     def __init__(self, settings: Mapping[str, object], *, ignore_eos: bool) -> None:

@@ -43,10 +43,10 @@ async def serve(
 
     Args:
         client: Whom.
-        kind: Of work, noted in each answer.
-        asked: What.
+        kind: Kind of work, noted in each answer.
+        asked: Dialogues to serve.
         count: Tokens of each answer.
-        pace: When.
+        pace: Arrival of the dialogues.
         on_end: Called at the end of each dialogue.
 
     Returns:
@@ -88,7 +88,7 @@ async def _closed_loop(asked: Sequence[Dialogue], concurrency: int, talk: Talk) 
 
 
 async def _open_loop(asked: Sequence[Dialogue], rate: float, source: random.Random, talk: Talk) -> None:
-    """Times between arrivals are exponential: those of clients who do not know of each other."""
+    """Times between arrivals are exponential: those of independent clients."""
     tasks, due = [], time.perf_counter()
     for dialogue in asked:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))

@@ -42,8 +42,8 @@ def page(about: str, answers: Mapping[str, Sequence[PendingOutput]], told: Mappi
 
     Args:
         about: Lines that say what was measured, and on what.
-        answers: By kind of work.
-        told: Their figures.
+        answers: Answers by kind of work.
+        told: Figures of the answers.
     """
     head, *body = rows(told)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in body)

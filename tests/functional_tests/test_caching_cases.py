@@ -151,7 +151,7 @@ def test_a_conversation_hits_its_own_answers():
 
 
 def test_a_shared_prefix_is_computed_once():
-    """KV-6: all behind the system prompt hit it; of three with a new prefix two wait, and are overtaken."""
+    """KV-6: all requests hit the system prompt; of three with a new prefix two wait, and are overtaken."""
     first, *others = entries("attention/shared_prefix")
     assert first["skipped_prefill_token_count"] == 0
     system, new = others[:3] + others[-1:], others[3:6]
@@ -206,7 +206,7 @@ def test_who_stays_away_and_who_is_kept_apart():
 
 
 def test_a_hybrid_resumes_in_its_own_answer():
-    """EX-1: the states were kept while the answer was generated, behind the end of the prompt before it."""
+    """EX-1: the states were kept while the answer was generated, after the end of the previous prompt."""
     turns = entries("hybrid/chat_warm")
     assert turns[4]["input_prompt"].startswith(turns[2]["input_prompt"] + turns[2]["generated_text"])
     assert turns[4]["skipped_prefill_token_count"] > turns[2]["prompt_token_count"]

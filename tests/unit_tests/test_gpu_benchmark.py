@@ -105,7 +105,7 @@ open(sys.argv[1], "w").write(json.dumps(page))
     ],
 )
 def test_what_a_part_found_is_there_however_it_ends(program, found, failed, tmp_path, monkeypatch):
-    """A kernel that never ends, or takes its process with it, costs what came behind it in its part."""
+    """A kernel that never ends, or takes its process with it, costs only the later figures of its part."""
     monkeypatch.setattr(processes, "GRACE", 0.0)
     monkeypatch.setattr(processes, "LEAST", 0.0)
     figures = tmp_path / "figures.json"

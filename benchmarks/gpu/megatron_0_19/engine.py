@@ -25,7 +25,7 @@ GIB = 1024**3
 
 
 class Ids:
-    """A tokenizer for prompts that are ids; the peer asks for a text behind each request."""
+    """Tokenizer for prompts that are ids; the peer asks for a text after each request."""
 
     eod, bos = -1, None
 

@@ -41,8 +41,8 @@ def without_top(name: str, **attributes: object) -> list[str]:
     """Make the modules of a package importable whose file at the top is not.
 
     Args:
-        name: Of the package.
-        attributes: What that file would have had.
+        name: Name of the package.
+        attributes: Attributes that the file would have had.
 
     Returns:
         A remark, if that was needed.

@@ -1,4 +1,4 @@
-"""PY-4: requests in event loops: any running one, many at once; PY-5: who stops waiting frees everything at once."""
+"""PY-4: requests in any event loop, many at once; PY-5: a caller that stops waiting frees everything at once."""
 
 from __future__ import annotations
 

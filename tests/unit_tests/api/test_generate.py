@@ -47,7 +47,7 @@ def test_records_in_order(engine, expected):
     assert [record.generated_tokens for record in records] == expected
     assert [record.prompt_text for record in records] == [PROMPTS[0], PROMPTS[1], None, PROMPTS[3]]
     assert {record.status for record in records} == {Status.COMPLETED}
-    assert records[3].skipped_prefill_token_count > 0  # behind the first prompt's beginning
+    assert records[3].skipped_prefill_token_count > 0  # after the first prompt's beginning
 
 
 def test_one_prompt_is_a_list_of_one(engine, expected):
@@ -94,7 +94,7 @@ def test_from_many_threads(engine, expected):
 
 
 def test_an_interrupted_call_aborts(engine, monkeypatch):
-    """PY-5: Ctrl-C in `generate` leaves nothing behind."""
+    """PY-5: Ctrl-C in `generate` leaves no request in the engine."""
     requests = []
 
     class Interrupted:

@@ -123,7 +123,7 @@ class TestWorlds:
 
     @pytest.mark.parametrize("what", ["tensor", "pipeline"])
     def test_equal_to_one_rank(self, what, alone):
-        """PY-7: tokens and skipped counts, by all ways in; those who left own nothing."""
+        """PY-7: tokens and skipped counts are equal by all entry points; abandoned requests own nothing."""
         first, second = run_ranks(program, 2, {f"{what}_model_parallel_size": 2})
         seen, in_use = first
         assert seen == alone

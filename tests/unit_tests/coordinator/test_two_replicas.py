@@ -1,4 +1,4 @@
-"""RP-2, RP-4: two real replicas behind the coordinator, asked by OpenAI's client."""
+"""RP-2, RP-4: two real replicas of a coordinator, called by OpenAI's client."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class Paper:
     """An engine over a device on paper.
 
     Args:
-        device: Its class.
+        device: Class of the device.
         slots: For snapshots; None: the model has no states.
-        policy: Of eviction; None caches nothing.
-        limits: Of the scheduler.
+        policy: Eviction policy; None caches nothing.
+        limits: Limits of the scheduler.
     """
 
     def __init__(
@@ -515,7 +515,7 @@ def test_what_is_left_of_a_step_still_says_which_rows_decode(ended):
 
 
 def test_void_rows_take_nothing_of_the_others_along():
-    """CU-6: scores, failures and what came behind drafts stay with the requests that are alive."""
+    """CU-6: scores, failures and tokens after drafts stay with the requests that are alive."""
     score = [Score(-float(i), {i: -1.0}) for i in range(3)]
     tables = {
         "generated": dict(enumerate(score)),

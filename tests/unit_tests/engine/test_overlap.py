@@ -31,8 +31,8 @@ class Device:
     """An executor whose answers can be waited for; it writes down when it is asked for what.
 
     Args:
-        notes: What happens, in order.
-        is_lost: Whether the next answer is an error.
+        notes: Events, in order.
+        is_lost: True if the next answer is an error.
     """
 
     def __init__(self, notes: list[str]) -> None:

@@ -21,7 +21,7 @@ class Grammar:
     """A matcher that allows token 9 nowhere and nothing after token 8.
 
     Args:
-        seconds: That a mask is expected to take.
+        seconds: Expected time of a mask.
         before: Called before each mask.
         tokens: So far.
     """

@@ -162,7 +162,7 @@ def interrupted(watch: AbstractContextManager[object]) -> dict[str, object]:
 
 
 def new_weights(watch: AbstractContextManager[object]) -> dict[str, object]:
-    """Written in place in the middle, and back again behind it."""
+    """Write new weights in place in the middle of the life, and the old ones afterwards."""
     engine, model = engine_of("hybrid", cuda_graph_impl="local", num_cuda_graphs=1), model_of("hybrid")
 
     def between(step: int) -> None:

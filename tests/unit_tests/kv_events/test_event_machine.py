@@ -45,7 +45,7 @@ class Told:
         self.scheduler.cache.observer = self.changes
 
     def snapshot(self) -> tuple:
-        """Planning must not change the cache; who watches it is not looked at."""
+        """Snapshot of the cache without its observer: planning must not change the cache."""
         self.scheduler.cache.observer = None
         seen = super().snapshot()
         self.scheduler.cache.observer = self.changes

@@ -52,7 +52,7 @@ def test_endpoints(text, bound, loopback, second):
 
 
 def test_socket_files():
-    """SE-8: a path of this machine; other replicas of the same world have their rank behind it."""
+    """SE-8: a path of this machine; other replicas of the same world append their rank."""
     endpoint = parse_endpoint("ipc:///run/user/1000/events")
     assert endpoint == IpcEndpoint("/run/user/1000/events")
     assert endpoint.is_bound
@@ -118,7 +118,7 @@ def test_what_leaves_the_machine_is_warned_of(caplog):
     ],
 )
 def test_what_other_users_can_read_is_warned_of(short_path, caplog, mode, endpoint, said):
-    """SE-8: the loopback address is every user's; a socket file is that of those who can enter its directory."""
+    """SE-8: the loopback address is every user's; a socket file belongs to the users that can enter its directory."""
     short_path.chmod(mode)
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig(endpoint.format(short_path))):
         assert (said in caplog.text) if said else (caplog.text == "")

@@ -40,8 +40,8 @@ class Recorded:
     """A driver whose computing is recorded, step by step.
 
     Attributes:
-        programs: Of each step since the last look.
-        chunks: What was computed, as (start, end) of each request's.
+        programs: Recorded program of each step since the last look.
+        chunks: Computed chunks, as (start, end) for each request.
     """
 
     def __init__(self, driver: Driver) -> None:

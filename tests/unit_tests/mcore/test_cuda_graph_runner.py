@@ -82,7 +82,7 @@ def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
 @pytest.mark.kernels
 @pytest.mark.skipif("triton" not in PAGED_ATTENTION.names, reason="no kernels without triton")
 def test_kernels_take_padding(get_oracle):
-    """CU-4: Triton's kernels, interpreted, in padded steps: attention, convolution, SSD; behind a hit, too."""
+    """CU-4: Triton's kernels, interpreted, in padded steps: attention, convolution, SSD; after a hit, too."""
     driver = new_driver("hybrid", get_oracle, max_requests=2, num_cuda_graphs=1, max_sequence_length=32)
     with operators_by("triton"):
         for request_id, length in enumerate((17, 18)):

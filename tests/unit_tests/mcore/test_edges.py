@@ -120,7 +120,7 @@ class TestTooLarge:
 
 
 class TestNonsense:
-    """Errors of the caller: one line, the value, what would work; and nothing is left behind."""
+    """Errors of the caller: one line, the value, what would work; and no request is left."""
 
     @pytest.mark.parametrize(
         ("prompt", "message"),

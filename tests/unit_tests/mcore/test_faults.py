@@ -160,7 +160,7 @@ def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, 
 
 
 def test_a_tokenizer_that_knows_one_token_less(get_driver):
-    """SE-2: the real thing, at whatever place it raises first; who never generates that token is served."""
+    """SE-2: the tokenizer raises wherever the token appears; requests that never generate the token are served."""
 
     class Partial(PieceTokenizer):
         def detokenize(self, ids, skip_special_tokens=True):

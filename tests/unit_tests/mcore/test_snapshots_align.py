@@ -99,7 +99,7 @@ def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
 
 @pytest.mark.parametrize("budget", [BLOCK, BLOCK + 3])
 def test_prefills_beside_decodes(get_oracle, oracle, budget):
-    """LA-1: chunks end inside blocks and catch up; states are kept at boundaries, and who resumes there is right."""
+    """LA-1: chunks end inside blocks and catch up; states are kept at boundaries, and resuming there is right."""
     driver = build_driver(get_oracle, mode="align", max_tokens=budget, max_requests=8)
     driver.add(0, make_prompt(5), num_tokens_to_generate=40)
     driver.step()

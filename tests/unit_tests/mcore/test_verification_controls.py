@@ -121,7 +121,7 @@ def _accepts_what_was_not_drawn(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_rejected_tokens_as_computed(patch: pytest.MonkeyPatch) -> None:
-    """The next chunk begins behind the drafts."""
+    """Begin the next chunk after the drafts."""
     accept = Drafts.accept
 
     def further(self: Drafts, requests: list, chunks: list, *rest: object) -> object:

@@ -47,7 +47,7 @@ def check(pair: Pair, metadata: list[dict], answer=right_for_a_while) -> Driver:
     serve(pair.plain, metadata)
     drafter = Knowing(answer, seed=len(metadata))
     drafter.truth = pair.truth()
-    for name, known in drafter.truth.items():  # behind its end, too
+    for name, known in drafter.truth.items():  # after its end, too
         drafter.truth[name] = (*known, *make_prompt(COUNT))
     driver = serve(pair.speculating(drafter, COUNT), metadata)
     assert_same(driver, pair.plain)
@@ -94,7 +94,7 @@ def test_end_tokens_and_lengths(get_driver, free, mode):
 
 
 def test_logits_shaped_position_by_position(get_driver, free):
-    """Penalties, biases, bad words, min_p, top-n: a row behind drafts is shaped as if these had come."""
+    """Penalties, biases, bad words, min_p, top-n: a row after drafts is processed as if they had been accepted."""
     metadata = [
         {"repetition_penalty": 1.4},
         {"presence_penalty": 1.5, "frequency_penalty": 0.8, **SAMPLED},
@@ -126,7 +126,7 @@ def test_neighbours(get_driver):
 
 
 def test_beside_steps_in_fixed_places(get_oracle):
-    """CU-4: steps with drafts, and those that go on behind rejected ones, are eager; others are not."""
+    """CU-4: steps with drafts, and those after rejected drafts, are eager; others are not."""
 
     def now_and_then(ask: DraftAsk, coming: tuple[int, ...], source: object) -> tuple[int, ...]:
         return () if len(ask.tokens) % 4 else (*coming[:1], *make_prompt(2))[: ask.limit]

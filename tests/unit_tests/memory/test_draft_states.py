@@ -1,4 +1,4 @@
-"""LA-4, SP-2: states behind drafts are in the budget, the geometry, the errors, and in what ranks agree on."""
+"""LA-4, SP-2: states after drafts are in the budget, the KV cache sizes, the errors, and in the agreement of ranks."""
 
 from __future__ import annotations
 

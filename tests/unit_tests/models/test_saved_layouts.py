@@ -1,4 +1,4 @@
-"""MR-4: a model saved at one layout loads bitwise at every other; a failed save leaves nothing behind."""
+"""MR-4: a model saved at one layout loads bitwise at every other; a failed save leaves no files."""
 
 from __future__ import annotations
 

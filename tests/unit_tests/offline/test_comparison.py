@@ -19,7 +19,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def scored(record, tokens=(7, 8), log_probs=(-0.5, -1.0), runner_up=1.0, skipped=0, **changes) -> RequestRecord:
-    """A record with log-probs; the second best token, 9, is `runner_up` nats behind at each position."""
+    """Record with log-probs; the second best token, 9, is `runner_up` nats less likely at each position."""
     return record(
         generated_tokens=tokens,
         generated_log_probs=log_probs,

@@ -134,7 +134,7 @@ class Run:
     def prefill(
         self, rows: Sequence[int], begins: Sequence[int], ends: Sequence[int], *, padding: int = 0, keep: bool = True
     ) -> tuple[Tensor, ...]:
-        """Tokens [begin, end) of some sequences in one call, NaN behind them; each sequence's outputs."""
+        """Outputs of tokens [begin, end) of some sequences, computed in one call with NaN after them."""
         spans = list(zip(rows, begins, ends, strict=True))
         counts = [end - begin for _, begin, end in spans]
         packed = [torch.cat([t[row][begin:end] for row, begin, end in spans]) for t in self.inputs]
@@ -188,7 +188,7 @@ def assert_pools_close(got: Run, want: Run, tolerance: float = 2e-5) -> None:
 @pairs
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_prefill_equals_the_reference(shape: Shape, backend: str, lengths: tuple[int, ...]) -> None:
-    """HY-4, HY-7, HY-8, HY-9: outputs, last states and snapshots; rows behind the sequences are not read."""
+    """HY-4, HY-7, HY-8, HY-9: outputs, last states and snapshots; rows after the sequences are not read."""
     runs = [Run(shape, name, lengths) for name in (backend, "reference")]
     whole = range(len(lengths)), [0] * len(lengths), lengths
     outputs = [torch.cat(run.prefill(*whole, padding=3)) for run in runs]

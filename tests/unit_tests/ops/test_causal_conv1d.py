@@ -45,7 +45,7 @@ def test_without_states_and_bias(lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("cuts", [[1] * 12, [2, 3, 1, 6], [11, 1], [1, 11]], ids=str)
 def test_any_slicing_equals_one_pass(cuts: list[int]) -> None:
-    """HY-8, FX-4: slices shorter than the window, one behind the other."""
+    """HY-8, FX-4: slices shorter than the window, one after the other, give equal results."""
     x, weight, bias, initial = random_inputs([12])
     whole_y, whole_state = causal_conv1d(x, weight, bias, pack_sequences([12], "cpu"), initial_states=initial)
     state, ys = initial, []

@@ -150,7 +150,7 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
 @pytest.mark.parametrize("name", ["one decode row", "one fresh prefill", "decode and prefill"])
 @pytest.mark.parametrize("padding", [1, 7, 64])
 def test_padding_is_not_read(name: str, padding: int) -> None:
-    """HY-10: bitwise, whatever queries behind the rows hold; they come out as zeros."""
+    """HY-10: queries after the rows do not matter, bitwise, and come out as zeros."""
     step = STEPS[name]
     plain = step.attend()
     got = step.attend(torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), float("nan"))]))

@@ -80,7 +80,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
-    """EX-14: a query's result with the cache on (a short chunk behind a prefix), off (all at once), and in decode."""
+    """EX-14: a query's result with the cache on (a short chunk after a prefix), off (all at once), and in decode."""
     sequence = Sequence(300, **KINDS[kind])
     whole = sequence.attend((0, 300))
     for begin, end in ((0, 1), (0, 130), (17, 18), (63, 66), (128, 300), (299, 300), (255, 257)):

@@ -157,7 +157,7 @@ def test_a_long_window_changes_no_bit() -> None:
 def padded(
     batch: PagedBatch, q: Tensor, few: int, sequences: int, blocks: int, tokens: int
 ) -> tuple[Tensor, PagedBatch]:
-    """The step as a graph has it: decodes without keys, prefills without queries, a wide table, tokens behind all."""
+    """Step as in a graph: decodes without keys, prefills without queries, a wide table, tokens after the last row."""
     decodes, prefills = few - batch.num_decode, sequences - few - len(batch.query_lengths) + batch.num_decode
     own = batch.num_decode
     table = F.pad(batch.block_table, (0, blocks))

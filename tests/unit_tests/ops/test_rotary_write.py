@@ -32,7 +32,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @dataclass
 class Case:
-    """Tokens behind each other, of which some are padding, and pools of NaN of two layers."""
+    """Case of consecutive tokens, of which some are padding, and pools of NaN of two layers."""
 
     heads: Heads
     rotation: Rotation | None

@@ -187,7 +187,7 @@ class TestTies:
 
     @pytest.mark.parametrize("vocabulary", [7, 50, 300])
     def test_top_k_keeps_the_smaller_ids(self, vocabulary: int):
-        """Two greater ones far behind, and equal ones everywhere else."""
+        """Top-k keeps two larger logits far down the vocabulary; all others are equal."""
         logits = torch.zeros(vocabulary)
         logits[1::2] = -0.0
         logits[[vocabulary - 1, vocabulary - 3]] = 2.0

@@ -49,7 +49,7 @@ class Case:
     """An operator, its inputs by token and fixed ones, and its formula."""
 
     operator: Recurrence | CausalConv1d
-    inputs: list[Tensor]  # [T, ...] each, sequences one behind the other
+    inputs: list[Tensor]  # [T, ...] each, sequences one after the other
     order: Callable[..., tuple[Tensor, ...]]  # inputs by token -> what the operator is called with
     options: dict[str, object]
     truth: Truth  # inputs by token of one sequence -> y [T, ...] and the state after every token [T, ...]

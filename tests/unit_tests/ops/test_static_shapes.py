@@ -92,7 +92,7 @@ def test_prefills_in_a_grid_of_chunks(name):
     inputs, weight = make(normal, positive, 150), normal(6, 4)
     for one in inputs:
         if len(one) == 150:
-            one[104:] = torch.nan  # behind the last sequence
+            one[104:] = torch.nan  # after the last sequence
     live = normal(4, *shape)
     tokens = inputs if name != "convolution" else (*inputs, weight, None)
     found = []
@@ -114,7 +114,7 @@ def test_prefills_in_a_grid_of_chunks(name):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("backend", usable(PAGED_ATTENTION))
 def test_attention_by_lengths_on_the_device(backend, window):
-    """CU-4: decodes and prefills, tables wider than need be, tokens behind the last sequence."""
+    """CU-4: decodes and prefills, tables wider than need be, tokens after the last sequence."""
     step = Step([(1, 40), (1, 17), (1, 1), (9, 33), (20, 20), (1, 5)], decode_rows=3)
     queries, keys = zip(*step.rows, strict=True)
     plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")

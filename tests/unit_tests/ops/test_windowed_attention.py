@@ -23,7 +23,7 @@ DECODES = {"decodes": 5, "whole prompts": 0, "chunks": 0, "both": 2}
 
 
 def pool(mix: str) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
-    """Queries, keys and values, each sequence's in blocks of its own, in a random order; a row behind them."""
+    """Queries, keys and values, each sequence in its own blocks, in random order, with one row after them."""
     generator, source = torch.Generator().manual_seed(3), random.Random(3)
     lengths = MIXES[mix]
     order = source.sample(range(60), 60)

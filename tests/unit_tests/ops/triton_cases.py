@@ -138,7 +138,7 @@ class Steps:
             return self.operator.run.prefill(*self._inputs(rows, starts, ends), **where, **self._options()).cpu()
 
     def decode(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Compute one token of some sequences, behind two rows of padding."""
+        """Compute one token of some sequences, after two rows of padding."""
         inputs = self._inputs(rows, positions, [position + 1 for position in positions], padding=2)
         slots = self._index([-1, -1, *(LIVE[row] for row in rows)])
         with self.operator.run.backends.forced(triton.NAME):

@@ -46,7 +46,7 @@ def following(token: int, length: int) -> int:
 
 
 def drawn_behind(chunk: ScheduledChunk) -> list[int]:
-    """The token behind a chunk, or behind its known token and each of its drafts."""
+    """Draw the token after a chunk, or after its known token and each of its drafts."""
     if not chunk.target_sampling:
         return [following(sum(chunk.token_ids), chunk.end)]
     return [following(token, chunk.start + 1 + i) for i, token in enumerate(chunk.token_ids)]
@@ -165,7 +165,7 @@ class Listener:
 
 
 class Pools:
-    """Stand-in for pools that are never allocated on a worker."""
+    """Stand-in for a worker's pools that records whether they are allocated."""
 
     is_there = False
 

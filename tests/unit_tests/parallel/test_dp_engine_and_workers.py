@@ -77,7 +77,7 @@ def checked_plan(
 class LedMachine(RuleBasedStateMachine):
     """Rank 0 does anything; the followers must do the same, block for block and slot for slot."""
 
-    DRAFTS: st.SearchStrategy | None = None  # of a request in a step, and slots for the states behind them
+    DRAFTS: st.SearchStrategy | None = None  # of a request in a step, and slots for the states after them
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class Seen:
     """A rank, and what it held and sent.
 
     Attributes:
-        stage: Its own.
+        stage: Stage of the rank.
         matrices: Parameters of matrices and convolutions.
         kv: Bytes of a token.
         states: Bytes of a sequence's states.

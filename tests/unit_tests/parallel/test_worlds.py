@@ -33,7 +33,7 @@ def gather(base: int) -> tuple[int, list[int], int]:
 
 
 def state_of_server() -> tuple[int, set[str]]:
-    """Threads of who forked us, and what we have imported."""
+    """Threads of the parent process, and the modules that this process has imported."""
     threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
     return threads, set(sys.modules)
 

@@ -1,4 +1,4 @@
-"""The block pool: who may have what, and that corruption is found."""
+"""Block pool: owners of blocks, and detection of corruption."""
 
 from __future__ import annotations
 

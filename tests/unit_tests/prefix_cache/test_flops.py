@@ -1,7 +1,7 @@
 """EX-10, SI-2: evictions by `flops`, of blocks and snapshots together, against a model that weighs everything anew.
 
 The model has words for sequences and a letter for a block. It scans all that there is for the least, and finds the
-snapshot before another by following who stood on whom.
+snapshot before another by following the chain of predecessors.
 """
 
 from __future__ import annotations

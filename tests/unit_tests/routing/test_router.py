@@ -73,7 +73,7 @@ def test_alpha_weighs_affinity_against_load(alpha, replica, reason):
 
 
 def test_with_states_only_snapshots_count():
-    """RP-2: the deepest boundary with a visible snapshot, and none behind the prompt's last token."""
+    """RP-2: the deepest boundary with a visible snapshot, but none after the prompt's last token."""
     router = fleet(count=1, has_states=True)
     names = hold(router, "0", 16)
     assert router.route(router.prompt(range(16))).skipped == 0

@@ -60,7 +60,7 @@ class Owner:
 
 
 class World:
-    """Blocks as numbers, what is in them, and who holds them."""
+    """Blocks by number, with their contents and owners."""
 
     def __init__(self, block_size: int, total: int, policy: EvictionPolicyName) -> None:
         self.size, self.total, self.policy = block_size, total, policy

@@ -346,7 +346,7 @@ class CachingMachine(RuleBasedStateMachine):
         return bool(paused - set(plan.resumes) - set(plan.preemptions) - {request for request, _ in plan.failures})
 
     def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
-        """The model follows the plan, and objects. Those who sleep must be those who follow."""
+        """Apply the plan to the model and check it. Sleeping requests must be exactly the followers."""
         actual = {name: outcome for name, outcome in expected.items() if name in sleepers and outcome[0] == "follow"}
         for admission in plan.admissions:
             chunk = admission.chunk

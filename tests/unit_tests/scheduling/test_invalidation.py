@@ -79,7 +79,7 @@ class TestInFlight:
     @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     def test_publishes_nothing_and_goes_on(self, stage: str, invalidate: Invalidate, policy: EvictionPolicyName):
-        """EX-4: the request publishes neither its prompt nor its answer, and leaves nothing behind."""
+        """EX-4: the request publishes neither its prompt nor its answer, and leaves nothing cached."""
         scheduler = make_scheduler(policy, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
         request = self.at(stage, scheduler)
         invalidate(scheduler)

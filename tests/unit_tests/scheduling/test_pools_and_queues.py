@@ -1,4 +1,4 @@
-"""Live slots and queues: who misuses them hears of it."""
+"""Running state slots and queues: misuse raises an error."""
 
 from __future__ import annotations
 

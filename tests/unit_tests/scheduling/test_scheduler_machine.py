@@ -1,4 +1,4 @@
-"""Any life of any requests, against a model of who owns what that is written independently of the scheduler.
+"""Random requests, against a model of resource ownership that is written independently of the scheduler.
 
 The model follows the plan's moves and keeps, for each request, how many blocks and running state slots it may own and
 which positions have been computed. It knows none of the planner's reasons, only what no plan may do.
@@ -354,7 +354,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 class NeverSeen(list):
-    """A list that looks empty to who only asks whether it is."""
+    """List that claims to be empty when tested for truth."""
 
     def __bool__(self) -> bool:
         return False

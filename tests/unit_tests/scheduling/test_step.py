@@ -58,7 +58,7 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
 
 
 def test_a_prompt_in_chunks_and_again_with_what_was_generated():
-    """The cut of a chunk lies in the prompt, at its end, or behind it when a lost request is computed anew."""
+    """Chunks are cut in the prompt, at its end, or after it when a lost request is computed anew."""
     scheduler = hybrid_scheduler(max_tokens=4, chunked_prefill=True)
     request = request_of(0, range(20, 30), num_tokens_to_generate=4, enable_prefix_caching=False)
     scheduler.add(request)

@@ -1,4 +1,4 @@
-"""SE-5: routes of administrators. What they do, who may ask, and what is refused by its name."""
+"""SE-5: routes of administrators. Effects, permissions, and refusals by name."""
 
 from __future__ import annotations
 

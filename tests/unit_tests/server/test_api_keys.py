@@ -1,4 +1,4 @@
-"""Keys and tenants: who may ask for what, and what a neighbour can learn (SE-3)."""
+"""Keys and tenants: permissions, and the information that a neighbour can learn (SE-3)."""
 
 from __future__ import annotations
 

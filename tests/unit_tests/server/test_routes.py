@@ -1,4 +1,4 @@
-"""SE-5, SE-6: the routes that clients and operators ask beside those that generate: who may, and what they say."""
+"""SE-5, SE-6: routes for clients and operators beside those that generate: permissions and contents."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TestFiles:
         assert len(set(two)) == 12
 
     def test_mooncake(self, tmp_path: Path):
-        """Milliseconds, and blocks of 512; what lies behind the last hash is the request's own."""
+        """Times are milliseconds, and blocks have 512 tokens; tokens after the last hash are the request's own."""
         lines = [
             {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1]},
             {"timestamp": 2500, "input_length": 600, "output_length": 3, "hash_ids": [0, 9]},

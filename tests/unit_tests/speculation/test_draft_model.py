@@ -150,7 +150,7 @@ def test_where_there_is_no_room_there_are_no_drafts():
 
 
 def test_the_last_draft_needs_no_room():
-    """SP-1: the token behind it is not asked for, so it is never read."""
+    """SP-1: the token after the last draft is not requested, so the draft is never read."""
     tokens = list(range(10))
     drafter, _ = make(blocks=3)
     assert drafter.propose([DraftAsk(0, tokens, 3)]) == {0: expected(tokens, 3)}

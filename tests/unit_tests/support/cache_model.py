@@ -76,9 +76,9 @@ class CacheModel:
     """Watches one scheduler with caching on, and asserts that each step's plan is what token lists say.
 
     Args:
-        scheduler: Its `schedule`, `_reset_cache` and the part of `commit` that publishes are wrapped.
+        scheduler: Scheduler whose `schedule`, `_reset_cache` and the part of `commit` that publishes are wrapped.
         policy: With "lru", matches are exact until something has been evicted, and bounded from then on; with
-            "ref_zero" also as to what is kept for those who waited for it.
+            "ref_zero" also as to what is kept for requests that waited for it.
     """
 
     def __init__(self, scheduler: Scheduler, policy: EvictionPolicyName) -> None:
@@ -88,7 +88,7 @@ class CacheModel:
         self.books: dict[int, Book] = {}
         self._ever: set[Contents] = set()
         self._kept: set[Contents] = set()
-        self._promised: dict[int, int] = {}  # blocks that were published for who waited for them
+        self._promised: dict[int, int] = {}  # blocks that were published for waiting requests
         self._stale: set[int] = set()  # requests that run since before the last reset, and publish nothing
         self._schedule, self._advance = scheduler.schedule, scheduler._advance
         self._reset = scheduler._reset_cache
@@ -174,7 +174,7 @@ class CacheModel:
         start = min(matched * self.block_size, len(request.tokens) - 1)
         assert admission.chunk.start == start, f"request {request.request_id} skipped {admission.chunk.start}"
         following = self._wanted(request)[matched : matched + 1]
-        if matched >= self._promised.get(request.request_id, 0):  # who lost its blocks does not wait again
+        if matched >= self._promised.get(request.request_id, 0):  # a request that lost its blocks does not wait again
             computed_by = [leaders.get(contents) for contents in following]
             assert not any(computed_by), "admitted though another computes this block"
         self._stale.discard(request.request_id)

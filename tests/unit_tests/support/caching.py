@@ -25,7 +25,7 @@ class CachingDriver(Driver):
 
     Args:
         policy: "lru" or "ref_zero".
-        kwargs: As `Driver`.
+        kwargs: Keywords of `Driver`.
     """
 
     def __init__(self, *args: object, policy: str = "lru", **kwargs: object) -> None:

@@ -57,12 +57,12 @@ class Knowing:
     """A drafter that knows what its requests will generate.
 
     Args:
-        answer: What it makes of that.
-        seed: Of its moods.
+        answer: Function from the true tokens to drafts.
+        seed: Seed of its choices.
 
     Attributes:
         truth: Request id -> all tokens of prompt and generation; nothing is proposed for others.
-        told: What it was told of verifications.
+        told: Reported verifications.
         forgotten: Requests that have ended.
     """
 
@@ -145,7 +145,7 @@ def assert_same_record(actual: Driver, expected: Driver, request_id: int) -> Non
 
 
 def assert_same_insides(actual: Driver, expected: Driver, request_id: int) -> None:
-    """Logits behind every token, and the states that each step left."""
+    """Check logits after every token, and the states that each step left."""
     one, other = actual.seen[request_id], expected.seen[request_id]
     for position, logits in _each(one.logits):
         if position in other.logits:

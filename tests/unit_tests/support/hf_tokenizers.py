@@ -117,7 +117,7 @@ def unigram(directory: Path) -> Path:
 
 
 def word_pieces(directory: Path) -> Path:
-    """Lower case, and special tokens that are looked for in the lower-case text; one swallows the space behind it."""
+    """Tokenizer that lower-cases text before it looks for special tokens; one swallows the space after it."""
     pieces = ["[UNK]", "[SEP]", "<turn>", *(f"{mark}{one}" for mark in ("", "##") for one in _LETTERS)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

@@ -205,9 +205,9 @@ class HybridDriver(CachingDriver):
     Args:
         policy: "lru" or "ref_zero".
         slots: For snapshots.
-        is_exact: Whether the model knows every snapshot; unless given, if there are plenty of slots, or none.
+        is_exact: True if the model knows every snapshot; by default, if there are plenty of slots, or zero.
         mode: "kernel" or "align".
-        kwargs: As `Driver`.
+        kwargs: Keywords of `Driver`.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class Reader:
     """An index that is made of events alone.
 
     Attributes:
-        blocks: That are there.
-        states: Blocks that requests can resume behind.
+        blocks: Cached blocks.
+        states: Blocks after which requests can resume.
         expected: Number of the next batch.
         ranks: Data-parallel ranks that were named.
     """
@@ -137,8 +137,8 @@ class Worker:
     """A reader that asks again and again for what it has not got.
 
     Args:
-        endpoint: Where events are replayed.
-        cache: That they are of.
+        endpoint: Endpoint that replays events.
+        cache: Cache of the events.
     """
 
     def __init__(self, endpoint: str, cache: PrefixCache) -> None:

@@ -58,9 +58,9 @@ class KvWrites:
     """Checks each forward of an engine: K and V of every layer go to blocks that are their request's alone.
 
     Args:
-        context: Of the engine.
-        scheduler: Of the engine.
-        shared_blocks: Of a request, the blocks that it found in the cache.
+        context: Context of the engine.
+        scheduler: Scheduler of the engine.
+        shared_blocks: Blocks that a request found in the cache.
     """
 
     def __init__(

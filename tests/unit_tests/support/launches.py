@@ -26,7 +26,7 @@ class LaunchCounter(TorchDispatchMode):
     """Counts what runs within it.
 
     Attributes:
-        launches: By mixer and name.
+        launches: Launches by mixer and name.
         where: The mixer that computes.
     """
 
@@ -79,9 +79,9 @@ def counted(mixers: dict[str, nn.Module], last: nn.Module | None = None) -> Iter
     """Count what is launched meanwhile.
 
     Args:
-        mixers: Whose launches are told apart, by name. What comes behind one is its own up to the next one: its sum,
-            and the norm behind that.
-        last: Module behind which `OUTSIDE` begins again, as it is before the first mixer.
+        mixers: Mixers whose launches are counted separately, by name. Launches after one are its own up to the next
+            one: its sum, and the norm after that.
+        last: Module after which `OUTSIDE` begins again, as it is before the first mixer.
     """
     counter, hooks = LaunchCounter(), []
 

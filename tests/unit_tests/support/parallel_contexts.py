@@ -57,7 +57,7 @@ class Lived:
     """Observations of a rank.
 
     Attributes:
-        records: By request, on rank 0.
+        records: Records by request, on rank 0.
         statistics: The `prefix_cache` object, on rank 0.
         counters: Counters of its scheduler; on rank 0 of all replicas.
         steps: Number of steps with computed tokens.

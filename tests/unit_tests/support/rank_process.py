@@ -131,5 +131,5 @@ def _redirect(task: RankTask) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank never outlives who started it."""
+    """End a rank when its parent process ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

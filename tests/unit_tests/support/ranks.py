@@ -127,7 +127,7 @@ def run_at_once(worlds_by_name: Mapping[str, Callable[[], list[Outcome]]]) -> di
     """Worlds that wait for most of their lives, beside one another: how the ranks of each ended.
 
     Args:
-        worlds_by_name: What to call, each with one `run_world` in it.
+        worlds_by_name: Functions to call, each with one `run_world` in it.
     """
     with ThreadPoolExecutor(len(worlds_by_name)) as pool:
         running = {name: pool.submit(call) for name, call in worlds_by_name.items()}

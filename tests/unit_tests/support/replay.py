@@ -44,9 +44,9 @@ class ReplayedGraphs:
     """See `Capture`.
 
     Attributes:
-        captured: How many programs there are.
-        replayed: How often one ran again.
-        forgotten: How often all of them were dropped.
+        captured: Number of captured steps.
+        replayed: Number of replays.
+        forgotten: Number of times all of them were dropped.
     """
 
     takes_long = True

@@ -40,7 +40,7 @@ class SimulatedDevice:
     """See the module; an executor for the engine.
 
     Args:
-        scheduler: What it frees is poisoned.
+        scheduler: Scheduler whose freed memory is poisoned.
         block_size: Tokens.
 
     Attributes:

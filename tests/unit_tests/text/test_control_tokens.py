@@ -37,7 +37,7 @@ def with_template(build, template: str):
     return make
 
 
-# How to make it, and a special token that its template writes behind contents
+# How to make it, and a special token that its template writes after contents
 KINDS = {
     "Llama 2": (with_template(hf_tokenizers.llama_2, INSTRUCTIONS), "</s>"),
     "Llama 3": (with_template(hf_tokenizers.llama_3, HEADERS), "<|eot_id|>"),

@@ -89,7 +89,7 @@ class TestTikTokenizer:
         assert [stream.feed([token]) for token in ids] == ["", "", "", "\U0001f600"]
 
     def test_patterns_differ(self, tiktoken_file):
-        """v2 cuts before a capital letter behind small ones."""
+        """The v2 pattern cuts before a capital letter after small ones."""
         one, other = (TikTokenizer(tiktoken_file, pattern, SPECIALS) for pattern in ("v1", "v2"))
         assert one.tokenize("rT") == [SPECIALS + 256 + MERGES.index("rT")]
         assert other.tokenize("rT") == [SPECIALS + ord("r"), SPECIALS + ord("T")]

@@ -68,7 +68,7 @@ def test_a_stop_word_that_ends_where_another_begins():
 
 
 def test_special_tokens_are_seen_and_not_sent():
-    """A stop word may be a special token; others are passed over, and the space behind them stays."""
+    """A stop word may be a special token; others are passed over, and the space after them stays."""
     tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)
     tokens = tokenizer.tokenize("One<|user|> two<|end|>three")
     parts, text = stream(["<|end|>"], tokens, tokenizer.detokenize)

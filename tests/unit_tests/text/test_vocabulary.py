@@ -12,8 +12,8 @@ class Strict:
     """A tokenizer like SentencePiece: asked for an id that it does not have, it raises.
 
     Args:
-        ids: That it has.
-        attributes: What it says about them.
+        ids: Known ids.
+        attributes: Attributes of the ids.
     """
 
     def __init__(self, ids: range | frozenset[int], **attributes: object) -> None:

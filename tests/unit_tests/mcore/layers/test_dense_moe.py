@@ -78,7 +78,7 @@ def test_comparison_sees_what_is_wrong(control: str) -> None:
 
 
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts one behind the other where their results together would be too much memory."""
+    """Experts run one after the other if all results together would need too much memory."""
     config = LAYERS["groups"]
     layer, hidden = make_layer(config), make_hidden(config)
     whole = run_fixed(layer, hidden)

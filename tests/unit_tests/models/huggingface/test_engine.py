@@ -1,4 +1,4 @@
-"""An imported NemotronH checkpoint behind the engine: tokens and log-probs are transformers' own."""
+"""Engine with an imported NemotronH checkpoint: tokens and log-probs equal those of transformers."""
 
 from __future__ import annotations
 

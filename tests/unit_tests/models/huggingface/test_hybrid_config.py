@@ -363,7 +363,7 @@ def test_lfm2() -> None:
 
 
 def test_falcon_h1() -> None:
-    """FA-2: attention is linear in its values, so that factors in front of it are factors behind it."""
+    """FA-2: attention is linear in its values, so that factors before it become factors after it."""
     config = translate(FALCON_H1)
     assert (config.hybrid_override_pattern, sizes(config)) == ("P-" * 36, (24, 64, 1, 128))
     assert (config.rotary_base, config.mamba_gated_norm) == (100_000_000_000, None)

@@ -1,6 +1,6 @@
 """MoE layers of NemotronH: their configuration, their weights, and that the comparison with transformers can fail.
 
-The comparison itself, alone and behind the engine, is that of all shapes: test_nemotron_h.py, test_engine.py.
+The comparison itself, alone and in the engine, is that of all shapes: test_nemotron_h.py, test_engine.py.
 """
 
 from __future__ import annotations

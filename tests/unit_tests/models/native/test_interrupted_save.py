@@ -1,4 +1,4 @@
-"""SE-4: a signal while a checkpoint is saved leaves nothing behind, and the old checkpoint as it was."""
+"""SE-4: a signal during a save leaves no new files, and the old checkpoint unchanged."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Event:
 
 
 def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
-    """CU-6: buffers take turns behind events: one is written while the other may still be read."""
+    """CU-6: buffers take turns, guarded by events: one is written while the other may still be read."""
     notes: list[str] = []
     event = type("Noted", (Event,), {"notes": notes})
     zeros = torch.zeros

@@ -51,7 +51,7 @@ class Captured(PaddedDriver):
     """Steps are graphs; nothing of Python runs in them, so logits cannot be watched.
 
     Attributes:
-        graphs: That were captured.
+        graphs: Captured graphs.
     """
 
     def __init__(self, *args: object, **settings: object) -> None:

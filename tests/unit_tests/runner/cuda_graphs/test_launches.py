@@ -41,7 +41,7 @@ SHAPE = {
 }
 MIXERS = {"M": "mixer", "*": "self_attention", "-": "mlp"}
 ROTATION = 5  # angles of the step's tokens, which the first attention layer asks for
-# The most of each mixer with its sum and the norm behind it, by kind: of the recurrent one, of attention, of the MLP;
+# The most of each mixer with its sum and the norm after it, by kind: of the recurrent one, of attention, of the MLP;
 # and of what no mixer computes.
 MOST = {
     "hybrid": (7, 6, 4, 12),
@@ -98,7 +98,7 @@ def test_norms_of_heads_are_in_the_launch_that_rotates() -> None:
 
 
 def test_a_model_of_all_of_them_gives_what_plain_torch_gives() -> None:
-    """CU-1, CU-2: norms around one, norms of heads, positions, factors of residuals, gates behind norms; in fp32."""
+    """CU-1, CU-2: norms around one, norms of heads, positions, factors of residuals, gates after norms; in fp32."""
     of = dataclasses.replace(
         CONFIGS["hybrid"],
         **SHAPE | {"hybrid_override_pattern": "M*-"},

@@ -120,7 +120,7 @@ class TestBoundaryOfTheLeader:
 
     @staticmethod
     def led(computed: int) -> tuple[Scheduler, Request]:
-        """A leader of 17 tokens that has computed so many; behind it a prompt of its first 12, to resume from 8."""
+        """Leader of 17 tokens with so many computed, and after it a prompt of its first 12, to resume from 8."""
         scheduler = make_scheduler(LRU, slots=8, max_tokens=computed)
         add(scheduler, request_of(0, range(17)))
         step(scheduler)

@@ -42,7 +42,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class TestWhoIsLookedAt:
-    """A step's planning does not grow with those who cannot be admitted anyway."""
+    """Planning time of a step does not grow with requests that cannot be admitted anyway."""
 
     def test_followers_once_and_when_what_they_wait_for_is_there(self, monkeypatch):
         """KV-6: followers are not looked at in the steps between, and then only as far as there is room."""
@@ -60,7 +60,7 @@ class TestWhoIsLookedAt:
         assert seen == [1, 2, 3]  # the third finds no slot
 
     def test_with_a_full_batch_the_first_of_the_line_only(self, monkeypatch):
-        """KV-6: the others are behind it, whatever they are."""
+        """KV-6: all others are after it in the queue."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         add(scheduler, *(request_of(arrival, range(100 * arrival, 100 * arrival + 9)) for arrival in range(50)))
         step(scheduler)

@@ -44,7 +44,7 @@ class Users:
         return request
 
     def sightings(self, shared: int, own: int = 512) -> list[int]:
-        """Tokens that the first requests behind a shared prefix skip."""
+        """Tokens that the first requests after a shared prefix skip."""
         prefix = self.tokens(shared)
         return [self.ask([*prefix, *self.tokens(own)]).skipped_prefill_tokens for _ in range(3)]
 
@@ -171,7 +171,7 @@ def test_aligned_chunks_leave_what_they_left():
 
 
 def test_a_checkpoint_is_where_others_resume():
-    """Rounded down to a block; what lies behind the prompt's last boundary is of no use."""
+    """Positions are rounded down to a block; tokens after the prompt's last boundary are useless."""
     scheduler = make_scheduler(40)
     users = Users(scheduler)
     prefix = users.tokens(1000)  # 15 blocks and a part

@@ -15,7 +15,7 @@ RULES = OpportunisticRules()
 
 
 def saved(first: int, depths: list[int], weights: list[int], chosen: list[int]) -> int:
-    """Blocks that those who part at `depths` skip beyond `first`, together."""
+    """Blocks that requests diverging at `depths` skip beyond `first`, together."""
     return sum(
         weight * (max((one for one in chosen if one <= depth), default=first) - first)
         for depth, weight in zip(depths, weights, strict=True)

@@ -1,4 +1,4 @@
-"""Which states a step is to leave behind is part of its plan; blocks of 4 tokens, ids are arrivals."""
+"""Snapshots that a step takes are part of its plan; blocks of 4 tokens, ids are arrivals."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ BLOCK = 4
         (4, 17, 17, 8, [8, 16]),  # it resumed before that
         (0, 8, 17, 0, []),  # a first chunk
         (8, 16, 17, 0, [16]),  # FX-2: the chunk that reaches the boundary
-        (16, 17, 17, 0, []),  # and the one behind it
+        (16, 17, 17, 0, []),  # and the one after it
         (0, 3, 3, 0, []),  # less than a block
         (0, 4, 4, 0, [4]),  # a block: no boundary below its end but 0
         (0, 16, 16, 16, [16, 12]),  # matched to its end, and nothing to resume from
@@ -52,7 +52,7 @@ def test_positions(start: int, end: int, length: int, shared_end: int, expected:
         (3, 10, 15, [12], 8),
         (3, 15, 15, [4, 12], 4),
         (5, 7, 15, [12], 7),
-        (13, 14, 15, [12], 14),  # behind the last boundary
+        (13, 14, 15, [12], 14),  # after the last boundary
         (8, 9, 9, [8], 9),  # a tail needs no whole block
         (0, 16, 16, [12, 16], 12),
         (12, 16, 16, [12, 16], 16),
@@ -66,7 +66,7 @@ def test_aligned_ends(start: int, end: int, length: int, stops: list[int], expec
 
 @given(st.integers(1, 80), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 9))
 def test_aligned_chunks_reach_the_end_over_every_wanted_boundary(length: int, budgets: list[int], shared: int):
-    """LA-1: every token helps, every stop is the end of a chunk, and who reaches a boundary ends on one."""
+    """LA-1: every token helps, every stop is the end of a chunk, and a chunk that reaches a boundary ends on one."""
     shared_end = min(shared, length // BLOCK) * BLOCK
     stops = [shared_end, (length - 1) // BLOCK * BLOCK]
     ends, start = [], 0

@@ -1,4 +1,4 @@
-"""Which drafts a step verifies, which of them came, and where the states behind them lie; by hand."""
+"""Verified drafts of a step, accepted drafts, and places of the states after them; computed by hand."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class TestLimits:
         ("params", "limits", "expected"),
         [
             ({}, {}, 3),
-            ({"num_tokens_to_generate": 3}, {}, 1),  # one is there, and one comes behind the draft
+            ({"num_tokens_to_generate": 3}, {}, 1),  # one is there, and one comes after the draft
             ({"num_tokens_to_generate": 2}, {}, 0),
             ({"num_speculative_tokens": 1}, {}, 1),
             ({"num_speculative_tokens": 0}, {}, 0),
-            ({}, {"aligned_chunks": True}, 2),  # the known token is at 5, its block ends behind 7
+            ({}, {"aligned_chunks": True}, 2),  # the known token is at 5, its block ends after 7
             ({"stop_words": ("x",)}, {}, 1),  # and does not end with a draft
         ],
     )
@@ -110,7 +110,7 @@ class TestLimits:
             ({"max_tokens": 3, "max_requests": 1}, 2),
             ({"max_tokens": 1, "max_requests": 1}, 0),
             ({"total_blocks": 2}, 2),  # of 4 tokens each; the known one is at 5
-            ({"draft_states": 2}, 1),  # one behind each token but the last, and one at 8 if that is reached
+            ({"draft_states": 2}, 1),  # one after each token but the last, and one at 8 if that is reached
             ({"draft_states": 1}, 1),
             ({"draft_states": 0}, 0),
         ],
@@ -136,7 +136,7 @@ class TestLimits:
 
 class TestStates:
     def test_a_rejected_draft_is_restored_from_its_own_slot(self):
-        """SP-2: the state behind the last accepted token, by name; all other slots are free."""
+        """SP-2: the state after the last accepted token, by name; all other slots are free."""
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         scheduler.propose({7: (1, 2, 3)})
         chunk = step_of(scheduler, 1, 9, 9, 9)

@@ -27,7 +27,7 @@ class Note(NamedTuple):
     """Something that the device was asked to do.
 
     Attributes:
-        kind: What it costs; see `device.cpp`.
+        kind: Kind of cost; see `device.cpp`.
         what: The operation, or the host's memory.
         place: The innermost function of this package, as "path:function", or of another one if none of ours called.
     """
