@@ -156,7 +156,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Figure:
-    """Tokens a second without and with drafts, and how many drafts there were and came."""
+    """Tokens a second without and with drafts, and the numbers of proposed and accepted drafts."""
 
     plain: float
     drafting: float

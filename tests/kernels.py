@@ -1,4 +1,4 @@
-"""The mark `kernels`: what takes minutes under Triton's interpreter, and runs when it is asked for. A pytest plugin.
+"""Pytest plugin for the mark `kernels`: tests that take minutes under Triton's interpreter and run only on request.
 
 `make test-kernels` asks for it, as `-m kernels` does; every other run leaves these tests out.
 """

@@ -1,4 +1,4 @@
-"""Which tests say something of a CUDA device: where there is one, these run and no others. A pytest plugin.
+"""Pytest plugin that selects the tests of a CUDA device: with a device only these run.
 
 Tests of folders that compute nothing, or nothing but files, are those of any machine (`make test`). The others compute
 on the device that there is. Which of them cannot was found on a fake device (`support/fake_cuda`); each has

@@ -1,4 +1,4 @@
-"""Which tests run: each has a priority, and `TEST_PRIORITY` says down to which one. A pytest plugin.
+"""Pytest plugin that selects tests by priority: `TEST_PRIORITY` is the lowest one that runs.
 
 `TEST_PRIORITY=HIGH` (or 2) runs CRITICAL and HIGH tests; without it all run. A test, a class or a module has a mark,
 `@pytest.mark.priority(TestPriority.CRITICAL)` or `pytestmark = ...`; the closest one counts, and without any a test is

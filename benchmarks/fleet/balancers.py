@@ -26,7 +26,7 @@ from megatron_ext.routing.router import Decision, Router
 
 
 class Balancer:
-    """Chooses; it is told everything, and rules use what they know in truth."""
+    """Balancer that chooses a replica; it gets all events, and each rule uses what it would really know."""
 
     def __init__(self, replicas: int) -> None:
         self.random = random.Random(0)

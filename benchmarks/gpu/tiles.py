@@ -19,7 +19,7 @@ OUTPUTS, LAST_STATES = 2.0**-6, 2.0**-12
 
 
 class Layer:
-    """Random inputs of one sequence, and where its state lies."""
+    """Random inputs of one sequence, and the place of its state."""
 
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(7)

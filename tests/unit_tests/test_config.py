@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused in one line that says what would; every refusal in `config/` has a case."""
+"""Settings that cannot work are refused in one line that names what would; every refusal in `config/` has a case."""
 
 from __future__ import annotations
 

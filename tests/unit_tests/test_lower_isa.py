@@ -1,4 +1,4 @@
-"""TE-2: libraries are lowered to an older instruction set, and say so."""
+"""TE-2: libraries are lowered to an older instruction set, and report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TE-6: every planted mistake of tests/mutants can be planted, and what runs them tells found from survived."""
+"""TE-6: every planted mistake of tests/mutants can be planted, and the runner tells found from survived ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests are selected by priority: what `TEST_PRIORITY` says, what marks say, and that nothing is left out silently."""
+"""Selection of tests by priority: `TEST_PRIORITY`, marks, and a report of everything left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OB-2: the benchmark of one's own model or of any server: what it asks, when, and what it says of the answers."""
+"""OB-2: benchmark of a local model or of any server: its requests, their times, and the figures of the answers."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
 
 
 class TestCache:
-    """The cache is the engine's: kept between calls, emptied when it is told to."""
+    """Cache of the engine: kept between calls, emptied on request."""
 
     def skipped(self, engine) -> int:
         return engine.generate(PROMPTS[0], GREEDY)[0].skipped_prefill_token_count

@@ -58,7 +58,7 @@ time.sleep(600)
 
 
 class Failing(Launcher):
-    """Starts nothing: a replica ends with one code after the other, and then lives on."""
+    """Stand-in for a launcher: a replica ends with one code after the other, and then lives on."""
 
     codes: dict[int, list[int]]
     waits: frozenset[int] = frozenset()

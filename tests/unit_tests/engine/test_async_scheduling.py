@@ -1,4 +1,4 @@
-"""CU-6: a step is launched before the tokens of the one before are known, and nothing else is different."""
+"""CU-6: a step is launched before the previous step's tokens are known, and no result differs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Paper:
 
 
 class Life:
-    """Random calls of an engine, written down, so that another one can be told the same."""
+    """Random calls of an engine, recorded, so that another engine can repeat them."""
 
     def __init__(self, paper: Paper, source: random.Random, *, is_rough: bool = True) -> None:
         self.paper, self.source, self.is_rough = paper, source, is_rough

@@ -28,7 +28,7 @@ PROMPT = tuple(range(1, 90))
 
 
 class Device:
-    """An executor whose answers can be waited for; it writes down when it is asked for what.
+    """Executor with delayed answers that records its calls in order.
 
     Args:
         notes: Events, in order.

@@ -1,4 +1,4 @@
-"""SE-10: masks computed in a thread: which goes first, what drafts get, and how long a step waits."""
+"""SE-10: masks computed in a thread: their order, masks of drafts, and the time that a step waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REGEX = {"type": "regex", "regex": "[ab]*"}
 
 
 class Grammar:
-    """A matcher that allows token 9 nowhere and nothing after token 8.
+    """Matcher that allows token 9 nowhere and no token after token 8.
 
     Args:
         seconds: Expected time of a mask.
@@ -87,7 +87,7 @@ def test_cheap_masks_go_first():
 
 
 class Clock(MaskThread):
-    """A thread that computes nothing, and notes how long it is waited for."""
+    """Thread stand-in that computes nothing and notes the waiting times."""
 
     def __init__(self) -> None:
         self.waits: list[float] = []

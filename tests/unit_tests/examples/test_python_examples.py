@@ -1,4 +1,4 @@
-"""PY-8: the programs of `examples/python/` do what they say."""
+"""PY-8: the programs of `examples/python/` work as described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that a device would punish, made on the pretended one: each says what came of it. Run by `child.py`."""
+"""Mistakes that a real device would refuse, made on the fake one; each returns its outcome. Run by `child.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CU-9: engines live on a fake CUDA device as they do on the CPU, and wait for it where it is written here alone.
+"""CU-9: engines behave on a fake CUDA device as on the CPU, and wait for it only in the listed places.
 
 The device is C++ that torch takes for a CUDA device (`support/fake_cuda`); it has to be there before torch is
 imported, so what is looked at here has run in one other process.

@@ -1,4 +1,4 @@
-"""RP-1: routers that know nothing but the bytes of events hold what the cache holds, at every step of any life."""
+"""RP-1: routers that read only the bytes of events know the cache's contents, at every step of random runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Told:
 
 
 class AttentionEvents(Told, CachingMachine):
-    """Every cached block is told."""
+    """Machine in which every cached block is published."""
 
     has_states = False
 

@@ -288,7 +288,7 @@ class TestStopWords:
 
 
 class TestSmallPools:
-    """A small pool kills the base's loop; a budget of 0 silently gives 2 blocks; blocks pay for a live state each."""
+    """Small pools kill the base's loop; a budget of 0 silently gives 2 blocks; blocks pay for a running state each."""
 
     @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
     @pytest.mark.parametrize("kind", KINDS)

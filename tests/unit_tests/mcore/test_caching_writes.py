@@ -1,4 +1,4 @@
-"""KV-3: a shared block is never written by a later request, not even with equal values: where each write goes."""
+"""KV-3: a shared block is never written by a later request, not even with equal values; every write is located."""
 
 from __future__ import annotations
 

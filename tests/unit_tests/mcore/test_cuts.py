@@ -1,4 +1,4 @@
-"""Which rows of a whole tensor a rank has, and what stands in its other rows (MR-4)."""
+"""Rows of a whole tensor that a rank has, and the contents of its other rows (MR-4)."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_texts_with_special_tokens(model, free):
 
 
 class TestNoToken:
-    """A prompt that is computed, and scored, and nothing else."""
+    """Prompts that are computed and scored only, without a generated token."""
 
     def test_scores_are_those_of_a_recompute(self, model):
         """Scores are equal in chunks and beside a neighbour that generates; every prompt token is computed once."""

@@ -32,7 +32,7 @@ class Planted(Exception):
 
 
 class Unprintable(Exception):
-    """An error that cannot say what it is."""
+    """Error whose text cannot be made."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")

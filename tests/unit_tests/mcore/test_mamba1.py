@@ -111,7 +111,7 @@ def test_blocks_of_a_model_without_attention_only_carry_the_index(get_oracle):
 
 
 class TestNegativeControls:
-    """Broken in one way; the comparison with the truth must turn red, or the numbers above say nothing."""
+    """Negative controls: layers broken in one way must fail the comparison, or the numbers above show nothing."""
 
     @pytest.mark.parametrize("which", ["conv", "ssm"])
     @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Executing needs the message of a step and nothing else: no request, no scheduler, no second copy of a fact."""
+"""Execution needs only the message of a step: no request, no scheduler, no second copy of a fact."""
 
 from __future__ import annotations
 

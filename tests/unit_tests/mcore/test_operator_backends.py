@@ -1,4 +1,4 @@
-"""CU-1, CU-3: engines whose operators are computed as `--operator-backend` says; Triton under its interpreter."""
+"""CU-1, CU-3: engines with each `--operator-backend`; Triton runs under its interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""LA-1 to LA-5: states kept by scheduling alone. Chunks end where a snapshot is wanted, and live states are copied."""
+"""LA-1 to LA-5: states kept by scheduling alone.
+
+Chunks end where a snapshot is wanted, and running states are copied.
+"""
 
 from __future__ import annotations
 

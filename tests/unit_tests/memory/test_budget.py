@@ -1,4 +1,4 @@
-"""Sizes of pools, by hand, and errors whose numbers do what they say."""
+"""Sizes of pools, by hand, and errors whose suggested numbers work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MR-2: ranks with different layers and different memory agree on blocks and slots, and say so before they allocate."""
+"""MR-2: ranks with different layers and memory agree on blocks and slots, and report them before they allocate."""
 
 from __future__ import annotations
 

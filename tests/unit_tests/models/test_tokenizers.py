@@ -1,4 +1,4 @@
-"""MF-4: which tokenizer a model gets: the one asked for, the one beside it, the one it was trained with."""
+"""MF-4: tokenizer of a model: the requested one, the one beside the weights, or the one of its training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SE-4, Ctrl-C and SIGTERM: what has been done is kept, the rest ends as aborted, and one line says so."""
+"""SE-4, Ctrl-C and SIGTERM: finished results are kept, the rest ends as aborted, and one line reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SE-4: the JSON is there whole or not at all, and nothing but a regular file is ever replaced."""
+"""SE-4: the JSON file is complete or absent, and only regular files are ever replaced."""
 
 from __future__ import annotations
 

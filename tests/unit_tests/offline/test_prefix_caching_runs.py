@@ -67,7 +67,7 @@ def skipped(results: dict) -> list[int]:
 
 
 class TestFlags:
-    """KV-8: caching is on by default, off by either spelling, and each policy keeps what it says."""
+    """KV-8: caching is on by default, off by either spelling, and each policy keeps its blocks."""
 
     @pytest.mark.parametrize(
         "flags", [(), (ON,), (OFF, ON), (OFF, "--inference-dynamic-batching-prefix-caching")], ids=str

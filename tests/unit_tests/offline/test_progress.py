@@ -1,4 +1,4 @@
-"""The progress bar moves with tokens, prefilled and generated, and says how fast they come."""
+"""Progress bar: advances with prefilled and generated tokens, and shows their rate."""
 
 from __future__ import annotations
 

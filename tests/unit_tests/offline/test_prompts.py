@@ -1,4 +1,4 @@
-"""Prompts from flags, files and standard input: what a line may say, and what is said about a bad one."""
+"""Prompts from flags, files and standard input: fields of a line, and errors of a bad one."""
 
 from __future__ import annotations
 

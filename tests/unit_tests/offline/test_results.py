@@ -1,4 +1,4 @@
-"""KV-11: the JSON's keys, frozen; what stands under them."""
+"""KV-11: the JSON's keys, frozen, and their values."""
 
 from __future__ import annotations
 

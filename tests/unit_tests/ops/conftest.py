@@ -1,4 +1,4 @@
-"""The operators run on the device that models live on; the tests write their inputs and read the results on the CPU."""
+"""Operators run on the models' device; the tests write their inputs and read the results on the CPU."""
 
 from __future__ import annotations
 

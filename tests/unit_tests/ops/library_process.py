@@ -1,4 +1,4 @@
-"""A process that has another library's kernels and nothing of ours: reads what to compute, writes what came out.
+"""Process with another library's kernels and none of our code: reads cases and writes the results.
 
 `python -I library_process.py LIBRARY FOLDER INPUTS OUTPUTS`: the library's name and where its packages lie; files of
 `torch.save`, of which the first is a list of (case, tensors by name), and the second a list of tensors by name.

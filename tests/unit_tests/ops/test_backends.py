@@ -30,7 +30,7 @@ OPERATORS = (
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A backend that computes nothing."""
+    """Backend that computes nothing."""
 
     name: str
     takes: object = anything

@@ -117,7 +117,7 @@ def test_norms_before_gates_and_alone(backend: str, dtype: torch.dtype, groups: 
 
 
 class Named(NamedNorm):
-    """A norm that says what it is."""
+    """Norm that reports its name."""
 
     def __init__(self, weight: Tensor | None, offset: float) -> None:
         self._row_norm = RowNorm(weight, EPS, offset)

@@ -90,7 +90,7 @@ def test_rotated_and_written(dtype: torch.dtype, groups: int, shared: int, chann
 
 
 class Norm(NamedNorm):
-    """An RMS norm of each head that says what it is."""
+    """RMS norm of each head that reports its name."""
 
     def __init__(self, weight: Tensor, offset: float, eps: float = 1e-3) -> None:
         self._row_norm = RowNorm(weight, eps, offset)

@@ -1,4 +1,4 @@
-"""Sampled tokens against distributions written out by hand: a fine grid of uniforms, and how often each token comes."""
+"""Sampled tokens against distributions written out by hand: a fine grid of uniforms, and the count of each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators whose lengths only the device knows give what they give where the host knows them (CU-4)."""
+"""Operators with lengths known only on the device give the results of lengths known on the host (CU-4)."""
 
 from __future__ import annotations
 

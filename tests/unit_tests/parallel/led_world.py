@@ -53,7 +53,7 @@ def drawn_behind(chunk: ScheduledChunk) -> list[int]:
 
 
 class Guesses:
-    """A drafter that is right for a few tokens, then wrong; now and then it raises, or says what no draft is."""
+    """Drafter that is right for a few tokens, then wrong; now and then it raises, or returns invalid drafts."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
         return {ask.request_id: self._guess(ask) for ask in asks}
@@ -103,7 +103,7 @@ class Grammar:
 
 
 class HandThread:
-    """Mask jobs, which are computed when the test says so."""
+    """Mask jobs, computed when the test calls for them."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []

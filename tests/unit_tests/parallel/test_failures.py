@@ -1,4 +1,4 @@
-"""MR-6: a rank that raises, hangs or is killed ends all of them, with its error as the one line that is said."""
+"""MR-6: a rank that raises, hangs or is killed ends all of them, and its error is the only line printed."""
 
 from __future__ import annotations
 

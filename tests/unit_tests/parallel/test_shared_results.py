@@ -1,4 +1,4 @@
-"""MR-2, SE-10: rank 0 hears what only the rank that samples can know of a request: its scores."""
+"""MR-2, SE-10: rank 0 receives the scores of a request, which only the sampling rank has."""
 
 from __future__ import annotations
 

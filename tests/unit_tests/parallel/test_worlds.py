@@ -1,4 +1,4 @@
-"""The worlds that tests of several ranks are run in: what a rank returns, and how each way of failing is told."""
+"""Worlds for tests of several ranks: results of a rank, and the report of each kind of failure."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def operations(start: int, end: int) -> float:
 
 @dataclass(eq=False)
 class Taken:
-    """A snapshot as the model knows it."""
+    """Snapshot as the model knows it."""
 
     prefix: str
     optional: bool

@@ -179,7 +179,7 @@ def content(owner: Owner, end: int) -> object:
 
 
 class Memory:
-    """The KV itself: at each place of each block what the KV of a token depends on, or nothing."""
+    """KV contents: at each place of each block, the content on which the KV of a token depends, or None."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size

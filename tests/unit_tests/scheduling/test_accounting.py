@@ -32,7 +32,7 @@ def test_resume_position(length, matched, position):
 
 
 class TestLedger:
-    """Prompts of 10 tokens, blocks of 4, unless it says something else."""
+    """Prompts of 10 tokens and blocks of 4, unless a test gives other sizes."""
 
     @staticmethod
     def reason(position: int, prompt: int, matched: int, size: int) -> str:

@@ -1,4 +1,4 @@
-"""Bad requests get OpenAI's error object and the right status, and the server goes on."""
+"""Errors of requests: OpenAI's error object and the right status, and the server goes on."""
 
 from __future__ import annotations
 

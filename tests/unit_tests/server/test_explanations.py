@@ -1,4 +1,4 @@
-"""SI-4, SI-5: a server says why a prompt skipped no more, to whom it may, and what its recent requests were."""
+"""SI-4, SI-5: a server explains to permitted clients why a prompt skipped no more, and lists its recent requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's log: a line a request, never texts; the end and its beginning; nothing that a terminal would obey."""
+"""The server's log: one line per request, never texts; start and shutdown; no control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SI-3, SI-4: traces, made up and read; what a sweep compares; what the tool says."""
+"""SI-3, SI-4: generated and recorded traces, comparisons of a sweep, and the tool's output."""
 
 from __future__ import annotations
 

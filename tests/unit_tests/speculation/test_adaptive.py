@@ -20,7 +20,7 @@ DEAR_WHEN_MANY = CostTable.parse("1:0.2:0.05,8:0.4:0.3,32:0.8:0.9")
 
 
 class Knowing:
-    """Proposes as much as it is asked for, and remembers what for."""
+    """Drafter that proposes as much as requested and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict[int, int]] = []

@@ -13,7 +13,7 @@ NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculativ
 
 
 class Counting:
-    """A draft model that proposes 0, 1, 2, ... as far as it is asked for; the limits of each proposal are kept."""
+    """Draft model that proposes 0, 1, 2, ... up to the requested number; the limits of each proposal are recorded."""
 
     def __init__(self) -> None:
         self.asked: list[dict[int, int]] = []

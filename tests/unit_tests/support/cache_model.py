@@ -73,7 +73,7 @@ class Book:
 
 
 class CacheModel:
-    """Watches one scheduler with caching on, and asserts that each step's plan is what token lists say.
+    """Observer of one scheduler with caching on that compares each step's plan with token lists.
 
     Args:
         scheduler: Scheduler whose `schedule`, `_reset_cache` and the part of `commit` that publishes are wrapped.

@@ -1,4 +1,4 @@
-"""The next token as docs/sampling.md says it is chosen, in Python's own numbers, one word after the other."""
+"""Reference choice of the next token by docs/sampling.md, in Python's own numbers, one word after the other."""
 
 from __future__ import annotations
 

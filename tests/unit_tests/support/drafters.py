@@ -1,4 +1,4 @@
-"""Drafters that know what comes, and use it as they like; and an engine with one beside an engine without.
+"""Drafters that know the coming tokens and use them in various ways, and engines with and without them.
 
 `Knowing` is told what each request generated without speculation. `compare` asserts that both engines did the same.
 """
@@ -54,7 +54,7 @@ ANSWERS: Mapping[str, PendingOutput] = {
 
 
 class Knowing:
-    """A drafter that knows what its requests will generate.
+    """Drafter that knows what its requests will generate.
 
     Args:
         answer: Function from the true tokens to drafts.

@@ -54,7 +54,7 @@ class Seen:
 
 
 class Driver:
-    """An engine with NaN wherever nothing was written, and everything it did.
+    """Engine with NaN in unwritten memory, and a record of everything it did.
 
     Args:
         model: Shared between tests; the engine changes nothing of it.

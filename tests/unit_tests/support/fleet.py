@@ -100,7 +100,7 @@ def breaks_off(after: int, part: bytes = b"data: {") -> Behaviour:
 
 @dataclass(eq=False)
 class FakeReplica:
-    """Counts what comes, and behaves as it is told."""
+    """Fake replica that counts requests and behaves as configured."""
 
     name: str = "fake"
     behave: Behaviour = answers

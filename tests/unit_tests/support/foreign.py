@@ -11,7 +11,7 @@ OTHER_USER = 65534
 
 
 class ForeignFiles:
-    """Makes files, directories and links belong to another user: by chown as root, else in what `os.fstat` tells."""
+    """Ownership of files, directories and links by another user: by chown as root, else by a patched `os.fstat`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ids: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""A reader of KV events that is written from the description of the format, and knows nothing of ours."""
+"""Reader of KV events written from the description of the format, without our code."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pretend() -> None:
 
 
 class Recorded:
-    """A graph whose replay computes nothing: what is in its places when it is captured stays there."""
+    """Graph whose replay computes nothing: its buffers keep the contents of the capture."""
 
     def replay(self):
         return

@@ -32,7 +32,7 @@ FROM_HOST = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::_pin_memory"}
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation was given: how it lies, and where.
+    """Tensor operand of an operation: its layout and its address.
 
     `place` is the address of memory from outside of the program, or the number of what the program has made itself.
     """

@@ -1,4 +1,4 @@
-"""A scheduler that is told that every step was computed: for counts that no model decides."""
+"""Scheduler whose steps all count as computed, for counts that do not depend on a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = SchedulerLimits(
 
 
 class SimulatedEngine:
-    """See `benchmarks.peers.work.Peer`. Answers are words of their own: what a model would say decides no count.
+    """See `benchmarks.peers.work.Peer`. Answers are words of their own: a model's output does not affect the counts.
 
     Args:
         slots: For snapshots of recurrent states.

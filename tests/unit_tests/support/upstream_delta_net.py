@@ -1,4 +1,4 @@
-"""megatron-core's own gated delta net on the CPU: it asks for its kernels when it is built, and calls none of them."""
+"""Gated delta net of megatron-core on the CPU: it requires its kernels when built, and calls none of them."""
 
 from __future__ import annotations
 

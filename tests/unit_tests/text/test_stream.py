@@ -1,4 +1,4 @@
-"""Parts of a text, sent early: together they are the text, and nothing is sent that a stop word takes back."""
+"""Parts of a text, sent early: joined they are the text, and no part is sent that a stop word removes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids without a token: refused in prompts, nothing in texts."""
+"""Ids without a token: refused in prompts, empty in texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 
 class Strict:
-    """A tokenizer like SentencePiece: asked for an id that it does not have, it raises.
+    """Tokenizer like SentencePiece that raises for unknown ids.
 
     Args:
         ids: Known ids.

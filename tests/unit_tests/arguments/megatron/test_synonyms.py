@@ -1,4 +1,4 @@
-"""MF-1: flags of Megatron's that say in other words what ours say, and flags that have no effect beside others."""
+"""MF-1: Megatron's flags that are synonyms of ours, and flags that have no effect next to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MF-1: each flag of the table does in the parser, in both tools and in a YAML file, what its record says."""
+"""MF-1: each flag of the table acts as its record states, in the parser, in both tools and in a YAML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SE-1: pickles are read as data; what is not data is refused, and what is comes out as Python's own reader has it."""
+"""SE-1: pickles are read as data, as by Python's own reader; any other content is refused."""
 
 from __future__ import annotations
 

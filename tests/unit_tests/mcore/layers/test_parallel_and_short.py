@@ -78,7 +78,7 @@ def test_pools_of_a_layer_with_both(get_oracle):
 
 
 class TestNegativeControls:
-    """Broken in one way; the comparison with the truth must turn red, or the numbers above say nothing."""
+    """Negative controls: layers broken in one way must fail the comparison, or the numbers above show nothing."""
 
     @pytest.mark.parametrize(
         ("kind", "which"), [("side_by_side", "conv"), ("side_by_side", "ssm"), ("short_conv", "conv")]

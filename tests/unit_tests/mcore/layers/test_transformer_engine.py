@@ -26,7 +26,7 @@ KINDS = {"mamba2": HYBRID, "gated_delta_net": GATED_DELTA_NET}
 
 
 class _Scales:
-    """Transformer Engine's modules say that they have a state beside their parameters."""
+    """Stand-in for Transformer Engine's modules, which report a state beside their parameters."""
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(0, dtype=torch.uint8)

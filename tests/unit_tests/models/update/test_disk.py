@@ -1,4 +1,4 @@
-"""PY-6, SE-5: new weights from a directory below a root: those that loading it gives, or nothing has changed."""
+"""PY-6, SE-5: new weights from a directory below a root equal those of loading it, or nothing changes."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class TestMegatron:
 
 
 class TestRefused:
-    """All or nothing: what is wrong is told by name before anything is written."""
+    """All or nothing: errors are reported by name before anything is written."""
 
     NORM = "decoder.layers.0.norm.weight"
     CASES: tuple[tuple[Callable[[dict], object], str], ...] = (

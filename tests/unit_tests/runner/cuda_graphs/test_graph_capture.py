@@ -48,7 +48,7 @@ class CountedGraphs(CudaGraphs):
 
 
 class Captured(PaddedDriver):
-    """Steps are graphs; nothing of Python runs in them, so logits cannot be watched.
+    """Driver with captured steps; no Python code runs in a replay, so logits cannot be observed.
 
     Attributes:
         graphs: Captured graphs.

@@ -129,7 +129,7 @@ def test_streamed_log_probs_are_all_there(embedded):
 
 
 def test_contents_in_parts_and_what_clients_send_back(embedded):
-    """A client returns an answer as it got it, with fields that are None; texts may come in parts."""
+    """A client returns an answer as it got it, including null fields; texts may come in parts."""
     client = embedded.client()
     first = client.chat.completions.create(model="embedded", messages=[user("Hello")], temperature=0, max_tokens=4)
     back = first.choices[0].message.model_dump()
