@@ -16,19 +16,12 @@ MCORE = tuple(
     f"tests/unit_tests/mcore/test_{name}.py"
     for name in (
         "against_recompute",
-        "all_experts",
         "caching_matrix",
         "choosing",
         "draft_model",
         "gated_delta_net",
-        "guided",
-        "layers",
-        "linear",
         "mamba1",
-        "moe",
         "operator_backends",
-        "scoring",
-        "shaping",
         "snapshots_decode",
         "snapshots_dtypes",
         "steps",
@@ -40,7 +33,9 @@ PATHS = (
     "tests/functional_tests/test_golden_values.py",
     "tests/unit_tests/api/test_side_by_side.py",
     "tests/unit_tests/api/test_update_weights.py",
-    "tests/unit_tests/mcore/programs",
+    "tests/unit_tests/mcore/layers",
+    "tests/unit_tests/mcore/test_captured_steps.py",
+    "tests/unit_tests/mcore/test_cuda_graph_runner.py",
     "tests/unit_tests/mixers",
     "tests/unit_tests/models/megatron/test_checkpoint.py",
     "tests/unit_tests/models/native/test_checkpoint.py",
@@ -48,6 +43,7 @@ PATHS = (
     "tests/unit_tests/models/test_load.py",
     "tests/unit_tests/ops",
     "tests/unit_tests/parallel/test_tensor_parallel.py",
+    "tests/unit_tests/runner",
 )
 """Files and folders whose tests have the mark."""
 WITHOUT = tuple(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "triton_registry"))

@@ -15,7 +15,7 @@ import torch
 
 VARIABLE = "TEST_EVERYTHING"
 ROOT = Path(__file__).parents[1]
-FOLDERS = tuple(f"tests/unit_tests/{name}/" for name in ("engine", "mcore", "memory", "mixers", "ops"))
+FOLDERS = tuple(f"tests/unit_tests/{name}/" for name in ("engine", "mcore", "memory", "mixers", "ops", "runner"))
 """That compute on the device."""
 MODEL = "its model is on the host, where megatron-core does not compute beside a device"
 BATCH = "a device's products are rounded by what else is in the batch, and so are bf16's near ties"

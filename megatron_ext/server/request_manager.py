@@ -282,6 +282,7 @@ class _Listener(ClientListener):
 
     def on_step(self, output: StepOutput) -> None:
         """Observe the gaps between tokens, and record the step in the event loop."""
+        self.on_call()  # before any client hears of the step
         has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
         self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
         with self._core.error_isolation.guard("the metrics of a step"):

@@ -193,7 +193,7 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     run = recorded(get_oracle, "hybrid")
     driver, sent = run.driver, []
     places = driver.context.cuda_graph_runner._buffers
-    send, fetch = places.send, driver.context.cuda_graph_runner._answers.fetch
+    send, fetch = places.send, driver.context.cuda_graph_runner._outputs.fetch
 
     def watched(function):
         def call(*arguments, **options):
@@ -207,7 +207,7 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     driver.add(0, make_prompt(40), num_tokens_to_generate=6)
     for _ in range(2):
         driver.step()
-    places.send, driver.context.cuda_graph_runner._answers.fetch = watched(send), watched(fetch)
+    places.send, driver.context.cuda_graph_runner._outputs.fetch = watched(send), watched(fetch)
     for _ in range(3):
         driver.step()
     assert [len(copies) for copies in sent] == [1] * 6

@@ -136,9 +136,7 @@ def _draws_all_with_one_number(patch: pytest.MonkeyPatch) -> None:
 
     def same(request: object, guesses: tuple = ()) -> step.Sampling:
         chosen = sampling(request, guesses)
-        return (
-            chosen if chosen.uniform is None else dataclasses.replace(chosen, uniform=request.sequence.draws.current())
-        )
+        return chosen if chosen.uniform is None else dataclasses.replace(chosen, uniform=request.sequence.rng.current())
 
     patch.setattr(step, "_sampling", same)
 

@@ -406,9 +406,9 @@ def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = Request.advance
 
-    def forgetful(self: Request, end: int) -> None:
+    def forgetful(self: Request, end: int) -> int:
         self.sequence.ledger.known_end = self.computed_end
-        advance(self, end)
+        return advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)
 
