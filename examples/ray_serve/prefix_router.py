@@ -20,7 +20,7 @@ ANSWER = 64  # tokens that are expected, where a request does not say
 
 
 def text_of(body: bytes) -> bytes:
-    """What a request's prompt begins with, in the order in which the model reads it."""
+    """Return the prompt of a request body as bytes, in the order in which the model reads it."""
     try:
         content = json.loads(body)
     except ValueError:
@@ -70,7 +70,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name[decision.replica]], rest]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """It is in flight, and its prompt is taken to be there from now on."""
+        """Count a request as in flight, and its prompt as cached by the replica from now on."""
         name, prompt = replica_id.to_full_id_str(), self._prompt(pending_request)
         if prompt is None or name not in self._memory:
             return
@@ -82,12 +82,12 @@ class PrefixRouter(RequestRouter):
         self._memory[name].answered(prompt)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is over, however it ended."""
+        """Stop counting a request as in flight, however it ended."""
         if internal_request_id in self._flying:
             self._flying.discard(internal_request_id)
             self._router.ended(internal_request_id)
 
     def _prompt(self, pending: PendingRequest) -> RoutedPrompt | None:
-        """Of a call `ask(path, body)`."""
+        """Return the prompt of a call `ask(path, body)`; None if it has none."""
         text = text_of(pending.args[1]) if len(pending.args) > 1 else b""
         return RoutedPrompt.of(list(text), None) if text else None
