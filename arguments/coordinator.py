@@ -10,7 +10,7 @@ from arguments.parser import CommandLine, fields_of, parse_server_arguments, unr
 from arguments.server_groups import ACCESS, LIMITS
 from megatron_ext.config import LOG_LEVELS, ServerLimits
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.fleet import CoordinatorConfig, CoordinatorSettings
+from megatron_ext.config.coordinator import CoordinatorConfig, CoordinatorSettings
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 

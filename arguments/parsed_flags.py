@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from arguments.megatron.table import WithoutEffect
+from arguments.megatron.flag_table import WithoutEffect
 
 
 @dataclass

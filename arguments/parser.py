@@ -9,10 +9,10 @@ from typing import NoReturn
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.megatron import options
-from arguments.megatron.layers import describe_layers
-from arguments.megatron.record import MegatronGroup
+from arguments.megatron.flag_record import MegatronGroup
+from arguments.megatron.flag_table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.megatron.layer_flags import describe_layers
 from arguments.megatron.synonyms import SYNONYMS, translate
-from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.no_effect import note_no_effect
 from arguments.parsed_flags import ParsedFlags
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER

@@ -11,9 +11,9 @@ import yaml
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten, shown
 from arguments.megatron import yaml_form
+from arguments.megatron.flag_record import MegatronFlag
+from arguments.megatron.flag_table import family_of
 from arguments.megatron.options import take
-from arguments.megatron.record import MegatronFlag
-from arguments.megatron.table import family_of
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text

@@ -31,7 +31,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.models.build import build_model
 from megatron_ext.parallel import link, shared_results
 

@@ -25,7 +25,7 @@ from megatron_ext.scheduling.submission import Submission
 from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.server.openai.engine_requests import RequestSpec
 from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.stream import TextStream
+from megatron_ext.text.text_stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 
 LENGTHS = (1_024, 16_384)

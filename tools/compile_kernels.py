@@ -18,8 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from tqdm import tqdm
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.triton.registry import all_kernels
-from megatron_ext.ops.triton.table import Row, as_text, rows
+from megatron_ext.ops.triton.compilation_table import Row, as_text, rows
+from megatron_ext.ops.triton.kernel_registry import all_kernels
 
 DONE, PROBLEMS, CANNOT = 0, 1, 2
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
-from megatron_ext.console.threads import limit_spinning
+from megatron_ext.console.start import limit_spinning
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, said_here

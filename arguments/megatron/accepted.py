@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup, group
+from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup, group
 
 BATCHING = "--inference-dynamic-batching"
 

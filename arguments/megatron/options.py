@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup
-from arguments.megatron.table import TABLE, WithoutEffect
+from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup
+from arguments.megatron.flag_table import TABLE, WithoutEffect
 
 DEST = "without effect"  # name in argparse's namespace; no flag's key has a blank
 _TITLES = {

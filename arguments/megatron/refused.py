@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arguments.megatron.accepted import BATCHING
-from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup, group
+from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup, group
 
 
 def _only(name: str, why: str, *allowed: str) -> MegatronFlag:

@@ -36,7 +36,7 @@ from examples.embedded_model.evaluation import (
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.text.tokenizer import TextTokenizer
 
 VOCABULARY = 4096

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar, overload
 
-from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
+from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.engine.client import EngineClient
@@ -19,7 +19,7 @@ from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.naming import Naming
-from megatron_ext.models.update.weights import update_weights, weight_shapes
+from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 

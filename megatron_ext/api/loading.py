@@ -102,8 +102,7 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
         leads: Whether this rank is the first.
     """
     from megatron_ext.console.start import check_machine, say_start
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there
-    from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there, make_parallel_context
     from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start)

@@ -11,7 +11,7 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.text.stream import TextStream
+from megatron_ext.text.text_stream import TextStream
 from megatron_ext.text.vocabulary import Vocabulary
 
 

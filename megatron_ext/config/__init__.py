@@ -5,7 +5,7 @@ A default of `None` means that the value is derived later; the comment says from
 
 from __future__ import annotations
 
-from megatron_ext.config.access import CONTROL_TOKENS, AccessConfig
+from megatron_ext.config.access_control import CONTROL_TOKENS, AccessConfig
 from megatron_ext.config.batching import (
     DTYPES,
     BatchingConfig,

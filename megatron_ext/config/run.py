@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_ext.config.access import AccessConfig
+from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require

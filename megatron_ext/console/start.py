@@ -5,14 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import sys
-
-import torch
+from collections.abc import MutableMapping
 
 from megatron_ext.config import ParallelConfig, StartNotes
 from megatron_ext.parallel.layout import Layout, plan_layout
 from megatron_ext.parallel.world import world_of_environment
 
 logger = logging.getLogger(__name__)
+
+OPENMP_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Environment variables with which a user sets the wait policy: of any OpenMP, GNU's, LLVM's and Intel's."""
+# Torch's wheels include GNU's OpenMP: a few spins (some microseconds) cost idle cores less than none.
+_DEFAULTS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+
+def limit_spinning(environment: MutableMapping[str, str] | None = None) -> None:
+    """Let idle OpenMP threads sleep almost at once, unless the user has set a policy.
+
+    By default a thread of GNU's OpenMP spins for about a millisecond before it sleeps. On cores shared with other work,
+    spinning takes time from the thread that it waits for (docs/batching.md has figures). OpenMP reads its variables
+    when it is loaded, so call this before torch is imported; later calls have no effect.
+
+    Args:
+        environment: Variables to change; None for those of the process.
+    """
+    variables = os.environ if environment is None else environment
+    if "torch" not in sys.modules and not any(name in variables for name in OPENMP_WAIT_VARIABLES):
+        variables.update(_DEFAULTS)
 
 
 def check_machine(parallel: ParallelConfig) -> Layout:
@@ -24,13 +43,12 @@ def check_machine(parallel: ParallelConfig) -> Layout:
     Raises:
         ConfigError: The processes do not match.
     """
+    import torch  # after `limit_spinning`
+
     world = world_of_environment()
     if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.is_first:
-        logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; gloo it is")
+        logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; using gloo")
     return plan_layout(parallel, world.size, is_launched=world.is_launched, program=sys.argv[0])
-
-
-logger = logging.getLogger(__name__)
 
 
 def say_start(start: StartNotes) -> None:

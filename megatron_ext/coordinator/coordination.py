@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.hosts import is_loopback
 from megatron_ext.config.routing import RoutingPolicyName
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.config.fleet import CoordinatorSettings
+from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Source

@@ -45,7 +45,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Parse a URL that `config.fleet.replica_problem` accepts."""
+        """Parse a URL that `config.coordinator.replica_problem` accepts."""
         parts = urlsplit(url)
         assert parts.hostname is not None, f"{url} has no host"
         return cls(parts.hostname, parts.port or 80, parts.netloc)

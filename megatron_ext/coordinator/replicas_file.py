@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from megatron_ext.config.fleet import replica_problem
+from megatron_ext.config.coordinator import replica_problem
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Source
 from megatron_ext.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
-from megatron_ext.config.fleet import CoordinatorSettings
+from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher, plan_of

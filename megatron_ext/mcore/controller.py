@@ -20,7 +20,7 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.runner.logits_processing import process_logits
 from megatron_ext.runner.model_input import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.runner.out_of_memory import is_out_of_memory
@@ -28,7 +28,7 @@ from megatron_ext.runner.scoring import score_rows
 from megatron_ext.scheduling.step import Sampling
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
+from megatron_ext.text.prompt_tokenization import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -81,7 +81,7 @@ class InferenceController(TextGenerationController):
         self._get_stop_word_finished_ids_callback = None
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the token ids of a text; see `text.prompt_tokens.tokenize_prompt`.
+        """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`.
 
         Upstream strips the BOS token unless it is requested, and a Llama would read a prompt unlike its training data.
         """

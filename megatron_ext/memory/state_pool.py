@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.errors import RestoreError
 from megatron_ext.ops import state_copy
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from megatron_ext.config.recurrent.mamba import MambaFields
 from megatron_ext.config.recurrent.mamba2 import GATE_FIRST
-from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
-from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.gated_norm import RowNorm, gated_norm, norm_then_gate, silu_gate
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.step_size import step_sizes

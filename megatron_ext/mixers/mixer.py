@@ -8,6 +8,7 @@ Letters: T tokens, Cn channels and K window of the convolution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -25,6 +26,9 @@ from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
+
+DT_INIT_RANGE = (1e-3, 1e-1)  # of step sizes
+DT_INIT_FLOOR = 1e-4
 
 
 class Projected(NamedTuple):
@@ -244,3 +248,15 @@ def _prefill_pass(
     assert step.prefill_slots is not None, "prefill has slots"
     keeps = step.prefill_slots.snapshots is not None
     return PrefillPass(step.chunks, step.prefill_slots, live, context.mamba_snapshots(layer) if keeps else (None, None))
+
+
+def random_step_bias(count: int) -> Tensor:
+    """Return biases [count] fp32 whose softplus is log-uniform over DT_INIT_RANGE."""
+    log_low, log_high = (math.log(bound) for bound in DT_INIT_RANGE)
+    dt = torch.exp(torch.rand(count) * (log_high - log_low) + log_low).clamp(min=DT_INIT_FLOOR)
+    return inverse_softplus(dt)
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """Return x with softplus(x) = y, stable for small y."""
+    return y + torch.log(-torch.expm1(-y))

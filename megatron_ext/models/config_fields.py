@@ -1,11 +1,11 @@
-"""Model settings from outside (a checkpoint, a YAML file, flags): names and types checked before use."""
+"""Model settings from outside (a checkpoint, a YAML file, flags): names, types and stack specs, checked before use."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.config.annotations import FieldValues, MismatchError, field_types
 
 
@@ -34,3 +34,18 @@ def checked_fields(values: Mapping[str, object], where: str, error: type[ValueEr
 def with_overrides(config: ModelConfig, overrides: FieldValues) -> ModelConfig:
     """Return the configuration with some fields replaced; `overrides` must have passed `checked_fields`."""
     return dataclasses.replace(config, **overrides)
+
+
+OWN_SPECS = "megatron_ext.mcore.layer_specs"
+MEGATRONS_MODULES = ("mamba_layer_specs", "hybrid_layer_specs", "gpt_layer_specs")
+_MEGATRON = "megatron."
+
+
+def is_own_spec(spec: tuple[str, str]) -> bool:
+    """Return whether (module, name) is one of this package's specs."""
+    return spec[0] == OWN_SPECS and spec[1] in {kind.stack_spec for kind in RECURRENT_KINDS.values()}
+
+
+def is_megatrons_spec(spec: tuple[str, str]) -> bool:
+    """Return whether (module, name) is one of Megatron's own specs, which ours replace."""
+    return spec[0].startswith(_MEGATRON) and spec[0].rsplit(".", 1)[-1] in MEGATRONS_MODULES

@@ -12,7 +12,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.source import AUTO_GENERATION_CONFIG
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
-from megatron_ext.models.megatron.checkpoint import resolve_iteration
+from megatron_ext.models.megatron.dist_checkpoint import resolve_iteration
 from megatron_ext.text.tokenizer_files import GENERATION_FILE
 
 logger = logging.getLogger(__name__)

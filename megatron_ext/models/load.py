@@ -18,8 +18,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
-from megatron_ext.models.huggingface.checkpoint import load_hf_weights, read_hf_config
-from megatron_ext.models.megatron.checkpoint import (
+from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config
+from megatron_ext.models.megatron.dist_checkpoint import (
     is_dist_checkpoint,
     load_dist_weights,
     read_dist_config,
@@ -28,9 +28,9 @@ from megatron_ext.models.megatron.checkpoint import (
     training_facts_of,
 )
 from megatron_ext.models.megatron.facts import TrainingFacts
-from megatron_ext.models.native.checkpoint import load_weights
 from megatron_ext.models.native.directory import TokenizerSource, read_header, require_replaceable
 from megatron_ext.models.native.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
+from megatron_ext.models.native.safetensors_checkpoint import load_weights
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.parallel.collectives import decided_by_first

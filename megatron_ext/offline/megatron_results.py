@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.prompt_texts import PromptText
 from megatron_ext.offline.results import peak_memory, written
-from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import RequestRecord, TopN
 from megatron_ext.scheduling.request_events import Event, EventType
 

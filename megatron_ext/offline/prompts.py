@@ -17,7 +17,7 @@ from megatron_ext.config.annotations import FieldType, FieldValues, MismatchErro
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.synthetic import RandomTokens, described, synthetic_contents
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokens import tokenize_prompt
+from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
 

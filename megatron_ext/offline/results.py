@@ -12,8 +12,8 @@ import torch
 import megatron_ext
 from megatron_ext.config import RunConfig
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.prompt_texts import PromptText, submitted_text
-from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import RequestRecord
 
 _THROUGHPUT = "throughput"

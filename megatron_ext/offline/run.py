@@ -24,18 +24,18 @@ from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
+from megatron_ext.offline.console_report import print_report
 from megatron_ext.offline.megatron_results import build_megatron_results
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
+from megatron_ext.offline.passes import Pass, check_schedule, run_passes
 from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
-from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results, selected
-from megatron_ext.offline.submission import Pass, check_schedule, run_passes
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status

@@ -1,9 +1,12 @@
-"""Metadata of a step, and the data that operator backends derive from it."""
+"""Metadata of a step: its copy to the device, and the data that operator backends derive from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 Made = TypeVar("Made")
 Own = TypeVar("Own", bound="StepMetadata")
@@ -26,3 +29,14 @@ class StepMetadata:
     def provide(self: Own, make: Callable[[Own], Made], found: Made) -> None:
         """Set the result of `prepared(make)` to a value computed elsewhere, such as in static buffers."""
         self.__dict__.setdefault("_prepared", {})[make] = found
+
+
+def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
+    """Copy a host tensor to a device; returns the tensor itself if the device is the host.
+
+    Copies to CUDA go through pinned memory, which torch reuses only after the copy is done: any other copy waits for
+    all previously enqueued work.
+    """
+    if device is None or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

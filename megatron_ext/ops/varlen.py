@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.step_metadata import StepMetadata
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import StepMetadata, to_device
 
 
 @dataclass(frozen=True)

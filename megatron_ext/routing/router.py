@@ -16,7 +16,7 @@ from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.routing.choosing import Choice, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.prompt import Prompt
-from megatron_ext.routing.replica import Flight, Hash, Replica
+from megatron_ext.routing.replica_state import Flight, Hash, Replica
 
 
 def check_router(fleet: Fleet, replicas: Mapping[str, Replica], flights: Mapping[Hashable, Flight]) -> None:

@@ -17,7 +17,7 @@ from megatron_ext.ops.sampling.logits_processors import (
     penalize,
     rule_out,
 )
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.scheduling.logits_options import LogitsOptions
 

@@ -16,7 +16,7 @@ from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.runner.block_rows import BlockRows

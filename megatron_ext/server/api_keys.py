@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from megatron_ext.config.access import AccessConfig, key_problem
+from megatron_ext.config.access_control import AccessConfig, key_problem
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.engine_requests import RequestSpec
 

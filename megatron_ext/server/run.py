@@ -18,7 +18,7 @@ from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults

@@ -15,11 +15,10 @@ from rich.console import Console
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
+from megatron_ext.simulation.cached_models import MODELS, CachedModel
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.models import MODELS, CachedModel
-from megatron_ext.simulation.report import draw, draw_heat_map, lines_of, results, table_of
 from megatron_ext.simulation.running import ask_server
 from megatron_ext.simulation.sweep import (
     DEFAULT,
@@ -34,6 +33,7 @@ from megatron_ext.simulation.sweep import (
     run_point,
     sweep,
 )
+from megatron_ext.simulation.sweep_report import draw, draw_heat_map, lines_of, results, table_of
 from megatron_ext.simulation.trace import Ids, Turn, describe
 
 HEAT_LENGTHS = (128, 512, 2048, 8192)

@@ -14,8 +14,8 @@ from typing import cast
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
+from megatron_ext.simulation.cached_models import KnownModel
 from megatron_ext.simulation.formats import read_requests
-from megatron_ext.simulation.models import KnownModel
 from megatron_ext.simulation.sweep import GIB, Batch, Settings
 from megatron_ext.simulation.trace import Turn
 

@@ -13,8 +13,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
+from megatron_ext.simulation.cached_models import CachedModel
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.models import CachedModel
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.trace import Turn
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.notes import Notes, read
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
-from megatron_ext.ops.triton import registry
+from megatron_ext.ops.triton import kernel_registry
 from tests.unit_tests.support.source import ROOT
 
 CPU = torch.device("cpu")
@@ -240,7 +240,7 @@ def test_operators_have_kernels(name):
     if not triton.can_be_imported():
         pytest.skip("triton cannot be imported")
     case = cases.Maker(cases.TINY, torch.bfloat16, CPU).cases()[name]()
-    with torch.inference_mode(), preferring(triton.NAME), registry.watch() as launches:
+    with torch.inference_mode(), preferring(triton.NAME), kernel_registry.watch() as launches:
         case.work()
     assert bool(launches) == case.has_reference
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from megatron_ext.config.fleet import replica_problem
+from megatron_ext.config.coordinator import replica_problem
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
 from megatron_ext.coordinator.member import Source
 from megatron_ext.server.api_errors import ApiError

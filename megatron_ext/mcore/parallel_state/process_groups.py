@@ -12,6 +12,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.parallel.layout import plan_layout
+from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
 
 class ProcessGroups:
@@ -85,3 +86,23 @@ def _check_sizes(parallel: ParallelConfig) -> None:
         mine, theirs = getattr(asked, name), getattr(there, name)
         if mine != theirs:
             raise ConfigError(f"{name} {mine} contradicts Megatron's groups, which are of size {theirs}; give {theirs}")
+
+
+def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:
+    """Return the context of all ranks, after `platform.initialize`; None for a world of one, which needs none.
+
+    Args:
+        parallel: Communication settings of the ranks.
+    """
+    if torch.distributed.get_world_size() == 1:
+        return None
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    is_last = parallel_state.is_pipeline_last_stage()
+    here = RankInfo(
+        rank=torch.distributed.get_rank(),
+        tensor=tensor,
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        replica=parallel_state.get_data_parallel_rank(),
+        samples=is_last and tensor == 0,
+    )
+    return ParallelContext(here, parallel)

@@ -13,7 +13,7 @@ from megatron_ext.models.huggingface.attention import attention_heads, rotated_h
 from megatron_ext.models.huggingface.blocks import ATTENTION_NORM, MLP, MLP_NORM, attention, gated_mlp, weights
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names
-from megatron_ext.models.huggingface.rotary import DEFAULT_BASE, ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import DEFAULT_BASE, ROPE_FIELDS, rotary_fields
 from megatron_ext.models.huggingface.tensors import LayerTable
 
 LETTERS_PER_LAYER = 2

@@ -23,8 +23,8 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
-from megatron_ext.models.huggingface.registry import family_of
+from megatron_ext.models.huggingface.family_registry import family_of
+from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
 from megatron_ext.models.native.scratch import scratch_directory
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles

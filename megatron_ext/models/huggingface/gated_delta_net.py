@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.fields import Fields, layer_count, size_or
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.tensors import Conversion, Source
 
 DELTA_NET_SIZES: Mapping[str, str] = {

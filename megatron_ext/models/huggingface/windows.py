@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.fields import Fields, flag, layer_count, names, size
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 
 WINDOW = "sliding_window"
 _SWITCH, _KINDS, _FIRST = "use_sliding_window", "layer_types", "max_window_layers"

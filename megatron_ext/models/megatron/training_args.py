@@ -16,8 +16,8 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
 from megatron_ext.config.layers.pattern import read_pattern
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
 from megatron_ext.models.native.directory import model_config
-from megatron_ext.models.stack_specs import MEGATRONS_MODULES, is_megatrons_spec
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _TAKEN = (

@@ -5,7 +5,8 @@
 - `tokenizer.json` and the like: the tokenizer's unchanged files, if there are any, and a `tokenizer_config.json` if
   they have none, so that `AutoTokenizer` finds the special tokens; those of Megatron's kinds have names of ours, with
   `megatron_tokenizer.json` beside them (kept_tokenizers.py)
-- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
+- the weights: `model.safetensors` (safetensors_checkpoint.py), or megatron's distributed files
+  (megatron/dist_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.checkpoint_files import COMMON_FILE
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE
-from megatron_ext.models.config_fields import checked_fields
+from megatron_ext.models.config_fields import checked_fields, is_megatrons_spec, is_own_spec
 from megatron_ext.models.native.kept_tokenizers import KEPT_FILES, LibraryTokenizer, keep_tokenizer
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
-from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.text.tokenizer import TextTokenizer
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files, describe_tokenizer

@@ -22,7 +22,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
-from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
+from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
 from megatron_ext.models.native.directory import has_header
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint

@@ -15,11 +15,11 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
-from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
-from megatron_ext.models.huggingface.registry import family_of
+from megatron_ext.models.huggingface.family_registry import family_of
+from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
-from megatron_ext.models.huggingface.weights import part_shapes
-from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration
+from megatron_ext.models.huggingface.weight_loader import part_shapes
+from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
 from megatron_ext.models.update.named_tensors import require_weight
 

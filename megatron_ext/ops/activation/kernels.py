@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 TYPES = [{"T": name} for name in FLOATS]
 

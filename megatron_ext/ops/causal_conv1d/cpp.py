@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import reference
 from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
-from megatron_ext.ops.cpp.slots import decode_places, prefill_places
+from megatron_ext.ops.cpp import decode_places, prefill_places
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 

@@ -7,7 +7,7 @@ neither on where a sequence is cut nor on what else the step computes.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, config, kernel
 
 WINDOWS = (2, 3, 4)
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
 
 MAX_ODD_KEYS = 64  # for more keys, loading elements one by one takes too many registers
 TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; full fp32 products leave no registers for more

@@ -12,6 +12,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.gated_delta_rule import reference
 from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
 from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.triton.launching import (
     own_rows,
     prefill_arguments,
@@ -20,7 +21,6 @@ from megatron_ext.ops.triton.launching import (
     slot_tensor,
     tile_count,
 )
-from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
 MAX_KEYS = 128

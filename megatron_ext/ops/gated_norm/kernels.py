@@ -6,7 +6,7 @@ All arithmetic is fp32 and rounded once. The order of a sum over a group depends
 import triton.language as tl
 
 from megatron_ext.ops.gated_norm.reference import Order
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 TYPES = [{"T": name} for name in FLOATS]
 BY_SIZE = (config(num_warps=1, BLOCK=128), config(BLOCK=1024), config(num_warps=8, BLOCK=4096))

@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_norm import reference
 from megatron_ext.ops.gated_norm.reference import GateBackend, Order, RowNorm
+from megatron_ext.ops.triton.kernel_registry import Config
 from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
-from megatron_ext.ops.triton.registry import Config
 
 
 def _lacks(x: Tensor, *others: Tensor | None) -> str | None:

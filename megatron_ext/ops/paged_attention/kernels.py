@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, product
-from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, config, kernel
 
 SPAN = 512  # keys of a program of `paged_decode_split`, constant so that a decode's result depends on its own keys only
 ROWS_OF_SPLIT = 16  # minimum rows of a matrix product

@@ -6,7 +6,7 @@ Results of a norm, and products before they are added, are rounded to the type o
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 BY_CHANNELS = tuple(config(num_warps=warps, HEADS=8, CHANNELS=n) for warps, n in ((1, 64), (2, 128), (4, 256)))
 

@@ -8,7 +8,7 @@ least kept key, two bits of it a pass, and the number of words with that key to 
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import config, kernel
+from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 UNITS = tl.constexpr(2.0**40)
 """A mass of 1; words of less than one of them never come."""

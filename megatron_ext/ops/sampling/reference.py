@@ -14,7 +14,7 @@ from megatron_ext.ops.sampling.inverse_cdf import draw, draw_picked, scores
 from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, SamplingMetadata
 from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
 from megatron_ext.ops.sampling.top_k_top_p import best_tokens, drop_beyond_nucleus, kept_of_sorted
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
 
 # Logits that are drawn from in one pass on a CPU, few enough to stay in its cache.
 CACHED_LOGITS = 1 << 18

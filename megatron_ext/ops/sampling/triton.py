@@ -10,9 +10,9 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import reference
 from megatron_ext.ops.sampling.reference import SamplingBackend
 from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, SamplingMetadata
-from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES
 from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
-from megatron_ext.ops.triton.registry import TYPE_NAMES
 
 MAX_WORDS = 1 << 22
 """Of a vocabulary: so many masses are summed without overflow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops import cpp
-from megatron_ext.ops.cpp.slots import decode_places, prefill_places
+from megatron_ext.ops.cpp import decode_places, prefill_places
 from megatron_ext.ops.recurrence import RecurrenceBackend
 from megatron_ext.ops.selective_scan import reference
 from megatron_ext.ops.state_slots import StateSlots

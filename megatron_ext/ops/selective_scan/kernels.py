@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, STATE_TYPES, config, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)

@@ -11,6 +11,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
 from megatron_ext.ops.selective_scan import reference
 from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.triton.launching import (
     own_rows,
     prefill_arguments,
@@ -18,7 +19,6 @@ from megatron_ext.ops.triton.launching import (
     say_reference_computes,
     slot_tensor,
 )
-from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
 
 TILE = 16
 MAX_STATES = 128

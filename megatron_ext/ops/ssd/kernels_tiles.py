@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, product, store_kept
-from megatron_ext.ops.triton.registry import config, kernel
+from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 TILE = 64
 THREE_BLOCKS = 168

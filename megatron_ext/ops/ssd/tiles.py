@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.triton.launching import is_aligned
-from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}

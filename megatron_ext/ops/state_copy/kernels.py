@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import config, kernel
+from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 WORDS = ("i16", "i32")
 

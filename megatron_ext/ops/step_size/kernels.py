@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import FLOATS, config, kernel
 
 TYPES = [{"T": inputs, "A": rates} for inputs in FLOATS for rates in dict.fromkeys((FLOATS[0], inputs))]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megatron_ext.ops.triton.registry import FLOATS, Config, Kernel, Types
+from megatron_ext.ops.triton.kernel_registry import FLOATS, Config, Kernel, Types
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """What a block of threads can have at most, by compute capability times ten (CUDA programming guide, table of

@@ -29,7 +29,7 @@ from megatron_ext.server.openai.responses import (
     usage,
     usage_so_far,
 )
-from megatron_ext.text.stream import TextStream
+from megatron_ext.text.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 
 from arguments import parse_arguments
 from arguments.groups import GROUPS
+from arguments.megatron.flag_table import records
 from arguments.megatron.synonyms import SYNONYMS
-from arguments.megatron.table import records
 from arguments.parser import build_parser
 from megatron_ext import ConfigError, load_engine
 from megatron_ext.api.settings import is_of_the_engine, known_names, read_settings

@@ -10,7 +10,7 @@ import pytest
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
-from arguments.megatron.table import SERVER_TABLE, TABLE, records
+from arguments.megatron.flag_table import SERVER_TABLE, TABLE, records
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from arguments import build_coordinator_parser, build_server_parser
-from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
 from tests.unit_tests.support.source import ROOT

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.fleet import Fleet

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.ops.triton import registry
+from megatron_ext.ops.triton import kernel_registry
 from tests.unit_tests.fake_cuda import faults, lives
 from tests.unit_tests.support.fake_cuda import watching
 from tests.unit_tests.support.fake_cuda.graphs import CUDAGraph
@@ -38,7 +38,7 @@ class Watch:
 def live(name: str) -> dict[str, object]:
     """Answers of one life, with the waits of its steps and the number of replayed graphs."""
     watch, before = Watch(), CUDAGraph.replayed
-    with registry.watch() as launches:
+    with kernel_registry.watch() as launches:
         found = (lives.LIVES | lives.KERNEL_LIVES)[name](watch)
     return found | {
         "notes": [[*one, count] for one, count in watch.notes.items()],

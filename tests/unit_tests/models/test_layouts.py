@@ -15,10 +15,10 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, model_shards, model_tensors, whole_shard
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
-from megatron_ext.models.native import checkpoint
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
+from megatron_ext.models.native import safetensors_checkpoint
 from megatron_ext.models.native.directory import read_header
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.parallel.share import share_of
 from tests.unit_tests.support.layouts import (
@@ -143,7 +143,7 @@ def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None
                 cuts[name] = ShardSpec(name, cuts[name].shape, (Piece(there, own),))
         return cuts
 
-    checkpoint.model_shards = without_parts
+    safetensors_checkpoint.model_shards = without_parts
     return logits(load(directory, parallel), TOKENS)
 
 

@@ -18,8 +18,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint import checkpoint_files
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support.layouts import (

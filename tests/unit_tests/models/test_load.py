@@ -14,7 +14,7 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models import load
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 

@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.native import directory as checkpoint_directory
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from tests.unit_tests.support.layouts import (
     CONFIGS,
     CPU,

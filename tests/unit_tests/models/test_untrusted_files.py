@@ -20,12 +20,12 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.models.build import build_model
-from megatron_ext.models.huggingface.checkpoint import load_hf_weights, read_hf_config, translate
+from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, translate
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint, resolve_iteration, save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, resolve_iteration, save_dist_checkpoint
 from megatron_ext.models.megatron.training_args import config_from_args
-from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.models.native.directory import model_config
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.models.weight_files import WeightFiles
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.models.megatron import megatron_lm

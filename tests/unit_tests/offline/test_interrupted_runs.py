@@ -16,8 +16,8 @@ from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.models import engine_args
 from megatron_ext.offline import run as offline
+from megatron_ext.offline.passes import run_passes
 from megatron_ext.offline.prompts import TokenizedPrompt
-from megatron_ext.offline.submission import run_passes
 from megatron_ext.scheduling.record import Status
 from tools.run_inference import main
 

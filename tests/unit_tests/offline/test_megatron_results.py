@@ -9,8 +9,8 @@ import math
 import pytest
 
 from megatron_ext.offline.megatron_results import build_megatron_results
+from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.results import SYSTEM_KEYS
-from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.request_events import Event, EventType
 from tools.run_inference import DONE, main
 

@@ -9,8 +9,8 @@ import pytest
 
 import megatron_ext
 from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.results import SYSTEM_KEYS, build_results, request_results, to_json
-from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
 

@@ -22,11 +22,10 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
-from megatron_ext.ops.cpp import build, compilation
-from megatron_ext.ops.cpp import cache as builds
-from megatron_ext.ops.cpp.build import BuildError, open_library
-from megatron_ext.ops.cpp.cache import BuildCache
+from megatron_ext.ops.cpp import build_cache, compilation, library_build
+from megatron_ext.ops.cpp.build_cache import BuildCache
 from megatron_ext.ops.cpp.compilation import CompileError, compile_library
+from megatron_ext.ops.cpp.library_build import BuildError, open_library
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import PACKAGE, ROOT
 
@@ -107,11 +106,11 @@ class TestOnce:
 
     def test_the_lock_dies_with_its_process(self, cache, fake):
         compiler = fake()
-        key = build.build_key(build.toolchain())
+        key = library_build.build_key(library_build.toolchain())
         code = f"""
 import os, signal
 from pathlib import Path
-from megatron_ext.ops.cpp.cache import BuildCache, cache_path
+from megatron_ext.ops.cpp.build_cache import BuildCache, cache_path
 cache = BuildCache(cache_path())
 with cache.lock("{key}", print):
     (cache.folder / "{key}.building-half").mkdir()
@@ -159,9 +158,9 @@ class TestKept:
     @pytest.fixture
     def build_version(self, cache, fake, monkeypatch):
         """Build for a compiler of this version, used at that second; opened, not loaded."""
-        monkeypatch.setattr(builds, "MAX_BUILDS", 4)
+        monkeypatch.setattr(build_cache, "MAX_BUILDS", 4)
 
-        def make(version: int) -> builds.Library:
+        def make(version: int) -> build_cache.Library:
             fake(version=f"fake {version}")
             library = open_library(lambda line: None)
             os.utime(library.path.parent, (version, version))
@@ -206,12 +205,12 @@ class TestKey:
 
     @pytest.fixture
     def copied(self, tmp_path, monkeypatch) -> Path:
-        monkeypatch.setattr(build, "OPS", copy_sources(tmp_path))
-        return build.OPS
+        monkeypatch.setattr(library_build, "OPS", copy_sources(tmp_path))
+        return library_build.OPS
 
     def test_each_part_counts(self, copied, fake, monkeypatch):
         def key() -> str:
-            return build.build_key(build.toolchain())
+            return library_build.build_key(library_build.toolchain())
 
         fake()
         keys = [key()]
@@ -229,8 +228,8 @@ class TestKey:
         another = "AVX512" if torch.backends.cpu.get_cpu_capability() != "AVX512" else "AVX2"
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: another)
         keys.append(key())
-        for name, value in (("_FLAGS", f"{build._FLAGS} -g0"), ("_LINKED", ())):
-            monkeypatch.setattr(build, name, value)
+        for name, value in (("_FLAGS", f"{library_build._FLAGS} -g0"), ("_LINKED", ())):
+            monkeypatch.setattr(library_build, name, value)
             keys.append(key())
         monkeypatch.setenv("CXX", f"{os.environ['CXX']} -O1")
         keys.append(key())
@@ -244,9 +243,9 @@ class TestKey:
             folder.mkdir()
             compiler = FakeCompiler(folder, version=f"clang 19\nInstalledDir: {folder}")
             monkeypatch.setenv("CXX", str(compiler.path))
-            monkeypatch.setattr(build, "OPS", copy_sources(folder))
+            monkeypatch.setattr(library_build, "OPS", copy_sources(folder))
             monkeypatch.setattr(torch, "__file__", str(folder / "torch" / "__init__.py"))
-            keys.append(build.build_key(build.toolchain()))
+            keys.append(library_build.build_key(library_build.toolchain()))
         assert keys[0] == keys[1]
 
     @pytest.mark.parametrize(
@@ -255,7 +254,7 @@ class TestKey:
     )
     def test_flags_follow_what_torch_says_of_the_cpu(self, monkeypatch, capability, name, flag):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-        flags = build._flags()
+        flags = library_build._flags()
         assert f"-DCPU_CAPABILITY={name}" in flags
         assert (flag in flags) if flag else not any(one.startswith("-m") for one in flags)
 
@@ -404,11 +403,11 @@ class TestSmallLibrary:
     def compiled(self, tmp_path, cache, monkeypatch):
         """Compile one source, that lies in a folder of this name."""
 
-        def make(name: str, line: str) -> builds.Library:
+        def make(name: str, line: str) -> build_cache.Library:
             source = tmp_path / name / "ops" / "one" / "kernels.cpp"
             source.parent.mkdir(parents=True)
             source.write_text(f'#include <c10/util/Exception.h>\nextern "C" {line}\n')
-            monkeypatch.setattr(build, "OPS", source.parents[1])
+            monkeypatch.setattr(library_build, "OPS", source.parents[1])
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
             return open_library(lambda line: None)
 
@@ -445,7 +444,7 @@ class TestLibrary:
     def test_it_is_compiled_for_what_torch_uses(self):
         name, width = cpp.kernels().vectors().split()
         capability = torch.backends.cpu.get_cpu_capability()
-        assert name == (capability if capability in build._VECTOR_FLAGS else "DEFAULT")
+        assert name == (capability if capability in library_build._VECTOR_FLAGS else "DEFAULT")
         assert int(width) == {"AVX512": 16, "AVX2": 8}.get(name, int(width))
 
     @pytest.mark.parametrize("count", [1, 2, 3])
@@ -478,7 +477,7 @@ class TestLibrary:
 def test_sources_are_part_of_the_package():
     """A wheel has what is compiled on its user's machine."""
     patterns = ROOT.joinpath("pyproject.toml").read_text("utf-8").split('[tool.setuptools.package-data]\n"*" = ', 1)[1]
-    for path in [*build.sources(), *build.OPS.glob("*/*.h")]:
+    for path in [*library_build.sources(), *library_build.OPS.glob("*/*.h")]:
         assert f'"*{path.suffix}"' in patterns.splitlines()[0]
         assert (path.parent / "__init__.py").exists()
 

@@ -18,7 +18,7 @@ from megatron_ext.ops.gated_norm import (
     rms_norm,
     silu_gate,
 )
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close
 

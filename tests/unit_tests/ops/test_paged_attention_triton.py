@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
 from megatron_ext.ops.triton import launching
-from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, watch
+from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
 

@@ -13,7 +13,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 from megatron_ext.ops.rotary import ROTARY_WRITE, Heads, Rotation, rotate, rotate_and_write
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 
 COVERED = ("rotate_and_write",)

@@ -15,7 +15,7 @@ from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
 from megatron_ext.ops.sampling.graph_sampling import draw_tokens
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 
 COVERED = ("draw_rows",)

@@ -14,7 +14,7 @@ from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, all_kernels, watch
+from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, all_kernels, watch
 from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import recurrence

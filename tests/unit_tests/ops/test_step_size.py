@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.step_size import STEP_SIZE, decays, step_sizes
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 
 COVERED = ("step_sizes", "delta_decays")

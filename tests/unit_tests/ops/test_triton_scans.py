@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
+from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
 from tests.unit_tests.ops.triton_cases import DONE, LENGTHS, Steps
 
 pytestmark = pytest.mark.skipif(

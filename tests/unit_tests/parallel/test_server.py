@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.test_failures import before_step, exit_codes, fail, hang
 from tests.unit_tests.server.test_megatron_server import CONFIG, RUN_C

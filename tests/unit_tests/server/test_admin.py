@@ -18,7 +18,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, Sourc
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.update.disk import NewWeights, WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.api_keys import load_keys

@@ -15,7 +15,7 @@ from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.stream import TextStream
+from megatron_ext.text.text_stream import TextStream
 from tests.priority import TestPriority
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 

@@ -14,11 +14,11 @@ from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.simulation import command, fast_forward
+from megatron_ext.simulation.cached_models import MODELS, SimulatedModel
 from megatron_ext.simulation.command import alternating
 from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.models import MODELS, SimulatedModel
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
 from megatron_ext.simulation.trace import Ids, Turn, by_session, cut

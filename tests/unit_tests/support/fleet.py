@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import h11
 import httpx
 
-from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.mcore.context import InferenceContext
-from megatron_ext.ops.triton.registry import Config, Kernel
+from megatron_ext.ops.triton.kernel_registry import Config, Kernel
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.ops.triton.registry import Kernel
+from megatron_ext.ops.triton.kernel_registry import Kernel
 
 OUTSIDE = "step"
 """Of what no mixer computes."""

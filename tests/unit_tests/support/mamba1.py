@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
-from megatron_ext.mixers.step_size import inverse_softplus
+from megatron_ext.mixers.mixer import inverse_softplus
 
 
 def slow_down_mamba1(mixer: Mamba1Mixer, generator: torch.Generator) -> None:

@@ -17,7 +17,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
-from megatron_ext.mixers.step_size import inverse_softplus
+from megatron_ext.mixers.mixer import inverse_softplus
 from megatron_ext.models.build import build_model
 from tests.unit_tests.support.mamba1 import slow_down_mamba1
 

@@ -18,7 +18,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, Parall
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
-from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.build import build_model
 from megatron_ext.parallel.worker import Worker

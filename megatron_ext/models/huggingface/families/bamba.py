@@ -22,7 +22,7 @@ from megatron_ext.models.huggingface.blocks import (
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names
-from megatron_ext.models.huggingface.layers import listed_indices
+from megatron_ext.models.huggingface.layer_letters import listed_indices
 from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_DEFAULTS,
     MAMBA2_FIXED,
@@ -31,7 +31,7 @@ from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_WITHOUT_EFFECT,
     mamba2_heads,
 )
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 _DEFAULT_ROTARY_SHARE = 0.5

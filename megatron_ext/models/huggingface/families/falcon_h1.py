@@ -34,7 +34,7 @@ from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_WITHOUT_EFFECT,
     mamba2_heads,
 )
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import Source, TensorTable
 
 _LAYER = "P-"

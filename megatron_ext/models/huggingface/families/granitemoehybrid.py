@@ -28,7 +28,7 @@ from megatron_ext.models.huggingface.blocks import (
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names, positive_number, size
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.mamba2 import (
     MAMBA2_DEFAULTS,
     MAMBA2_FIXED,
@@ -38,7 +38,7 @@ from megatron_ext.models.huggingface.mamba2 import (
     mamba2_heads,
 )
 from megatron_ext.models.huggingface.moe import routed_experts
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, rotary_fields
 from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}

@@ -20,12 +20,12 @@ from megatron_ext.models.huggingface.blocks import (
     mamba1_mixer,
     weights,
 )
+from megatron_ext.models.huggingface.expert_routing import softmax_experts
+from megatron_ext.models.huggingface.families.mamba import dt_rank
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_divides, layer_count, names, positive_number, size
-from megatron_ext.models.huggingface.layers import is_singled_out
-from megatron_ext.models.huggingface.mamba1 import dt_rank
-from megatron_ext.models.huggingface.routing import softmax_experts
+from megatron_ext.models.huggingface.layer_letters import is_singled_out
 from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
 
 _KINDS = {"M": "mamba", "*": "attention"}

@@ -25,8 +25,8 @@ from megatron_ext.models.huggingface.blocks import (
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, flag, layer_count, names, positive_number, size, size_or
-from megatron_ext.models.huggingface.layers import check_count, listed_indices, listed_letters
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_indices, listed_letters
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, rotary_fields
 from megatron_ext.models.huggingface.tensors import Source, TensorTable
 
 _LETTERS = {"conv": "M", "full_attention": "*"}

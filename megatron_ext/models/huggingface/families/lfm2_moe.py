@@ -20,7 +20,7 @@ from megatron_ext.models.huggingface.fields import (
     require_field,
     size,
 )
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.moe import check_normalization, routed_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, Joined, Source
 

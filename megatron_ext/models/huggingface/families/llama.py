@@ -16,7 +16,7 @@ from megatron_ext.models.huggingface.decoder import (
 )
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, flag, names
-from megatron_ext.models.huggingface.rotary import SHARE
+from megatron_ext.models.huggingface.rotary_fields import SHARE
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 _FIELDS = replace(

@@ -11,15 +11,22 @@ All layers are Mamba-1 mixers. Notes:
 
 from __future__ import annotations
 
+import math
+
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.blocks import RECURRENT_NORM, mamba1_mixer, weights
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names, size, size_or
-from megatron_ext.models.huggingface.mamba1 import dt_rank
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 _DEFAULT_EXPAND = 2
+
+
+def dt_rank(fields: Fields, name: str) -> int:
+    """Return the rank of dt; if "auto" or absent, a sixteenth of the hidden size."""
+    return math.ceil(size(fields, "hidden_size") / 16) if fields.get(name, "auto") == "auto" else size(fields, name)
+
 
 _FIELDS = FieldTable(
     # Published files give some sizes twice.

@@ -18,9 +18,9 @@ from megatron_ext.models.huggingface.decoder import (
     decoder_pattern,
     with_attention,
 )
+from megatron_ext.models.huggingface.expert_routing import softmax_experts
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names, size
-from megatron_ext.models.huggingface.routing import softmax_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, Source, TensorTable
 from megatron_ext.models.huggingface.windows import WINDOW, mixers_alike, window_of
 

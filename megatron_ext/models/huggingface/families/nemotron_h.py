@@ -34,7 +34,7 @@ from megatron_ext.models.huggingface.blocks import (
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_divides, names, require_field
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, sigmoid_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, Source, TensorTable
 

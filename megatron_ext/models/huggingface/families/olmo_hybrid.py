@@ -29,7 +29,7 @@ from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, names, size, size_or
 from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, stacked_inputs
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import Joined, TensorTable
 
 _LAYERS = {"M": "M-", "*": "AF"}

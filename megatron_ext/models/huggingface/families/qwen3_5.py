@@ -42,7 +42,7 @@ from megatron_ext.models.huggingface.gated_delta_net import (
     norm_around_one,
     stacked_inputs,
 )
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import TensorTable
 
 _DEFAULT_ROTARY_SHARE = 0.25

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.models.huggingface.blocks import MLP_NORM, ROUTED_EXPERT, SHARED_EXPERTS, gated_mlp, weights
+from megatron_ext.models.huggingface.expert_routing import softmax_experts
 from megatron_ext.models.huggingface.families.qwen3_5 import QWEN3_5_TEXT, text_fields
 from megatron_ext.models.huggingface.fields import Fields, size
 from megatron_ext.models.huggingface.gated_delta_net import delta_net_or_attention
-from megatron_ext.models.huggingface.routing import softmax_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, Joined, Source
 
 _EXPERT_SIZES = {

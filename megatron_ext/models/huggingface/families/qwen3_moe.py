@@ -16,9 +16,9 @@ from megatron_ext.models.huggingface.decoder import (
     decoder_pattern,
     with_attention,
 )
+from megatron_ext.models.huggingface.expert_routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, flag, names, size
-from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
 from megatron_ext.models.huggingface.windows import SWITCHED_FIELDS, mixers_if_switched, window_of
 

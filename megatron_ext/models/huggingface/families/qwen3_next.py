@@ -33,6 +33,7 @@ from megatron_ext.models.huggingface.blocks import (
     query_and_key_norms,
     weights,
 )
+from megatron_ext.models.huggingface.expert_routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import (
@@ -44,8 +45,7 @@ from megatron_ext.models.huggingface.fields import (
     size_or,
 )
 from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, norm_around_one
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
-from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 
 # transformers' defaults of absent fields.

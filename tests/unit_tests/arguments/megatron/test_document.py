@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from arguments import build_parser, build_server_parser
-from arguments.megatron.record import Effect
-from arguments.megatron.table import TABLE, records
+from arguments.megatron.flag_record import Effect
+from arguments.megatron.flag_table import TABLE, records
 from arguments.megatron.yaml_form import TOP_LEVEL
 from megatron_ext.config.tokenizer import TOKENIZER_TYPES
 from tests.unit_tests.support.source import ROOT

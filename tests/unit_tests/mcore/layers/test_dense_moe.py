@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_ext.mcore.layers import dense_moe
 from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, problem_of, stacked
-from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from tests.unit_tests.mcore.layers.test_moe import (
     LAYER_CONTROLS,
     LAYERS,

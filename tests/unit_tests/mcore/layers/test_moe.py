@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay

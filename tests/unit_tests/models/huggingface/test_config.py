@@ -9,7 +9,7 @@ import pytest
 from transformers import NemotronHConfig
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.models.huggingface.checkpoint import read_hf_config, translate
+from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, translate
 
 # As the published dense models have it (8B, layers shortened).
 PUBLISHED = {

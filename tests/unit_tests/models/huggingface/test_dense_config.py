@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.checkpoint import read_hf_config, translate
+from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, translate
 
 # As published (layers shortened): Qwen2.5 7B, Qwen3 8B, Qwen3 30B-A3B, Mistral 7B v0.3, Mixtral 8x7B.
 _ANY = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "num_hidden_layers": 2}

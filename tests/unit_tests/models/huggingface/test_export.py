@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.models.huggingface import registry
+from megatron_ext.models.huggingface import family_registry
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.weight_files import WEIGHTS_FILE
@@ -63,7 +63,7 @@ def test_all_families_are_covered(request):
     """PY-8: a family that is added is converted here, or this fails."""
     directories = [request.getfixturevalue(fixture)(name)[1] for fixture, name in EVERY_SHAPE]
     covered = {json.loads((directory / "config.json").read_text())["model_type"] for directory in directories}
-    assert covered == set(registry.FAMILIES)
+    assert covered == set(family_registry.FAMILIES)
 
 
 WHOLE = [(fixture, name) for fixture, name in EVERY_SHAPE if "images" not in name]  # what reads those is left out

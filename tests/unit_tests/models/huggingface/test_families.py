@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.model import LAYER_SYMBOLS
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.models.huggingface import registry
+from megatron_ext.models.huggingface import family_registry
 from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
 from megatron_ext.models.huggingface.blocks import ATTENTION_NORM, MLP, MLP_NORM, ROUTED_EXPERT, gated_mlp, weights
-from megatron_ext.models.huggingface.checkpoint import translate
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.field_table import FieldTable
 from megatron_ext.models.huggingface.fields import WITHOUT_EFFECT, Fields, layer_count, names
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.hf_checkpoint import translate
+from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, rotary_fields
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 from megatron_ext.models.load import LoadedModel, load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -40,7 +40,7 @@ PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, 
 MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
-@pytest.fixture(params=registry.FAMILIES.values(), ids=registry.FAMILIES)
+@pytest.fixture(params=family_registry.FAMILIES.values(), ids=family_registry.FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -83,7 +83,7 @@ def test_only_the_registry_names_families() -> None:
             module.startswith("megatron_ext.models.huggingface.families") for module in imported_modules(parse(path))
         )
     }
-    assert naming == {"registry.py"}
+    assert naming == {"family_registry.py"}
 
 
 def test_tensors_of_a_layer() -> None:
@@ -207,7 +207,7 @@ def _as_toy(tensors: dict[str, Tensor]) -> None:
 @pytest.fixture
 def toy(llama_copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkpoint of the toy family, which the registry has for the time of the test."""
-    monkeypatch.setitem(registry.FAMILIES, TOY.model_type, TOY)
+    monkeypatch.setitem(family_registry.FAMILIES, TOY.model_type, TOY)
     raw = json.loads((llama_copy / "config.json").read_text())
     raw = {OTHER_FIELDS.get(name, name): value for name, value in raw.items()}
     for name in ("attention_bias", "mlp_bias", "pretraining_tp"):
@@ -238,7 +238,7 @@ def test_the_comparison_sees_a_missing_conversion(toy: Path, llamas, monkeypatch
         plain = dataclasses.replace(TOY.tensors.layers[letter][name], conversion=None)
         layers = {**TOY.tensors.layers, letter: {**TOY.tensors.layers[letter], name: plain}}
         spoiled = dataclasses.replace(TOY, tensors=dataclasses.replace(TOY.tensors, layers=layers))
-        monkeypatch.setitem(registry.FAMILIES, "toy", spoiled)
+        monkeypatch.setitem(family_registry.FAMILIES, "toy", spoiled)
         assert excess(load_hf(toy).model, llamas("mha")[0]) > 100, name
 
 

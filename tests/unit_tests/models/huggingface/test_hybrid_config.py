@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.checkpoint import translate
+from megatron_ext.models.huggingface.hf_checkpoint import translate
 
 # The fields of the published models.
 CODESTRAL = {

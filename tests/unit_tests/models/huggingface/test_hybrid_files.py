@@ -17,7 +17,7 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.update.naming import naming_of
-from megatron_ext.models.update.weights import update_weights
+from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
 from megatron_ext.parallel.layout import check_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle

@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.checkpoint import read_hf_config, translate
+from megatron_ext.models.huggingface.hf_checkpoint import read_hf_config, translate
 
 # As published: Llama 2 (7B), Llama 3 (8B).
 LLAMA_2 = {

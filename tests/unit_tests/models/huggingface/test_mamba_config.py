@@ -7,7 +7,7 @@ from transformers import FalconMambaConfig, JambaConfig, MambaConfig
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.checkpoint import translate
+from megatron_ext.models.huggingface.hf_checkpoint import translate
 
 # The fields of the published models.
 MAMBA = {

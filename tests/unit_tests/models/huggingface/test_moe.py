@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.models.huggingface.checkpoint import translate
-from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
+from megatron_ext.models.huggingface.hf_checkpoint import translate
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.test_config import PUBLISHED
 from tests.unit_tests.models.huggingface.test_nemotron_h import LENGTHS, load_hf

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.models.huggingface.checkpoint import translate
+from megatron_ext.models.huggingface.hf_checkpoint import translate
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle

@@ -23,7 +23,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common, read_tensors
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint, save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.models.megatron import megatron_lm
 

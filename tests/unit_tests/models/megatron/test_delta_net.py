@@ -23,7 +23,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm

@@ -20,7 +20,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle

@@ -20,7 +20,7 @@ from megatron_ext.mcore.checkpoint import plain_pickle
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint, save_dist_checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, save_dist_checkpoint
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)

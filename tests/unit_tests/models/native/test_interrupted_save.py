@@ -17,10 +17,10 @@ from torch import nn
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.load import load_model
-from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
-from megatron_ext.models.native import checkpoint
+from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from megatron_ext.models.native import directory as checkpoint_directory
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native import safetensors_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.signals import Interrupted, Interruption
 
 SAVES = {"simple": save_checkpoint, "distributed": save_dist_checkpoint}
@@ -50,7 +50,7 @@ def test_a_signal_while_weights_are_written(
     old, new = tmp_path / "old", tmp_path / "folders" / "that are" / "new"
     SAVES[form](old, tiny_model, tiny_config)
     before = contents(tmp_path)
-    monkeypatch.setattr(checkpoint, "save_file", signal_after(save_file, number))
+    monkeypatch.setattr(safetensors_checkpoint, "save_file", signal_after(save_file, number))
     if form == "distributed":
         writer = "torch.distributed.checkpoint.filesystem._write_item"
         monkeypatch.setattr(writer, signal_after(torch.distributed.checkpoint.filesystem._write_item, number))

@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.text.tokenizer import NullTokenizer

@@ -18,9 +18,9 @@ from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
-from megatron_ext.models.update.weights import update_weights, weight_shapes
+from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle

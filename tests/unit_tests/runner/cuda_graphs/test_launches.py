@@ -12,7 +12,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.kernel_registry import watch
 from megatron_ext.runner.cuda_graphs.graph_sampler import SamplerNeeds
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt

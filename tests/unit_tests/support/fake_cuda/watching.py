@@ -15,7 +15,7 @@ from tests.unit_tests.support.replay import Tape
 
 ROOT = Path(__file__).parents[4]
 _OWN = str(Path(__file__).parent)
-_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "transfer.py")  # its caller is of interest
+_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "step_metadata.py")  # its caller is of interest
 _COPIES = "asynchronous copy"
 # As `torch.cuda.set_sync_debug_mode` sees it: what makes the host wait.
 _WAITS = ("waits", "copy to the device that waits", "copy to the host that waits", "index from the host")

@@ -10,8 +10,8 @@ from rich.console import Console
 from megatron_ext.console.kv_cache_table import print_kv_cache_config
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.world_sizes import world_kv_cache_config
-from megatron_ext.offline.report import print_report, summary, what_was_lost
-from megatron_ext.offline.submission import Pass
+from megatron_ext.offline.console_report import print_report, summary, what_was_lost
+from megatron_ext.offline.passes import Pass
 from megatron_ext.scheduling.record import Status
 
 HYBRID = KVCacheConfig(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)

@@ -7,8 +7,8 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.engine.core import StepOutput
 from megatron_ext.errors import ConfigError
+from megatron_ext.offline.passes import check_schedule, run_passes
 from megatron_ext.offline.prompts import TokenizedPrompt
-from megatron_ext.offline.submission import check_schedule, run_passes
 
 PROMPTS = [TokenizedPrompt((1, 2, 3), None, RequestParams())] * 4
 

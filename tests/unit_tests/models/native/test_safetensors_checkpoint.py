@@ -13,8 +13,8 @@ from megatron_ext import __version__
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native import checkpoint
-from megatron_ext.models.native.checkpoint import load_checkpoint, read_header, save_checkpoint
+from megatron_ext.models.native import safetensors_checkpoint
+from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, read_header, save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_failed_save_leaves_the_old_checkpoint(
         raise OSError("no space left on device")
 
     before = (saved / "model.safetensors").read_bytes()
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(safetensors_checkpoint, "save_file", fail)
     with pytest.raises(ConfigError, match="no space left on device"):
         save_checkpoint(saved, tiny_model, tiny_config)
     assert (saved / "model.safetensors").read_bytes() == before

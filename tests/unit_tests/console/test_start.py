@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_ext.console.threads import WAITING, limit_spinning
+from megatron_ext.console.start import OPENMP_WAIT_VARIABLES, limit_spinning
 from tests.unit_tests.support.source import ROOT
 
 BAD_USAGE = 2
@@ -18,7 +18,7 @@ FOREVER = 30_000_000_000  # spins, about a quarter of an hour: what ACTIVE means
 
 def spin_count(*command: str, **variables: str) -> int:
     """Value that OpenMP has read in a tool that ends at a missing checkpoint, after torch was imported."""
-    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    kept = {name: value for name, value in os.environ.items() if name not in OPENMP_WAIT_VARIABLES}
     environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
     whole = [sys.executable, *command, "--load", "/nowhere"]
     done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -38,7 +38,7 @@ class TestTools:
 
 
 class TestVariables:
-    @pytest.mark.parametrize("name", WAITING)
+    @pytest.mark.parametrize("name", OPENMP_WAIT_VARIABLES)
     def test_each_of_them_decides(self, monkeypatch, name):
         monkeypatch.delitem(sys.modules, "torch")
         environment = {name: "1"}

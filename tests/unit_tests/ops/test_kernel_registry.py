@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.triton.registry import Kernel, all_kernels, config, kernel_modules, watch
+from megatron_ext.ops.triton.kernel_registry import Kernel, all_kernels, config, kernel_modules, watch
 from tests.unit_tests.support.source import ROOT, parse, python_files
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def test_only_kernels_import_triton_and_only_the_registry_launches(path: Path) -
     tree = parse(path)
     if not is_kernel_file(path):
         assert not any(imports_triton(node) for node in tree.body)
-    if path.is_relative_to(OPS) and path != OPS / "triton/registry.py":
+    if path.is_relative_to(OPS) and path != OPS / "triton/kernel_registry.py":
         called = [call for call in launches(tree) if any(isinstance(n, ast.keyword) for n in call.keywords)]
         assert not called, [ast.unparse(call)[:60] for call in called]
 
@@ -89,7 +89,7 @@ def test_a_launch_that_was_not_compiled_is_an_error() -> None:
 def test_a_kernel_is_the_same_wherever_its_facts_begin() -> None:
     """CU-3: launches key what is compiled by alignment, save for what lies anywhere in a step's buffer."""
     script = """
-from megatron_ext.ops.triton.registry import all_kernels
+from megatron_ext.ops.triton.kernel_registry import all_kernels
 for kernel in all_kernels():
     for parameter in kernel.function.params:
         if parameter.name in (*kernel.pointers, *kernel.strides):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext import ConfigError, RequestParams
-from megatron_ext.api.prompts import PromptReader
+from megatron_ext.api.prompt_input import PromptReader
 from megatron_ext.text.tokenizer import NullTokenizer
 
 DEFAULTS = RequestParams(num_tokens_to_generate=3)

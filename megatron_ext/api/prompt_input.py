@@ -10,7 +10,7 @@ from typing import Protocol, SupportsIndex, TypeAlias, TypeGuard
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.grammars import Grammars
-from megatron_ext.text.prompt_tokens import tokenize_prompt
+from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
 

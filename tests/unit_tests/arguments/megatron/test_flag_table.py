@@ -7,8 +7,8 @@ import re
 import pytest
 
 from arguments import build_parser, build_server_parser, parse_arguments, parse_server_arguments
-from arguments.megatron.record import Effect
-from arguments.megatron.table import SERVER_TABLE, TABLE, family_of, records
+from arguments.megatron.flag_record import Effect
+from arguments.megatron.flag_table import SERVER_TABLE, TABLE, family_of, records
 from megatron_ext.errors import ConfigError
 
 BATCHING = "--inference-dynamic-batching"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.text import stream as text_stream
+from megatron_ext.text import text_stream
 from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
 from megatron_ext.text.stop_words import StopWordMatcher
-from megatron_ext.text.stream import TextStream
+from megatron_ext.text.text_stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell

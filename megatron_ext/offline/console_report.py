@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.offline.request_table import print_requests
-from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
 
 

@@ -8,9 +8,9 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.files import read_json
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
+from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import Fields
-from megatron_ext.models.huggingface.registry import family_of
-from megatron_ext.models.huggingface.weights import load_weights
+from megatron_ext.models.huggingface.weight_loader import load_weights
 
 CONFIG_FILE = "config.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ext.config.access import AccessConfig
+from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import parse_origin
 from megatron_ext.config.limits import ServerLimits

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import SAMPLING
 from arguments.megatron.accepted import ACCEPTED
-from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup
+from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup
 from arguments.megatron.refused import REFUSED, RESTRICTED
 
 

@@ -19,14 +19,14 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.megatron.checkpoint import (
+from megatron_ext.models.megatron.dist_checkpoint import (
     _is_padding,
     _without_padding,
     load_dist_checkpoint,
     save_dist_checkpoint,
 )
-from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.native.directory import read_header
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.support.tensor_parallel import as_rank

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.ops.cpp.cache import LIBRARY, BuildCache, Library, cache_path
+from megatron_ext.ops.cpp.build_cache import LIBRARY, BuildCache, Library, cache_path
 from megatron_ext.ops.cpp.compilation import CompileError, compile_library
 from megatron_ext.ops.cpp.trusted_path import UntrustedPathError
 
