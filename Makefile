@@ -8,8 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
+# One thread a worker: the workers already use every core, and results do not depend on the thread count.
+PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	$(LOWERED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-kernels test-gpu kernels oracles bench lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-gpu kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -36,19 +39,19 @@ endif
 demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a table.
 	$(BIN)/python tools/run_inference.py
 
-# One thread a worker: the workers already use every core, and results do not depend on the thread count.
-test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes; ISA=avx2 runs as on a CPU with AVX2).
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(LOWERED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2 runs as on a CPU with AVX2).
+	$(PYTEST) $(ARGS)
+
+test-all: test ## Run `make test`, then the tests that are marked long.
+	$(PYTEST) -m long $(ARGS)
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m kernels $(ARGS)
+	$(PYTEST) -m kernels $(ARGS)
 
+test-gpu: WORKERS := $(GPU_WORKERS)
 test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it (GPU_WORKERS=1 if its memory is small).
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test runs the same tests on the CPU, and more")'
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test-all runs the same tests on the CPU, and more")'
+	$(PYTEST) -m "long or not long" $(ARGS)
 
 kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
 	$(BIN)/python tools/compile_kernels.py $(ARGS)

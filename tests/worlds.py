@@ -3,7 +3,8 @@
 A test, a class or a module with the mark `worlds` starts processes that each take a core. Such tests come before all
 others, so that pytest-xdist hands them to one worker in one piece (`--dist worksteal` gives each worker a run of
 neighbours and knows no groups); and each holds a lock on this file while it runs, so that two workers, or two runs in
-one working tree, never have two worlds at a time.
+one working tree, never have two worlds at a time. They are long, and left to `make test-all`, except smoke tests with
+the mark `worlds(smoke=True)` (tests/on_request.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def is_held() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"{MARK}: starts several ranks; these tests run one at a time")
+    effects = "starts several ranks; runs beside no other such test, and is long unless it is a smoke test"
+    config.addinivalue_line("markers", f"{MARK}(smoke=False): {effects}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,6 +10,7 @@ A record of such a file is one mistake:
       replace: |
         salt = request.salt
       tests: [tests/unit_tests/kv_events/test_changes.py::test_salt]  # what should find it: files or pytest ids
+      long: true                    # optional: only tests marked long find it, which `make test` leaves out
       equivalent: "reason"          # optional: no test can find it, so it is not run
 
 `find` has no path, so that it survives a move. One trailing newline of `find` and `replace` does not count, and their
@@ -18,7 +19,8 @@ a line is fine too.
 
 Mistakes are applied to a copy of the tree, one at a time, and only there are tests run: first all chosen tests without
 a mistake, which must pass, then those of each mistake. A test that fails, crashes, or runs ten times as long as
-before (five minutes at least) has found it.
+before (five minutes at least) has found it. Tests run as in `make test`, so without long ones unless the record says
+`long`; a named test that is deselected is an error.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ FOLDERS = ("megatron_ext", "arguments", "tools")
 SUFFIXES = {".py", ".cpp", ".h", ".html", ".jinja"}
 COMPILED = {".cpp", ".h"}
 FIELDS = {"name", "find", "replace", "tests"}
+OPTIONAL = {"long", "equivalent"}
+LONG_TOO = ("-m", "long or not long")
+NO_TESTS = 5  # exit code of pytest
 SHORTEST_BOUND = 300.0  # seconds; below this, a busy machine looks like a test that hangs
 TIMES_AS_LONG = 10
 FOUND, HANGS, CRASHES = "found", "found (hangs)", "found (crashes)"
@@ -73,6 +78,7 @@ class Mutant:
         find: Text in the sources, without the indentation of its first line.
         replace: Text in its place.
         tests: Files or ids of pytest, relative to the root of the tree.
+        long: True if tests marked long run, too.
         equivalent: Reason why no test can find the mistake; empty if one should.
     """
 
@@ -80,7 +86,13 @@ class Mutant:
     find: str
     replace: str
     tests: tuple[str, ...]
+    long: bool = False
     equivalent: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of pytest that select the tests to run among those named."""
+        return LONG_TOO if self.long else ()
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,9 @@ def read_mutants(root: Path) -> list[Mutant]:
     mutants = []
     for path in sorted((root / RECORDS).glob("*.yaml")):
         for record in yaml.safe_load(path.read_text()) or []:
-            is_whole = isinstance(record, dict) and set(record) - {"equivalent"} == FIELDS
+            is_whole = isinstance(record, dict) and set(record) - OPTIONAL == FIELDS
             if not is_whole or not (record["tests"] or record.get("equivalent")):
-                raise MutantError(f"{path.name}: a record has {sorted(FIELDS)} and may have `equivalent`: {record}")
+                raise MutantError(f"{path.name}: a record has {sorted(FIELDS)}, may have {sorted(OPTIONAL)}: {record}")
             texts = {field: record[field].removesuffix("\n") for field in ("find", "replace")}
             mutants.append(Mutant(**{**record, **texts, "tests": tuple(record["tests"])}))
     twice = [name for name, count in Counter(mutant.name for mutant in mutants).items() if count > 1]
@@ -212,23 +224,35 @@ class Copy:
         if (self._folder / "megatron_ext" / "ops" / "cpp").exists():
             self.python("-c", COMPILE)
 
-    def run_unmodified(self, tests: Sequence[str], processes: int) -> dict[str, float]:
+    def run_unmodified(self, tests: Sequence[str], processes: int, options: Sequence[str] = ()) -> dict[str, float]:
         """Run tests without a mistake.
+
+        Args:
+            tests: Files, folders or ids.
+            processes: Number of processes.
+            options: Further options of pytest.
 
         Returns:
             The seconds that each file's tests took.
 
         Raises:
-            MutantError: One fails, so that it would find every mistake.
+            MutantError: One fails, so that it would find every mistake, or is deselected, so that it would find none.
         """
         report = self._folder / "unmodified.xml"
         parallel = ("-n", str(processes)) if processes > 1 else ()
-        code, output = self.pytest("-o", "junit_family=xunit1", f"--junitxml={report}", *parallel, *tests)
-        if code != 0:
+        code, output = self.pytest("-o", "junit_family=xunit1", f"--junitxml={report}", *parallel, *options, *tests)
+        if code not in (0, NO_TESTS):
             raise MutantError(f"tests fail without a mistake (exit code {code}):\n{output}")
         seconds: defaultdict[str, float] = defaultdict(float)
+        ran = []
         for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-            seconds[case.get("file", "")] += float(case.get("time", "0"))
+            file = case.get("file", "")
+            seconds[file] += float(case.get("time", "0"))
+            ran.append(
+                "::".join([file, *case.get("classname", "").split(".")[file.count("/") + 1 :], case.get("name", "")])
+            )
+        if left_out := [test for test in tests if not any(covers(test, one) for one in ran)]:
+            raise MutantError(f"deselected, as by the mark long (`long: true` runs these): {', '.join(left_out)}")
         return seconds
 
     def try_mutant(self, mutant: Mutant, change: Change, seconds: Mapping[str, float]) -> Outcome:
@@ -243,7 +267,7 @@ class Copy:
                     return Outcome(mutant.name, ERROR, detail=f"its C++ operators are not used:\n{output}")
             started = time.monotonic()
             bound = max(SHORTEST_BOUND, TIMES_AS_LONG * expected)
-            code, output = self.pytest("-x", *mutant.tests, timeout=bound, extra=extra)
+            code, output = self.pytest("-x", *mutant.options, *mutant.tests, timeout=bound, extra=extra)
         return Outcome(mutant.name, _state(code), time.monotonic() - started, output)
 
     @contextlib.contextmanager
@@ -307,6 +331,11 @@ class Copy:
             self._child.wait()
 
 
+def covers(named: str, nodeid: str) -> bool:
+    """Return whether a file, a folder or an id stands for a test, given by its full id."""
+    return nodeid == named or nodeid.startswith((f"{named.rstrip('/')}/", f"{named}::", f"{named}["))
+
+
 def _state(code: int | None) -> str:
     """Return the state of a mutant from the exit code of its tests; None stands for a timeout."""
     if code is not None and code < 0 and code != -signal.SIGKILL:  # SIGKILL comes from outside, if memory is exhausted
@@ -340,9 +369,11 @@ def run(root: Path, mutants: Sequence[Mutant], changes: Mapping[str, Change], jo
             for copy in copies:
                 copy.check_imports()
                 free.put(copy)
-            tests = sorted({test for mutant in mutants for test in mutant.tests})
-            tqdm.write(f"{len(mutants)} mutants; their tests without any, in {len(tests)} places", file=sys.stderr)
-            seconds = copies[0].run_unmodified(tests, jobs)
+            seconds: dict[str, float] = {}
+            for options in sorted({mutant.options for mutant in mutants}):
+                tests = sorted({test for mutant in mutants if mutant.options == options for test in mutant.tests})
+                tqdm.write(f"tests without a mistake: {len(tests)} places {' '.join(options)}", file=sys.stderr)
+                seconds |= copies[0].run_unmodified(tests, jobs, options)
             for outcome in tqdm(pool.map(try_one, mutants), total=len(mutants), unit="mutant"):
                 outcomes.append(outcome)
                 if outcome.state in (SURVIVED, ERROR):

@@ -14,8 +14,19 @@ from tools import mutants
 from tools.mutants import ROOT, Change, Mutant, MutantError
 
 SUM = "def add(a, b):\n    if a:\n        total = a\n        total += b\n        return total\n    return b\n"
+PYPROJECT = """\
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = '-m "not long"'
+markers = ["long"]
+"""
 TESTS = """\
+import pytest
 from megatron_ext.sums import add
+
+@pytest.mark.long
+def test_of_large_numbers():
+    assert add(10**9, 1) == 10**9 + 1
 
 def test_of_two():
     assert add(1, 2) == 3
@@ -47,6 +58,15 @@ RECORDS = """\
   find: "if a:"
   replace: "if b:"
   tests: ["tests/test_sums.py::test_of_three"]
+- name: deselected
+  find: "total = a"
+  replace: "total = 1"
+  tests: ["tests/test_sums.py::test_of_large_numbers", "tests/test_sums.py::test_of_two"]
+- name: long
+  find: "total = a"
+  replace: "total = 1"
+  tests: ["tests/test_sums.py::test_of_large_numbers"]
+  long: true
 """
 
 
@@ -117,7 +137,7 @@ class TestLocate:
 def tree(tmp_path: Path) -> Path:
     """A project with a package of the same name as ours: a child that imports ours finds no `sums` in it."""
     texts = {
-        "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",
+        "pyproject.toml": PYPROJECT,
         "megatron_ext/__init__.py": "",
         "megatron_ext/sums.py": SUM,
         "tests/test_sums.py": TESTS,
@@ -143,6 +163,13 @@ def test_tests_that_fail_without_a_mistake(tree, capsys):
     """A mutant is rejected if its test does not exist or fails without the mutation."""
     assert mutants.main(["--root", str(tree), "--jobs", "1", "without-a-test"]) == 1
     assert "without a mistake" in capsys.readouterr().err
+
+
+def test_long_tests_run_for_records_that_say_so(tree, capsys):
+    """A deselected test is an error even if another one of the record runs; it must not count as a survivor."""
+    assert mutants.main(["--root", str(tree), "--jobs", "1", "deselected"]) == 1
+    assert "(`long: true` runs these): tests/test_sums.py::test_of_large_numbers\n" in capsys.readouterr().err
+    assert mutants.main(["--root", str(tree), "--jobs", "1", "subtracts", "long"]) == 0
 
 
 def test_a_test_that_hangs(tree, monkeypatch, capsys):

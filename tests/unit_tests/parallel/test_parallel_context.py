@@ -80,6 +80,7 @@ def test_the_life_has_everything_in_it(alone: Lived):
     assert "stop" in {record.finish_reason for record in alone.records.values()}
 
 
+@pytest.mark.worlds(smoke=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_on_one_rank(layout: str, whole: Whole, alone: Lived):
     size, parallel = LAYOUTS[layout]
@@ -110,6 +111,7 @@ def test_drafts_on_several_ranks(layout: str, whole: Whole, alone: Lived):
                 assert_close(getattr(record, field), getattr(alone.records[name], field), 1e-4, field)
 
 
+@pytest.mark.worlds(smoke=True)
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
     """Request i goes to replica i mod 2; counts are those of both."""
     actions = [("add", i, COMMON[: 40 + 5 * i] + prompt(8, i), {"num_tokens_to_generate": 5}) for i in range(5)]

@@ -1,0 +1,38 @@
+"""Pytest plugin for the marks `long` and `kernels`: tests that run only where `-m` names their mark.
+
+`make test` leaves out both, whatever else its `-m` asks for; `make test-all` adds those marked long, `make
+test-kernels` runs those marked kernels. A test that starts several ranks (mark `worlds`, tests/worlds.py) is long
+without saying so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+LONG = "long"
+MARKS = (LONG, "kernels")
+
+
+def is_named(mark: str, expression: str) -> bool:
+    """Return whether an expression of `-m` names a mark."""
+    return re.search(rf"\b{mark}\b", expression) is not None
+
+
+def is_long_world(item: pytest.Item) -> bool:
+    """Return whether a test starts several ranks and is not marked as a smoke test."""
+    mark = item.get_closest_marker("worlds")
+    return mark is not None and not mark.kwargs.get("smoke", False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_long_world(item):
+            item.add_marker(LONG)
+    unnamed = [mark for mark in MARKS if not is_named(mark, config.option.markexpr)]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in unnamed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if all(item.get_closest_marker(mark) is None for mark in unnamed)]

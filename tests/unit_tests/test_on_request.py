@@ -1,0 +1,61 @@
+"""Tests that are long, start several ranks, or have the mark `kernels` run only where `-m` names their mark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit_tests.support.source import ROOT
+
+TESTS = """
+import pytest
+
+def test_short(): pass
+
+@pytest.mark.numbers
+def test_of_numbers(): pass
+
+@pytest.mark.long
+@pytest.mark.numbers
+def test_long(): pass
+
+@pytest.mark.kernels
+def test_kernels(): pass
+
+@pytest.mark.worlds
+class TestWorlds:
+    def test_ranks(self): pass
+
+    @pytest.mark.worlds(smoke=True)
+    def test_few_ranks(self): pass
+"""
+SHORT = {"short", "of_numbers", "few_ranks"}
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("", SHORT),
+        ("numbers", {"of_numbers"}),
+        ("long", {"long", "ranks"}),
+        ("kernels", {"kernels"}),
+        ("long or not long", SHORT | {"long", "ranks"}),
+        ("long or kernels", {"long", "ranks", "kernels"}),
+    ],
+)
+def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):
+    (tmp_path / "test_marks.py").write_text(TESTS)
+    alone = ("-p", "tests.on_request", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pytest", "-v", *alone, "-m", expression],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ran = [line.split()[0].rpartition("::test_")[2] for line in done.stdout.splitlines() if " PASSED " in line]
+    assert set(ran) == expected
