@@ -115,11 +115,10 @@ class RequestManager:
         except EngineClosed:
             self._forget(handles)
             raise shutting_down() from None
-        except Exception:
-            self._forget(handles)
-            raise
-        except BaseException:  # cancelled, and the engine may have taken them
-            group.abort()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled, and the engine may have taken them
+                group.abort()
+            self._forget(handles)  # requests that the engine never takes have no end that would do this
             raise
         return group
 

@@ -76,7 +76,8 @@ async def _answer(
     builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
         builder.explains = serving.explains_to(request.scope[CALLER])
-    group = await serving.requests.submit(specs, is_streamed=bool(body.stream))
+    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream))
+    group = await unless_gone(request.receive, submitting)
     note_answer(request.state, builder, group)
     serving.answers[builder.id] = group
     try:

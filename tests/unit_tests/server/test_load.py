@@ -187,6 +187,30 @@ def test_while_a_step_takes_long_the_server_answers(serve):
     assert server.metric("tokens_generated_total") <= 2
 
 
+def test_a_client_that_leaves_before_the_engine_has_its_request_frees_its_place(serve):
+    """A request that waits for the end of a step, and whose client leaves, does not count as living any more."""
+    server = serve(tiny_engine(), max_waiting_requests=0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    blocking = asyncio.run_coroutine_threadsafe(server.serving.requests.call(slow), server.loop)
+    assert begun.wait(PATIENCE)
+    requests, body = server.serving.requests, json.dumps({"prompt": [1, 2], "max_tokens": 1})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as leaving:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        server.wait_until(lambda: requests.living == 1)
+    server.wait_until(lambda: requests.living == 0)
+    go_on.set()
+    blocking.result(PATIENCE)
+    server.check_idle()
+    assert server.metric("tokens_generated_total") == 0
+
+
 def test_the_cache_is_described_while_a_step_takes_long(serve):
     """OB-4: requests from before the step are answered; a reset in between is seen."""
     server = serve(tiny_engine())
