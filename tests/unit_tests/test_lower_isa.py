@@ -97,7 +97,7 @@ class TestWhichTestsCompareNumbers:
 
     def test_others_are_not_imported(self) -> None:
         asked, all_tests = (SimpleNamespace(option=SimpleNamespace(markexpr=mark)) for mark in (numbers.MARK, ""))
-        other, own = ROOT / "tests/unit_tests/test_files.py", ROOT / "tests/unit_tests/ops/test_ssd.py"
+        other, own = ROOT / "tests/unit_tests/test_files.py", ROOT / "tests/unit_tests/ops/test_scans.py"
         assert numbers.pytest_ignore_collect(other, asked)
         assert not numbers.pytest_ignore_collect(own, asked)
         assert not numbers.pytest_ignore_collect(ROOT / "tests/unit_tests/server", asked)

@@ -26,6 +26,6 @@ def test_what_is_left_out_is_there(name):
 
 def test_others_run():
     assert on_device.why_not(item("runner/test_structured_output.py")) is None
-    assert on_device.why_not(item("ops/test_ssd.py")) is None
+    assert on_device.why_not(item("ops/test_scans.py")) is None
     assert on_device.why_not(item("parallel/test_worlds.py")) is not None
     assert on_device.why_not(item("mcore/test_ends.py", marks=("worlds",))) == "several ranks need a device each"
