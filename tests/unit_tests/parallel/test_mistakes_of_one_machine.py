@@ -1,4 +1,4 @@
-"""MR-6: an error before the ranks have met is reported where it is seen, by no more ranks than needed."""
+"""MR-6: an error is reported where it is seen: by no more ranks than needed, and with the rank that alone sees it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from arguments import parse_arguments, parse_server_arguments
 from megatron_ext.errors import ConfigError, MachineError
+from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.world import said_here
 
 RANKS = {
@@ -71,3 +72,37 @@ def test_a_file_that_another_machine_lacks(
     assert "gone.yaml" in said["8"]
     assert said["8"].count("\n") == 1
     assert said["9"] == ""
+
+
+class GatheredContext(ParallelContext):
+    """Context of rank 0 in a world whose other ranks have given fixed answers."""
+
+    def __init__(self, *others: object) -> None:
+        self._others = others
+
+    def _gather(self, one: object) -> list[object]:
+        return [one, *self._others]
+
+
+def refuse() -> None:
+    raise ConfigError("too few heads")
+
+
+@pytest.mark.parametrize(
+    ("question", "others", "message"),
+    [
+        (refuse, (ConfigError("too few heads"), ConfigError("too few heads")), "too few heads"),
+        (refuse, (1, 2), "rank 0: too few heads"),
+        (refuse, (1, ConfigError("too few heads")), "rank 0: too few heads"),
+        (refuse, (ConfigError("no such file"), 2), "rank 0: too few heads"),
+        (int, (1, ConfigError("no such file")), "rank 2: no such file"),
+    ],
+)
+def test_an_error_names_its_rank_unless_all_ranks_raise_it(question, others, message) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GatheredContext(*others).ask_all(question)
+    assert str(caught.value) == message
+
+
+def test_answers_are_in_order_of_rank() -> None:
+    assert GatheredContext(1, 2).ask_all(int) == [0, 1, 2]
