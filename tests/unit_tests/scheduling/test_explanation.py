@@ -275,6 +275,20 @@ class TestTool:
             "and 448. 503 tokens agree with a cached prefix; they part in block 7 at token 503: here 20, there 19\n"
         )
 
+    @pytest.mark.parametrize("block_size", [1, 4, 16])
+    @pytest.mark.parametrize("length", [15, 16, 17])
+    def test_prompts_that_fill_the_pool(self, length: int, block_size: int):
+        """Prompts that share nothing, end to end, and prompts that differ in the last token alone."""
+        first, other = (5,) * length, (6,) * length
+        for before, after, shared in [
+            (first, other, 0),
+            (first, (*first[:-1], 6), length - 1),
+            (first, (*first, 6), length),
+            ((*first, 6), first, length),
+        ]:
+            said = explain_prefix.explain_second(before, after, block_size, is_hybrid=False)
+            assert said.skipped == min(shared // block_size * block_size, len(after) - 1)
+
     def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         for name in "ab":
             (tmp_path / name).write_text(f"The same words again and again, {name} and more of them")
