@@ -14,13 +14,11 @@ from megatron_ext.config.batching import (
     SnapshotMode,
 )
 from megatron_ext.config.layers.letters import LAYER_SYMBOLS
-from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
-from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
-from megatron_ext.config.layers.stack import NORMALIZATIONS
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS, ROUTER_SCORE_FUNCTIONS
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
+from megatron_ext.config.recurrent import RECURRENT_KINDS
 from megatron_ext.config.request import (
     RequestParams,
 )
@@ -58,7 +56,6 @@ __all__ = [
     "InferenceSettings",
     "ModelConfig",
     "ParallelConfig",
-    "RecurrentFields",
     "RequestParams",
     "RunConfig",
     "ServerConfig",

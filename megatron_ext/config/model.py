@@ -1,19 +1,22 @@
-"""Architecture of a model: the fields of its layers and of the whole stack."""
+"""Architecture of a model: fields that have been checked, and its kind of recurrent layers."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import bounds_of, flag_of, require
-from megatron_ext.config.layers.attention import check_attention, check_window
-from megatron_ext.config.layers.letters import LAYER_SYMBOLS, is_recurrent
-from megatron_ext.config.layers.mlp import check_mlp
-from megatron_ext.config.layers.moe import MoeFields, check_moe
-from megatron_ext.config.layers.multipliers import MultiplierFields, check_multipliers
-from megatron_ext.config.layers.positions import LEARNED_POSITIONS, PositionFields, check_positions
-from megatron_ext.config.layers.stack import check_norms
-from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields, RecurrentKind
+from megatron_ext.config.layers.letters import LAYER_SYMBOLS
+from megatron_ext.config.model_checks import (
+    check_attention,
+    check_mlp,
+    check_moe,
+    check_multipliers,
+    check_norms,
+    check_positions,
+    check_window,
+)
+from megatron_ext.config.model_fields import ModelFields
+from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentKind
 
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
 # Bounds far above any real model: larger values are mistakes, or attempts to exhaust resources (SE-1).
@@ -22,15 +25,12 @@ LARGEST_SIZE = 2**24  # of every dimension and count
 
 
 @dataclass(frozen=True)
-class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
-    """Model architecture, as saved with a checkpoint and used to build the model. Defaults: a tiny hybrid."""
+class ModelConfig(ModelFields):
+    """Model architecture, as saved with a checkpoint and used to build the model; its fields agree with each other.
 
-    hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
-    recurrent_layer: str = RECURRENT_LAYERS[0]  # what an M in the pattern is
-    num_layers: int | None = None  # default: the pattern's length
-    untie_embeddings_and_output_weights: bool = False
-    vocab_size: int | None = None  # default: the tokenizer's
-    spec: tuple[str, str] | None = None  # (module, name) of a stack spec; default: ours
+    Raises:
+        ConfigError: Fields are invalid, or contradict each other.
+    """
 
     def __post_init__(self) -> None:
         self._check_pattern()
@@ -40,18 +40,17 @@ class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
             kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
         )
         check_attention(self)
-        check_window(self, self.hybrid_override_pattern)
+        check_window(self)
         check_positions(self)
         if self.is_hybrid:
             self.recurrent.check(self)
-        check_moe(self, self.hybrid_override_pattern)
+        check_moe(self)
         check_norms(self)
         for known in RECURRENT_KINDS.values():
             if known.check_values is not None:
                 known.check_values(self)
         check_mlp(self)
-        positions = self.position_embedding_type
-        check_multipliers(self, is_gated=self.swiglu, has_learned_positions=positions == LEARNED_POSITIONS)
+        check_multipliers(self)
 
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
@@ -85,28 +84,9 @@ class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
         return RECURRENT_KINDS[self.recurrent_layer]
 
     @property
-    def is_moe(self) -> bool:
-        """True if any layer is a mixture of experts."""
-        return "E" in self.hybrid_override_pattern
-
-    @property
-    def is_hybrid(self) -> bool:
-        """True if any layer carries a recurrent state."""
-        return any(map(is_recurrent, self.hybrid_override_pattern))
-
-    @property
     def scan_chunk_size(self) -> int:
         """Tokens of a chunk of recurrent layers; at inference the maximum, see `memory.budget`."""
         return self.recurrent.chunk_size(self)
-
-    @property
-    def layer_count(self) -> int:
-        """Number of layers of all kinds."""
-        return len(self.hybrid_override_pattern)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields as a plain dictionary, as saved with a checkpoint."""
-        return dataclasses.asdict(self)
 
 
 def _digits(value: int) -> str:

@@ -8,7 +8,7 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
-from megatron_ext.config.layers.positions import LEARNED_POSITIONS
+from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine

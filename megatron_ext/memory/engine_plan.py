@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.config.costs import EntryCosts, entry_costs
-from megatron_ext.config.layers.positions import LEARNED_POSITIONS
+from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, async_states, kernel_chunk, request_state_bytes
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_ext.config.recurrent.mamba import MambaFields
+from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_norm import RowNorm, rms_norm, silu_gate
@@ -58,10 +58,10 @@ class Mamba1Mixer(RecurrentMixer):
         pp_layer_offset: int = 0,
         d_inner: int | None = None,
         dt_rank: int | None = None,
-        d_conv: int = MambaFields.mamba_conv_kernel,
+        d_conv: int = ModelConfig.mamba_conv_kernel,
         inner_norm: str = "none",
         inner_norm_epsilon: float = 1e-6,
-        chunk_size: int = MambaFields.mamba_chunk_size,
+        chunk_size: int = ModelConfig.mamba_chunk_size,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None, "pg_collection must be provided for Mamba1Mixer"

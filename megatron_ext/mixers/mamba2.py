@@ -18,8 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_ext.config.recurrent.mamba import MambaFields
-from megatron_ext.config.recurrent.mamba2 import GATE_FIRST
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.model_fields import GATE_FIRST
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_norm import RowNorm, gated_norm, norm_then_gate, silu_gate
@@ -50,10 +50,10 @@ class Mamba2Mixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
-        d_conv: int = MambaFields.mamba_conv_kernel,
+        d_conv: int = ModelConfig.mamba_conv_kernel,
         gated_norm: str | None = GATE_FIRST,
         multipliers: Sequence[float] | None = None,
-        chunk_size: int = MambaFields.mamba_chunk_size,
+        chunk_size: int = ModelConfig.mamba_chunk_size,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_ext.config.recurrent.short_conv import ShortConvFields
+from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
@@ -38,7 +38,7 @@ class ShortConvMixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
-        d_conv: int = ShortConvFields.short_conv_kernel_dim,
+        d_conv: int = ModelConfig.short_conv_kernel_dim,
         chunk_size: int = 128,
     ) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
 from megatron_ext.config.layers.letters import is_attention
-from megatron_ext.config.layers.multipliers import MULTIPLIERS
+from megatron_ext.config.model_fields import MULTIPLIERS
 from megatron_ext.config.source import LOCAL, TRANSFORMER_ENGINE
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place

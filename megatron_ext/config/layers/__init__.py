@@ -1,1 +1,1 @@
-"""Fields common to all layers, and those of stateless ones: attention with positions, MLPs, experts."""
+"""Letters of layers, and patterns of them."""

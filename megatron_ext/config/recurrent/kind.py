@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.model_fields import ModelFields
 
 
 @dataclass(frozen=True)
@@ -26,19 +24,19 @@ class RecurrentKind:
         mixer_params: Mixer parameters that megatron-core's configuration has no field for.
         core_fields: This kind's fields in megatron-core's configuration.
         shared: Counts that tensor-parallel ranks must divide evenly, by their name in error messages.
-        layout: Fields and properties of `ModelConfig` that decide how the stored weights are sharded, in addition to
+        layout: Fields and properties of `ModelFields` that decide how the stored weights are sharded, in addition to
             those of every model, to their name in error messages: a flag, or the name of a field without one.
     """
 
     name: str
     mixer: tuple[str, str]
     stack_spec: str
-    check: Callable[[ModelConfig], None]
-    chunk_size: Callable[[ModelConfig], int]
-    parameter_count: Callable[[ModelConfig], int]
-    state_size: Callable[[ModelConfig], int]
-    mixer_params: Callable[[ModelConfig], Mapping[str, object]]
-    core_fields: Callable[[ModelConfig], Mapping[str, object]]
-    shared: Callable[[ModelConfig], dict[str, int]]
+    check: Callable[[ModelFields], None]
+    chunk_size: Callable[[ModelFields], int]
+    parameter_count: Callable[[ModelFields], int]
+    state_size: Callable[[ModelFields], int]
+    mixer_params: Callable[[ModelFields], Mapping[str, object]]
+    core_fields: Callable[[ModelFields], Mapping[str, object]]
+    shared: Callable[[ModelFields], dict[str, int]]
     layout: Mapping[str, str]
-    check_values: Callable[[ModelConfig], None] | None = None
+    check_values: Callable[[ModelFields], None] | None = None

@@ -4,54 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag, require
+from megatron_ext.config.checks import require
+from megatron_ext.config.model_fields import INNER_NORMS, ModelFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, MambaFields, check_window
-
-INNER_NORMS = ("none", "plain", "weighted")
+from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, check_window
 
 
-@dataclass(frozen=True)
-class Mamba1Fields(MambaFields):
-    """Fields of Mamba-1 layers."""
-
-    mamba_inner_size: int | None = flag(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
-    mamba_dt_rank: int | None = flag(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
-    mamba_inner_norm: str = INNER_NORMS[0]  # RMS norms of dt, B and C, without or with weights
-    mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
-
-    @property
-    def mamba_channels(self) -> int:
-        """Channels of a Mamba-1 layer."""
-        return self.mamba_inner_size or 2 * self.hidden_size
-
-    @property
-    def dt_rank(self) -> int:
-        """Rank of the projection to a Mamba-1 layer's step sizes."""
-        return self.mamba_dt_rank or math.ceil(self.hidden_size / 16)
-
-    @property
-    def inner_norm_epsilon(self) -> float:
-        """Epsilon of the norms of dt, B and C in a Mamba-1 layer."""
-        return self.norm_epsilon if self.mamba_inner_norm_epsilon is None else self.mamba_inner_norm_epsilon
-
-
-def _check_inner_norm(config: Mamba1Fields) -> None:
+def _check_inner_norm(config: ModelFields) -> None:
     """Require a known norm, and an epsilon above zero."""
     norm, epsilon = config.mamba_inner_norm, config.inner_norm_epsilon
     require(norm in INNER_NORMS, f"mamba_inner_norm {norm!r} is unknown; one of {', '.join(INNER_NORMS)}")
     require(math.isfinite(epsilon) and epsilon > 0, f"mamba_inner_norm_epsilon {epsilon} must be more than zero")
 
 
-def _parameter_count(config: Mamba1Fields) -> int:
+def _parameter_count(config: ModelFields) -> int:
     """Count in_proj to x and z; the convolution of x; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
     per_channel = 3 * config.hidden_size + 2 * config.dt_rank + 3 * config.mamba_state_dim + config.mamba_conv_kernel
     return config.mamba_channels * per_channel
 
 
-def _mixer_params(config: Mamba1Fields) -> Mapping[str, object]:
+def _mixer_params(config: ModelFields) -> Mapping[str, object]:
     return {
         "d_conv": config.mamba_conv_kernel,
         "d_inner": config.mamba_channels,

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag, require
+from megatron_ext.config.checks import require
+from megatron_ext.config.model_fields import GATE_FIRST, NORM_FIRST, ModelFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, MambaFields, check_window
-
-GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"
+from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, check_window
 
 
-@dataclass(frozen=True)
-class Mamba2Fields(MambaFields):
-    """Fields of Mamba-2 layers."""
-
-    mamba_head_dim: int = flag(64, "Size of one Mamba head")
-    mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
-    mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
-    mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
-    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt after in_proj; default: 1
-
-    @property
-    def mamba_heads(self) -> int:
-        """Heads of a Mamba-2 layer."""
-        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
-
-
-def _check(config: Mamba2Fields) -> None:
+def _check(config: ModelFields) -> None:
     check_window(config)
     count, groups = config.mamba_heads, config.mamba_num_groups
     require(
@@ -39,7 +21,7 @@ def _check(config: Mamba2Fields) -> None:
     )
 
 
-def _check_values(config: Mamba2Fields) -> None:
+def _check_values(config: ModelFields) -> None:
     norm, multipliers = config.mamba_gated_norm, config.mamba_multipliers
     require(
         norm in (GATE_FIRST, NORM_FIRST, None),
@@ -52,7 +34,7 @@ def _check_values(config: Mamba2Fields) -> None:
         )
 
 
-def _mixer_params(config: Mamba2Fields) -> Mapping[str, object]:
+def _mixer_params(config: ModelFields) -> Mapping[str, object]:
     return {
         "d_conv": config.mamba_conv_kernel,
         "gated_norm": config.mamba_gated_norm,
@@ -60,7 +42,7 @@ def _mixer_params(config: Mamba2Fields) -> Mapping[str, object]:
     }
 
 
-def _parameter_count(config: Mamba2Fields) -> int:
+def _parameter_count(config: ModelFields) -> int:
     """Count in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
@@ -68,7 +50,7 @@ def _parameter_count(config: Mamba2Fields) -> int:
     return config.hidden_size * (projected + inner) + convolved * config.mamba_conv_kernel
 
 
-def _core_fields(config: Mamba2Fields) -> Mapping[str, object]:
+def _core_fields(config: ModelFields) -> Mapping[str, object]:
     return {
         "mamba_state_dim": config.mamba_state_dim,
         "mamba_head_dim": config.mamba_head_dim,

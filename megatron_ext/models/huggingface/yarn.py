@@ -46,7 +46,7 @@ def _number_or(parameters: Fields, key: str, default: float) -> float:
 
 
 def _scales(parameters: Fields, name: str, factor: float) -> dict[str, object]:
-    """Return two scales that yield the requested magnitude, see `PositionFields.rotary_magnitude`."""
+    """Return two scales that yield the requested magnitude, see `ModelConfig.rotary_magnitude`."""
     magnitude, both = f"{name}.attention_factor", (f"{name}.mscale", f"{name}.mscale_all_dim")
     if parameters.get(magnitude) is not None:
         asked = positive_number(parameters, magnitude)

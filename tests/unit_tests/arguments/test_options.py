@@ -15,7 +15,7 @@ from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.layers.multipliers import MULTIPLIERS
+from megatron_ext.config.model_fields import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """

@@ -10,7 +10,6 @@ import torch
 
 from megatron_ext.config import RECURRENT_KINDS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.checks import flag_of, flags_of
-from megatron_ext.config.recurrent import RecurrentFields
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import OWN_SPECS, build_model, resolve_spec
 from tests.unit_tests.models.conftest import TINY
@@ -44,7 +43,7 @@ def test_a_kind_says_what_cuts_up_its_weights() -> None:
     for kind in RECURRENT_KINDS.values():
         assert all(hasattr(TINY, name) for name in kind.layout)
     called = {name for kind in RECURRENT_KINDS.values() for name in kind.layout.values()}
-    assert {flag_of(name) for name in flags_of(RecurrentFields)} <= called
+    assert {flag_of(name) for name in flags_of(ModelConfig)} <= called
 
 
 def test_unknown_specs_are_refused() -> None:

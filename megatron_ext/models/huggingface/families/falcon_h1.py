@@ -11,7 +11,7 @@ A decoder layer of theirs is two letters of the pattern, attention and a Mamba-2
 
 from __future__ import annotations
 
-from megatron_ext.config.recurrent.mamba2 import GATE_FIRST, NORM_FIRST
+from megatron_ext.config.model_fields import GATE_FIRST, NORM_FIRST
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
 from megatron_ext.models.huggingface.blocks import (

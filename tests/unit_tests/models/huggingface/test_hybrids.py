@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
-from megatron_ext.config.layers.multipliers import MULTIPLIERS
+from megatron_ext.config.model_fields import MULTIPLIERS
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.offline.comparison import FP32_TOLERANCE, MAX_TOLERANCE, P95_TOLERANCE, compare

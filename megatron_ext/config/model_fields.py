@@ -1,0 +1,215 @@
+"""Fields of a model's architecture, in the order in which checkpoints store them, and the values of some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import bounded, flag
+from megatron_ext.config.layers.letters import is_recurrent
+
+NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+LEARNED_POSITIONS = "learned_absolute"
+POSITION_EMBEDDINGS = ("none", "rope", LEARNED_POSITIONS)
+ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
+INNER_NORMS = ("none", "plain", "weighted")  # of Mamba-1
+GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"  # of Mamba-2
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "logits_multiplier",
+    "residual_multiplier",
+    "attention_output_multiplier",
+    "recurrent_output_multiplier",
+    "mlp_output_multiplier",
+    "mlp_gate_multiplier",
+    "softmax_scale",
+)
+LONGEST_WINDOW = 1024  # tokens of a convolution; far more than any model has
+
+
+@dataclass(frozen=True)
+class ModelFields:
+    """All fields of `ModelConfig`, unchecked, and the sizes that follow from them. Defaults: a tiny hybrid.
+
+    Checks and kinds of recurrent layers are written for this class; `ModelConfig` applies them.
+    """
+
+    # Width, and the norms before layers
+    hidden_size: int = 256
+    normalization: str = NORMALIZATIONS[0]
+    norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False  # norms multiply by 1 + weight
+
+    # Recurrent layers: Mamba of either version
+    mamba_state_dim: int = flag(128, "State size of a Mamba layer")
+    mamba_conv_kernel: int = bounded(4, most=LONGEST_WINDOW)
+    mamba_chunk_size: int = 128
+
+    # Recurrent layers: Mamba-2
+    mamba_head_dim: int = flag(64, "Size of one Mamba head")
+    mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
+    mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
+    mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
+    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt after in_proj; default: 1
+
+    # Recurrent layers: Mamba-1
+    mamba_inner_size: int | None = flag(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
+    mamba_dt_rank: int | None = flag(None, "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16")
+    mamba_inner_norm: str = INNER_NORMS[0]  # RMS norms of dt, B and C, without or with weights
+    mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
+
+    # Recurrent layers: gated delta net, with megatron-core's names
+    linear_key_head_dim: int = flag(128, "Channels of a key head of a gated delta net")
+    linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
+    linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
+    linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
+    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", most=LONGEST_WINDOW)
+    linear_norm_epsilon: float | None = None  # of the output norm; default: norm_epsilon
+    linear_allow_neg_eigval: bool = False  # the delta rule's strength is at most 2, not 1
+
+    # Recurrent layers: short convolution, of `hidden_size` channels
+    short_conv_kernel_dim: int = flag(3, "Window of a short convolution, in tokens", most=LONGEST_WINDOW)
+
+    # MLPs; `disable_bias_linear` also applies to attention and Mamba layers
+    ffn_hidden_size: int | None = None  # default: 4 * hidden_size
+    squared_relu: bool = False
+    swiglu: bool = False
+    disable_bias_linear: bool = True
+    add_mlp_bias: bool = False  # for MLPs (-), if other linear layers have no bias
+
+    # Mixtures of experts
+    num_experts: int | None = None  # of each E layer
+    moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
+    moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
+    moe_shared_expert_gate: bool = False  # a sigmoid of the layer's input, on the shared experts' output
+    moe_latent_size: int | None = None  # width of the routed experts' inputs and outputs; default: hidden_size
+    moe_router_topk: int = 2
+    moe_router_score_function: str = "softmax"
+    moe_router_num_groups: int | None = None  # default: one group
+    moe_router_group_topk: int | None = None  # groups that a token may choose from; default: all
+    moe_router_pre_softmax: bool = False  # weights are a softmax over all experts, not over those chosen
+    moe_router_topk_scaling_factor: float | None = None  # default: 1
+    moe_router_enable_expert_bias: bool = False
+
+    # Attention
+    num_attention_heads: int = 4
+    group_query_attention: bool = False
+    num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
+    kv_channels: int | None = None  # default: hidden_size // num_attention_heads
+    qk_layernorm: bool = False  # over each head, before rotation
+    qk_layernorm_over_heads: bool = False  # over the channels of all heads together instead
+    attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
+    add_qkv_bias: bool = False  # for queries, keys and values, if other linear layers have no bias
+    add_attention_output_bias: bool = False  # the same for the output projection; needs add_qkv_bias
+    attention_window: int | None = None  # of layers W: tokens that a query sees, including its own
+
+    # Position embeddings, which rotate attention heads or are added to the token embeddings
+    position_embedding_type: str = "none"
+    rotary_base: int = bounded(10000, most=2**53)
+    rotary_percent: float = 1.0
+    use_rope_scaling: bool = False  # of long wavelengths, as in Llama 3.1
+    rope_scaling_factor: float = 8.0
+    # YaRN: wavelengths with many turns within the original length stay, those with few turns are stretched.
+    yarn_rotary_scaling_factor: float | None = None  # stretch factor; default: no YaRN
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0  # turns at and above which a wavelength stays
+    yarn_beta_slow: float = 1.0  # turns up to which it is stretched by the full factor
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True  # both ends of the range in between, in channel pairs
+    max_position_embeddings: int = 4096
+
+    # Multipliers of activations, not weights: scaling rounds 16-bit weights, and each use of tied ones has its own
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of every layer's output
+    attention_output_multiplier: float = 1.0  # of attention's output, in addition
+    recurrent_output_multiplier: float = 1.0
+    mlp_output_multiplier: float = 1.0  # experts too
+    mlp_gate_multiplier: float = 1.0  # before the activation of a gated MLP
+    softmax_scale: float | None = None  # of queries times keys; default: one over the root of a head's channels
+
+    # The stack, its vocabulary and its spec
+    hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
+    recurrent_layer: str = "mamba2"  # what an M in the pattern is; one of RECURRENT_KINDS
+    num_layers: int | None = None  # default: the pattern's length
+    untie_embeddings_and_output_weights: bool = False
+    vocab_size: int | None = None  # default: the tokenizer's
+    spec: tuple[str, str] | None = None  # (module, name) of a stack spec; default: ours
+
+    # Layers
+
+    @property
+    def layer_count(self) -> int:
+        """Number of layers of all kinds."""
+        return len(self.hybrid_override_pattern)
+
+    @property
+    def is_moe(self) -> bool:
+        """True if any layer is a mixture of experts."""
+        return "E" in self.hybrid_override_pattern
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if any layer carries a recurrent state."""
+        return any(map(is_recurrent, self.hybrid_override_pattern))
+
+    # Recurrent layers
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def mamba_channels(self) -> int:
+        """Channels of a Mamba-1 layer."""
+        return self.mamba_inner_size or 2 * self.hidden_size
+
+    @property
+    def dt_rank(self) -> int:
+        """Rank of the projection to a Mamba-1 layer's step sizes."""
+        return self.mamba_dt_rank or math.ceil(self.hidden_size / 16)
+
+    @property
+    def inner_norm_epsilon(self) -> float:
+        """Epsilon of the norms of dt, B and C in a Mamba-1 layer."""
+        return self.norm_epsilon if self.mamba_inner_norm_epsilon is None else self.mamba_inner_norm_epsilon
+
+    # MLPs, experts and attention
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of one routed expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads)
+
+    @property
+    def head_channels(self) -> int:
+        """Size of one attention head (D of query, key and value)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """Additional factor of rotated queries and keys (YaRN, arXiv 2309.00071, section 3.4)."""
+        factor = self.yarn_rotary_scaling_factor
+        if factor is None or factor <= 1:
+            return 1.0
+        numerator, denominator = (
+            0.1 * scale * math.log(factor) + 1.0 for scale in (self.yarn_mscale, self.yarn_mscale_all_dim)
+        )
+        return numerator / denominator if denominator else math.nan
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as a plain dictionary, as saved with a checkpoint."""
+        return dataclasses.asdict(self)
