@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from megatron_ext.config import RequestParams
-
-if TYPE_CHECKING:  # explanations import requests, which have ledgers
-    from megatron_ext.scheduling.explanation import Explanation
-
-
-class Reason(str, enum.Enum):
-    """Reason why a prompt token was computed: the first that applies, in this order."""
-
-    OPTED_OUT = "opted_out"
-    CACHING_OFF = "caching_off"
-    PROMPT_LOGPROBS = "prompt_logprobs"  # requested, so nothing is skipped
-    NOT_CACHED = "not_cached"  # no block matched there
-    NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
-    PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
-    LAST_TOKEN = "last_token"  # computed even where its block is cached
+from megatron_ext.scheduling.explanation import Explanation, Reason
 
 
 def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event
 
 TopN = dict[int, float]
@@ -31,10 +31,6 @@ class Output:
     generated_top_n: list[TopN] = field(default_factory=list)
 
 
-if TYPE_CHECKING:  # explanations import requests, which leave records
-    from megatron_ext.scheduling.explanation import Explanation
-
-
 class Status(enum.Enum):
     """Final status of a request."""
 
@@ -54,73 +50,52 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecord:
-    """Tokens and texts of a request; the prompt is as it was submitted."""
+class RequestRecord:
+    """Record of one request over its whole life, preemptions included.
 
+    Log-probs are natural logarithms. A top-n entry maps token ids to log-probs.
+    """
+
+    request_id: int
+
+    # Outcome, as in `Outcome`
+    status: Status
+    finish_reason: str | None = None
+    error: str | None = None
+    is_fault: bool = False
+
+    # Texts and tokens; the prompt is as it was submitted
     prompt_text: str | None
     prompt_tokens: tuple[int, ...]
     generated_text: str
     generated_tokens: tuple[int, ...]
 
-    @property
-    def prompt_token_count(self) -> int:
-        """Tokens of the prompt as it was submitted."""
-        return len(self.prompt_tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogProbsRecord:
-    """Log-probs (natural logarithms); None if they were not requested.
-
-    `prompt_log_probs[i]` belongs to prompt token i + 1. `generated_log_probs` has one entry per generated token. A
-    top-n entry maps token ids to log-probs.
-    """
-
-    prompt_log_probs: tuple[float, ...] | None = None
-    generated_log_probs: tuple[float, ...] | None = None
+    # Log-probs; None if they were not requested
+    prompt_log_probs: tuple[float, ...] | None = None  # entry i belongs to prompt token i + 1
+    generated_log_probs: tuple[float, ...] | None = None  # one entry per generated token
     prompt_top_n_log_probs: tuple[TopN, ...] | None = None
     generated_top_n_log_probs: tuple[TopN, ...] | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class TimelineRecord:
-    """Times of a request, in seconds."""
-
+    # Times, in seconds
     events: tuple[Event, ...]
     arrival_wall_time: float  # since the epoch
     latency: float
     ttft: float | None  # None if no token was generated
     step_count: int  # engine steps that computed a chunk of the request
 
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillRecord:
-    """Account of the prompt tokens (EX-2)."""
-
+    # Account of the prompt tokens (EX-2)
     matched_block_count: int
     skipped_prefill_token_count: int
     computed_prefill_token_count: int
     recomputed_token_count: int
     prefill_reasons: dict[str, int]  # reason of EX-2 -> tokens
+    prefix_cache_explanation: Explanation | None = None  # None if explanations are off
 
-
-@dataclass(frozen=True, kw_only=True)
-class DraftRecord:
-    """Counts of draft tokens (SP-7)."""
-
+    # Draft tokens (SP-7)
     draft_token_count: int = 0  # verified by steps
     accepted_token_count: int = 0  # accepted by steps
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExplainedRecord:
-    """Explanation of prefix cache use; None if explanations are off."""
-
-    prefix_cache_explanation: Explanation | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, DraftRecord, ExplainedRecord):
-    """Record of one request over its whole life, preemptions included."""
-
-    request_id: int
+    @property
+    def prompt_token_count(self) -> int:
+        """Tokens of the prompt as it was submitted."""
+        return len(self.prompt_tokens)

@@ -16,7 +16,7 @@ from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.cache_keys import CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.explanation import explain_admission
+from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache

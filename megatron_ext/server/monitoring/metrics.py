@@ -10,8 +10,7 @@ from prometheus_client.registry import Collector
 
 import megatron_ext
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.scheduling.accounting import Reason
-from megatron_ext.scheduling.explanation import Explanation
+from megatron_ext.scheduling.explanation import Explanation, Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 PREFIX = "megatron_ext"

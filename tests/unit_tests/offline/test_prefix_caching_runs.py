@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.prefix_cache import hash_chain
-from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.explanation import Reason
 from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
 ATTENTION_ONLY = """

@@ -10,7 +10,8 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
-from megatron_ext.scheduling.accounting import PrefillLedger, Reason
+from megatron_ext.scheduling.accounting import PrefillLedger
+from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.server.http.status_page import PAGE
 from megatron_ext.server.monitoring.history import INTERVAL, KEPT, History
 from megatron_ext.server.monitoring.metrics import Metrics

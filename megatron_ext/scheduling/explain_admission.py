@@ -1,0 +1,88 @@
+"""Comparison of an admitted request with the prefix cache: why it skips this many tokens and not more (SI-5)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.matching import last_boundary, resume_position
+from megatron_ext.scheduling.accounting import general_reason
+from megatron_ext.scheduling.explanation import Explanation, Why
+from megatron_ext.scheduling.plan import Admission
+from megatron_ext.scheduling.request import Request
+
+
+def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
+    """Store the explanation in the request's ledger on its first admission."""
+    ledger = admission.request.sequence.ledger
+    if ledger.explanation is None:
+        matched, start = len(admission.matched), admission.chunk.start
+        ledger.explanation = explain(admission.request, cache, matched, start, block_size)
+
+
+def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
+    """Explain the admission of a request, before anything is allocated for it.
+
+    Args:
+        request: Request that is admitted now.
+        cache: Prefix cache in its present state.
+        matched: Cached blocks that the request shares.
+        start: Resume position of the request.
+        block_size: Tokens of a block.
+    """
+    length = len(request.tokens)
+    most = last_boundary(length, block_size)
+    if cache.states is None:
+        most = resume_position(length, length // block_size * block_size)
+    blank = Explanation("", start, matched * block_size, most, block_size)
+    general = general_reason(request.params, is_caching=cache.is_enabled)
+    if general is not None:
+        return dataclasses.replace(blank, reason=general.value)
+    if most == 0 or length < block_size:
+        return dataclasses.replace(blank, reason=Why.TOO_SHORT.value)
+    if start == most:
+        return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
+    goal = min(matched * block_size, most)
+    if start < goal:
+        return _parted(request, cache, _without_states(request, cache, blank, goal), matched)
+    return _behind_the_match(request, cache, blank, matched)
+
+
+def _without_states(request: Request, cache: PrefixCache, blank: Explanation, goal: int) -> Explanation:
+    """Explain a resume position before `goal`: the blocks up to there are cached, and no snapshot is."""
+    assert cache.states is not None, "without recurrent layers nothing else is needed"
+    if cache.states.total == 0:
+        return dataclasses.replace(blank, reason=Why.NO_SLOTS.value)
+    size = blank.block_size
+    gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
+    if gone is None:
+        return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
+    is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # ordered by last use, so that slots can be counted
+    short = gone.slots_short if is_ordered else None
+    return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
+
+
+def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+    """Explain why no more matched, given that everything that matched was skipped."""
+    block_hashes = request.block_hashes
+    if matched < len(block_hashes):
+        ago = cache.ghosts.block_ago(block_hashes[matched])
+        if ago is not None:
+            return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
+    found = _parted(request, cache, blank, matched)
+    reason = Why.NOT_CACHED if found.agreeing is None else Why.PARTED
+    return dataclasses.replace(found, reason=reason.value)
+
+
+def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+    """Add where the tokens part from the nearest cached prefix after the match, if one continues from there."""
+    chain, size = request.sequence.chain, blank.block_size
+    assert chain is not None, "it reads the cache"
+    before = request.block_hashes[matched - 1] if matched else chain.root
+    following = request.sequence.packed[matched * size : (matched + 1) * size]
+    divergence = None if cache.cached_token_ids is None else cache.cached_token_ids.divergence(before, following)
+    agreeing = matched * size + (0 if divergence is None else divergence.agreeing)
+    if divergence is None or agreeing == 0 or agreeing == len(request.tokens):
+        return blank
+    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.packed[agreeing], there=divergence.there)
