@@ -77,7 +77,7 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
 
     defaults = request_defaults(settings.source, settings.sampling_given)
     with contextlib.ExitStack() as stack:
-        parallel_context = stack.enter_context(_together(settings, leads=True))
+        parallel_context = stack.enter_context(_joined_ranks(settings, leads=True))
         args = EngineArgs(settings, parallel_context)
         naming = None if parallel_context is not None else naming_of(settings.source, args.loaded.config)
         return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave)
@@ -87,14 +87,14 @@ def _follow(settings: InferenceSettings) -> None:
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
     from megatron_ext.models.engine_args import follow
 
-    with _together(settings, leads=False) as parallel_context:
+    with _joined_ranks(settings, leads=False) as parallel_context:
         assert parallel_context is not None, "a rank that is alone leads"
         follow(settings, parallel_context, on_ready=lambda: None)
     PROCESS_GROUPS.leave()
 
 
 @contextlib.contextmanager
-def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelContext | None]:
+def _joined_ranks(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelContext | None]:
     """Join all ranks in process groups, left if the block fails; an error on one rank ends the others, too.
 
     Args:
@@ -102,11 +102,11 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
         leads: Whether this rank is the first.
     """
     from megatron_ext.console.start import check_machine, say_start
-    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there, make_parallel_context
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_initialized, make_parallel_context
     from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start)
-    if not is_there():  # otherwise the existing group defines the ranks
+    if not is_initialized():  # otherwise the existing group defines the ranks
         check_machine(settings.parallel)
     PROCESS_GROUPS.enter(settings.parallel)
     try:

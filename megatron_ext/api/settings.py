@@ -56,8 +56,8 @@ def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
 
 def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[FlagGroup, Flag]:
     if name not in known:
-        mine = [other for other, pair in known.items() if is_of_the_engine(*pair)]
-        meant = closest(name, mine)
+        engine_flags = [other for other, pair in known.items() if is_of_the_engine(*pair)]
+        meant = closest(name, engine_flags)
         hint = f"did you mean {meant}?" if meant else "the names are those of tools/run_inference.py --help"
         raise ConfigError(f"{name} is no setting of an engine; {hint}")
     group, flag = known[name]

@@ -119,8 +119,8 @@ def fitted(timings: Iterable[Timing]) -> CostTable:
         plain = seconds.pop(0, 0.0)
         if not seconds or plain <= 0:
             raise ConfigError(f"steps of {requests} requests were measured without drafts, or with drafts, only")
-        few, many = min(seconds), max(seconds)
+        low, high = min(seconds), max(seconds)
         more = {drafts: max(0.0, took / plain - 1) for drafts, took in seconds.items()}
-        each = max(0.0, (more[many] - more[few]) / (many - few)) if many > few else more[few] / few
-        rows.append(CostRow(requests, max(0.0, more[few] - each * few), each))
+        each = max(0.0, (more[high] - more[low]) / (high - low)) if high > low else more[low] / low
+        rows.append(CostRow(requests, max(0.0, more[low] - each * low), each))
     return CostTable(tuple(rows))

@@ -53,11 +53,11 @@ def with_harmless(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
     return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in _HARMLESS})
 
 
-def as_flag(name: str, value: object, there: object) -> str:
+def as_flag(name: str, value: object, saved: object) -> str:
     """Format a field of `differences` as a command-line flag, with the model's own value."""
     if isinstance(value, bool):
         return flag_of(name) if value else flag_of(f"no_{name}")
-    return f"{flag_of(name)} {_shown(value)} (not {_shown(there)})"
+    return f"{flag_of(name)} {_shown(value)} (not {_shown(saved)})"
 
 
 def _shown(value: object) -> str:

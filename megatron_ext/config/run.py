@@ -88,10 +88,10 @@ class RunConfig:
         return int((self.arrival_rate or 0) * (DEFAULT_REQUESTS_DURATION if duration is None else duration))
 
     def _check_synthetic(self) -> None:
-        fewest, most = self.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+        shortest, longest = self.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
         require(
-            1 <= fewest <= most,
-            f"--num-tokens-to-prompt {fewest} {most} must be the fewest and the most tokens, 1 or more",
+            1 <= shortest <= longest,
+            f"--num-tokens-to-prompt {shortest} {longest} must be the fewest and the most tokens, 1 or more",
         )
         duration = self.incoming_requests_duration
         valid = duration is None or (math.isfinite(duration) and duration > 0)
@@ -115,8 +115,8 @@ class RunConfig:
         given = vars(self)
         both = self.prompts and self.prompt_file
         require(not both, "--prompts and --prompt-file contradict each other; give one of them")
-        alone = self.profile is None or not self.prefix_cache_compare
-        require(alone, "--profile and --prefix-cache-compare contradict each other; give one of them")
+        is_one_pass = self.profile is None or not self.prefix_cache_compare
+        require(is_one_pass, "--profile and --prefix-cache-compare contradict each other; give one of them")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),

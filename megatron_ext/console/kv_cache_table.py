@@ -59,9 +59,9 @@ def print_kv_cache_config(
     hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
     table.add_row("prefix cache", hits)
     if operators:
-        most, *others = operators
+        usual, *others = operators
         rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
-        table.add_row("operators", f"{most}{rest}")
+        table.add_row("operators", f"{usual}{rest}")
     if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
     console.print(table)

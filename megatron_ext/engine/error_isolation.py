@@ -37,32 +37,32 @@ class ErrorIsolation:
         self._owner = owner
         self._logged: set[tuple[str, type[BaseException]]] = set()
 
-    def note(self, what: str, error: BaseException, *, once: bool = False) -> None:
+    def note(self, task: str, error: BaseException, *, once: bool = False) -> None:
         """Count an error and log it.
 
         Args:
-            what: Name of what has failed.
+            task: Name of what has failed.
             error: Error with its traceback.
-            once: Log only the first error of this class for the same `what`.
+            once: Log only the first error of this class for the same `task`.
         """
         self.count += 1
-        key = what, type(error)
+        key = task, type(error)
         if once and key in self._logged:
             return
         self._logged.add(key)
         try:
             if isinstance(error, CheckpointError):  # a fault in an external file: our traceback explains nothing
-                logger.error("%s failed; %s goes on: %s", what, self._owner, error)
+                logger.error("%s failed; %s goes on: %s", task, self._owner, error)
             else:
-                logger.error("%s failed; %s goes on", what, self._owner, exc_info=error)
+                logger.error("%s failed; %s goes on", task, self._owner, exc_info=error)
         except Exception:  # logging itself is broken
             with contextlib.suppress(OSError, ValueError):  # standard error may be closed, too
                 traceback.print_exception(error, file=sys.stderr)
 
     @contextlib.contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Catch an error, which ends the block only; each `what` and class of error is logged once."""
+    def guard(self, task: str) -> Iterator[None]:
+        """Catch an error, which ends the block only; each `task` and class of error is logged once."""
         try:
             yield
         except Exception as error:
-            self.note(what, error, once=True)
+            self.note(task, error, once=True)

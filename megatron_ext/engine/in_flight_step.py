@@ -55,8 +55,8 @@ class InFlightStep:
         if not any(alive):
             return None
         chunks = tuple(one for one, is_alive in zip(self.chunks, alive, strict=True) if is_alive)
-        told = tuple(one for one, is_alive in zip(self.step.chunks, alive, strict=True) if is_alive)
-        step = ScheduledStep(told, sum(alive[: self.step.num_decode]))
+        kept_chunks = tuple(one for one, is_alive in zip(self.step.chunks, alive, strict=True) if is_alive)
+        step = ScheduledStep(kept_chunks, sum(alive[: self.step.num_decode]))
         return InFlightStep(dataclasses.replace(self.plan, chunks=chunks), step, self.computing)
 
     def landed(self) -> InFlightStep:

@@ -111,13 +111,13 @@ def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(int, ids))
 
 
-def check_drafts(params: RequestParams, most: int) -> None:
-    """Check that a request asks for at most `most` drafts.
+def check_drafts(params: RequestParams, max_drafts: int) -> None:
+    """Check that a request asks for at most `max_drafts` drafts.
 
     Raises:
         ConfigError: The request asks for more.
     """
     asked = params.num_speculative_tokens
-    if asked is not None and asked > most:
-        would = f"at most {most} would do" if most else "0 would do: there is no --speculative-method"
-        raise ConfigError(f"num_speculative_tokens {asked} is more than --num-speculative-tokens {most}; {would}")
+    if asked is not None and asked > max_drafts:
+        would = f"at most {max_drafts} would do" if max_drafts else "0 would do: there is no --speculative-method"
+        raise ConfigError(f"num_speculative_tokens {asked} is more than --num-speculative-tokens {max_drafts}; {would}")

@@ -64,10 +64,10 @@ def build_engine(
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
-    most = speculation.num_speculative_tokens or speculative_tokens
+    max_drafts = speculation.num_speculative_tokens or speculative_tokens
     memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, most, draft=memory
+        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts, draft=memory
     )
     context = controller.inference_wrapped_model.inference_context
     controller.drafter = drafter

@@ -47,8 +47,10 @@ def make_core(
     """
     plan = context.plan
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
-    matcher, most = controller.grammars.matcher, plan.limits.max_drafts
-    input_settings = InputSettings(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, most)
+    matcher, max_drafts = controller.grammars.matcher, plan.limits.max_drafts
+    input_settings = InputSettings(
+        controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, max_drafts
+    )
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     resources, own = ContextResources(context, controller), StepExecutor(context, controller)

@@ -16,7 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, async_states, kernel_chunk, request_state_bytes
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
-from megatron_ext.memory.fitting import plan_within, what_fits
+from megatron_ext.memory.fitting import advice_that_fits, plan_within
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -156,7 +156,7 @@ def plan_engine(
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
         fingerprint=_fingerprint(config, shape.dtype, batching),
-        advice=partial(what_fits, memory, batching, cache, device_type),
+        advice=partial(advice_that_fits, memory, batching, cache, device_type),
     )
     if cache.policy is not None and peers.rank == 0:
         _say_what_is_off(plan, cache)
@@ -209,7 +209,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
         explains=cache.explain_prefix_cache,
-        opportunistic=OpportunisticRules(most=cache.provisional_slots),
+        opportunistic=OpportunisticRules(max_slots=cache.provisional_slots),
     )
 
 

@@ -27,11 +27,11 @@ def plan_within(
     """
     geometry = plan_memory(model, batching, cache, device_type)
     if geometry.pool_bytes > available_bytes:
-        check_fits(geometry, available_bytes, what_fits(model, batching, cache, device_type, available_bytes))
+        check_fits(geometry, available_bytes, advice_that_fits(model, batching, cache, device_type, available_bytes))
     return geometry
 
 
-def what_fits(
+def advice_that_fits(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
 ) -> str:
     """Return advice for settings that do not fit: the first setting that helps, with its largest value that fits.
@@ -48,18 +48,18 @@ def what_fits(
             return 0
 
     if batching.block_count is not None:
-        most = _largest(batching.block_count, limit, lambda n: size(dataclasses.replace(batching, block_count=n)))
-        if most:
-            return f"{_BATCHING}-block-count {most} would do"
+        largest = _largest(batching.block_count, limit, lambda n: size(dataclasses.replace(batching, block_count=n)))
+        if largest:
+            return f"{_BATCHING}-block-count {largest} would do"
     else:
         buffer = batching.buffer_gb_on(device_type)
-        most = _largest(
+        largest = _largest(
             int(buffer * _HUNDREDTHS),
             limit,
             lambda n: size(dataclasses.replace(batching, buffer_size_gb=n / _HUNDREDTHS)),
         )
-        if most:
-            return f"{_BATCHING}-buffer-size-gb {most / _HUNDREDTHS:g} would do"
+        if largest:
+            return f"{_BATCHING}-buffer-size-gb {largest / _HUNDREDTHS:g} would do"
     return _beside_the_blocks(batching, cache, limit, size)
 
 
@@ -94,12 +94,12 @@ def _beside_the_blocks(
             lambda n: size(least, dataclasses.replace(none, snapshot_slots=n)),
         )
         return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots} would do"
-    most = _largest(
+    largest = _largest(
         batching.effective_max_requests, limit, lambda n: size(dataclasses.replace(least, max_requests=n), none)
     )
-    if most:
+    if largest:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
-        return f"{one_block} {without} with {_BATCHING}-max-requests {most} would do"
+        return f"{one_block} {without} with {_BATCHING}-max-requests {largest} would do"
     return "not even one request fits: free some memory, or take a smaller model"
 
 

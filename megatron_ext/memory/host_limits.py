@@ -109,11 +109,11 @@ def check_address_space() -> None:
 
 
 @contextmanager
-def allocating(what: str, advice: Callable[[], str]) -> Iterator[None]:
+def allocating(purpose: str, advice: Callable[[], str]) -> Iterator[None]:
     """Turn an allocation that fails in this context into a `ConfigError` with advice.
 
     Args:
-        what: Description of the allocation, with its size.
+        purpose: Description of the allocation, with its size.
         advice: Function that returns settings that would fit; called after a failure only.
 
     Raises:
@@ -125,4 +125,4 @@ def allocating(what: str, advice: Callable[[], str]) -> Iterator[None]:
         words = str(error)
         if not isinstance(error, MemoryError) and not any(sign in words for sign in _OUT_OF_MEMORY):
             raise
-        raise ConfigError(f"there is no memory for {what}, although it seemed to be free; {advice()}") from error
+        raise ConfigError(f"there is no memory for {purpose}, although it seemed to be free; {advice()}") from error

@@ -36,8 +36,8 @@ def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
         ConfigError: The allocation failed; the error names settings that would fit.
     """
     count = plan.geometry.pool_bytes
-    what = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"
-    with allocating(what, lambda: plan.advice(largest_allocation(device, count))):
+    purpose = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"
+    with allocating(purpose, lambda: plan.advice(largest_allocation(device, count))):
         return _allocate(plan, device)
 
 

@@ -181,7 +181,7 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
     saved = read_header(EMBEDDED_MODEL_DIR).model
     others = differences(saved, overrides)
-    flags = [as_flag(name, overrides[name], there) for name, there in others.items()]
+    flags = [as_flag(name, overrides[name], saved) for name, saved in others.items()]
     if source.padded_vocab_size not in (None, saved.vocab_size):
         flags.append(as_flag("padded_vocab_size", source.padded_vocab_size, saved.vocab_size))
     if not flags:

@@ -77,15 +77,15 @@ def check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer, name: str) -> 
     ours, theirs = frozenset(tokenizer.token_ids), frozenset(draft.token_ids)
     if ours != theirs:
         token = min(ours ^ theirs)
-        whose = "has no token for it" if token in ours else "has one, and the large one does not"
+        difference = "has no token for it" if token in ours else "has one, and the large one does not"
         raise ConfigError(
             f"the draft model {name} has {len(theirs)} tokens, the large one {len(ours)}; of id {token} it "
-            f"{whose}; give one with the same tokenizer"
+            f"{difference}; give one with the same tokenizer"
         )
     for token in sorted(ours):
-        here, there = (one.detokenize([token], skip_special_tokens=False) for one in (tokenizer, draft))
-        if here != there:
+        text, draft_text = (one.detokenize([token], skip_special_tokens=False) for one in (tokenizer, draft))
+        if text != draft_text:
             raise ConfigError(
-                f"to the draft model {name} token {token} is {there!r}, to the large one {here!r}; give one with the "
-                "same tokenizer"
+                f"{name} token {token} is {draft_text!r} in the draft model and {text!r} in the large model; give a "
+                "draft model with the same tokenizer"
             )

@@ -144,8 +144,8 @@ def verdict(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
     return [tokens, *limits, "the cache changes nothing beyond that"]
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def print_comparison(

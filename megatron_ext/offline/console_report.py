@@ -31,7 +31,7 @@ def print_report(
     """
     print_requests([record for one in passes for record in one.records], console, where, prompt_text)
     console.print()
-    for line in [*summary(passes), *what_was_lost(lost)]:
+    for line in [*summary(passes), *loss_lines(lost)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -55,7 +55,7 @@ def summary(passes: Sequence[Pass]) -> list[str]:
     ]
 
 
-def what_was_lost(lost: Mapping[str, int] | None) -> list[str]:
+def loss_lines(lost: Mapping[str, int] | None) -> list[str]:
     """Return a line on the tokens that more memory would have saved; empty if it would have saved nothing."""
     if not lost or not lost["requests"]:
         return []

@@ -38,13 +38,13 @@ class LineRules:
         ignores_unknown: Whether unknown fields are ignored; otherwise they are errors, since a mistyped `cache_salt`
             would let tenants share.
         length_from_file: Whether a line's `chatgpt_output_token_length` is the number of tokens that it generates.
-        most: Number of prompts to read, from the first on; None for all.
+        max_prompts: Number of prompts to read, from the first on; None for all.
     """
 
     defaults: RequestParams
     ignores_unknown: bool = False
     length_from_file: bool = False
-    most: int | None = None
+    max_prompts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     prompts: list[Prompt] = []
     ignored: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
-        if len(prompts) == rules.most:
+        if len(prompts) == rules.max_prompts:
             break
         if not line.strip():
             continue

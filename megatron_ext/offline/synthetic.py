@@ -29,15 +29,17 @@ class RandomTokens:
 
 def synthetic_contents(run: RunConfig, seed: int) -> list[RandomTokens]:
     """Return a content for each prompt, with lengths uniform between the minimum and the maximum."""
-    fewest, most = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
     lengths = random.Random(seed)
-    return [RandomTokens(lengths.randint(fewest, most), seed=f"{seed} {index}") for index in range(run.synthetic_count)]
+    return [
+        RandomTokens(lengths.randint(shortest, longest), seed=f"{seed} {index}") for index in range(run.synthetic_count)
+    ]
 
 
 def described(run: RunConfig, params: RequestParams) -> str:
     """Return a one-line description of the prompts."""
-    fewest, most = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+    shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
     return (
-        f"{run.synthetic_count} synthetic prompts of {fewest} to {most} random tokens, "
+        f"{run.synthetic_count} synthetic prompts of {shortest} to {longest} random tokens, "
         f"{params.num_tokens_to_generate} to generate each"
     )

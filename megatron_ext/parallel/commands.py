@@ -94,4 +94,4 @@ class Batch:
 
     def of(self, replica: int) -> list[Command]:
         """Return the commands of one replica."""
-        return [command for whose, command in self.commands if whose == replica]
+        return [command for number, command in self.commands if number == replica]

@@ -59,8 +59,8 @@ class RankRegistry:
 
     def claim(self, report: FailureReport) -> FailureReport:
         """Store the report unless there is one already; return the report that counts."""
-        mine = json.dumps(asdict(report))
-        return FailureReport(**json.loads(self._store.compare_set("last words", "", mine)))
+        own_report = json.dumps(asdict(report))
+        return FailureReport(**json.loads(self._store.compare_set("last words", "", own_report)))
 
     def claimed(self) -> FailureReport | None:
         """Return the stored report; None if no rank has stored one."""
@@ -131,9 +131,9 @@ def _is_alone() -> bool:
 
 
 def _registry() -> RankRegistry:
-    everybody = dist.group.WORLD
-    assert everybody is not None, "torch.distributed has been started"
-    return RankRegistry(everybody.get_group_store(), dist.get_rank(), dist.get_world_size())
+    world_group = dist.group.WORLD
+    assert world_group is not None, "torch.distributed has been started"
+    return RankRegistry(world_group.get_group_store(), dist.get_rank(), dist.get_world_size())
 
 
 def _may_say(ending: BaseException) -> bool:

@@ -57,9 +57,9 @@ class ParallelContext:
         self._minutes = parallel.distributed_timeout_minutes
         self._checks = parallel.check_ranks
         timeout = timedelta(minutes=self._minutes)
-        self._everybody = dist.new_group(backend="gloo", timeout=timeout)
+        self._all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         self.places = tuple(self._gather(here))
-        self.link = Link(self._everybody)
+        self.link = Link(self._all_ranks)
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
         for replica in range(self.replicas):
             ranks = sorted({0, *(place.rank for place in self.places if place.replica == replica)})
@@ -123,5 +123,5 @@ class ParallelContext:
 
     def _gather(self, one: T) -> list[T]:
         found: list[T | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, one, group=self._everybody)
+        dist.all_gather_object(found, one, group=self._all_ranks)
         return found  # type: ignore[return-value]  # every rank has given one

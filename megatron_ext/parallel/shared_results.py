@@ -46,12 +46,12 @@ class Results:
         given = result if is_source and result is not None else StepResult({}, {}, {}, {})
         if self._group.size() == 1:
             return given
-        tokens, behind = self._share_tokens(yielding, given) if yielding else ({}, {})
+        tokens, target_tokens = self._share_tokens(yielding, given) if yielding else ({}, {})
         scores: Scores = given.generated, given.prompt, given.failures, given.target_scores
         if self._source != _LEADER and _wants_scores(step):
             scores = self._hand_over(scores)
         generated, prompt, failures, target_scores = scores
-        return StepResult(tokens, generated, prompt, failures, target_tokens=behind, target_scores=target_scores)
+        return StepResult(tokens, generated, prompt, failures, target_tokens=target_tokens, target_scores=target_scores)
 
     def _share_tokens(
         self, chunks: Sequence[ScheduledChunk], given: StepResult
@@ -60,8 +60,8 @@ class Results:
         names, counts = [chunk.request_id for chunk in chunks], [len(chunk.target_sampling) for chunk in chunks]
         row = torch.zeros(len(names) + sum(counts), dtype=torch.int64)
         if self._rank == self._source:
-            behind = [token for name in names for token in given.target_tokens.get(name, ())]
-            row = torch.tensor([*(given.tokens[name] for name in names), *behind])
+            target_tokens = [token for name in names for token in given.target_tokens.get(name, ())]
+            row = torch.tensor([*(given.tokens[name] for name in names), *target_tokens])
         broadcast(row, self._source, group=self._group)
         tokens, rest = row[: len(names)].tolist(), iter(row[len(names) :].tolist())
         drafted = [(name, count) for name, count in zip(names, counts, strict=True) if count]

@@ -52,8 +52,8 @@ def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
 def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:
     """Return the number of ranks that share this machine's memory, by the environment; 1 if it is not set."""
     variables = os.environ if environment is None else environment
-    said = variables.get("LOCAL_WORLD_SIZE", "1")
-    return int(said) if said.isdecimal() and int(said) > 0 else 1
+    value = variables.get("LOCAL_WORLD_SIZE", "1")
+    return int(value) if value.isdecimal() and int(value) > 0 else 1
 
 
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:

@@ -147,10 +147,10 @@ class BlockIndex:
         block_hash = self._hash_of[block]
         self._hits[block_hash] = self._hits.get(block_hash, 0) + 1
 
-    def hottest(self, most: int) -> list[CachedPrefix]:
+    def hottest(self, limit: int) -> list[CachedPrefix]:
         """Return the prefixes that most requests resumed from, the hottest first; among equals the longest."""
         hit = (CachedPrefix(block_hash, self._depths[block_hash], hits) for block_hash, hits in self._hits.items())
-        return nlargest(most, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
+        return nlargest(limit, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
 
     def clear(self) -> None:
         """Remove all blocks."""

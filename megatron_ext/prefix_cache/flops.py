@@ -55,11 +55,11 @@ class _Snapshot:
     age: float  # age of the slots at its last use
     uses: int = 0
     is_continued: bool = False
-    is_there: bool = True
+    is_indexed: bool = True
 
     def base(self) -> int:
         """Return the depth, in blocks, of the last previous snapshot that still exists; 0 without one."""
-        while self.below is not None and not self.below.is_there:
+        while self.below is not None and not self.below.is_indexed:
             self.below = self.below.below
         return 0 if self.below is None else self.below.depth
 
@@ -98,7 +98,7 @@ class FlopsSnapshots:
     def remove(self, block_hash: BlockHash) -> None:
         """Remove a snapshot."""
         snapshot = self._snapshots.pop(block_hash)
-        snapshot.is_there = False
+        snapshot.is_indexed = False
         self._queues[snapshot.rank].discard(block_hash)
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
@@ -108,7 +108,7 @@ class FlopsSnapshots:
             return None
         block_hash, key = queue.pop(self._key)
         self._age = max(self._age, key)
-        self._snapshots.pop(block_hash).is_there = False
+        self._snapshots.pop(block_hash).is_indexed = False
         return block_hash
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
@@ -140,7 +140,7 @@ class FlopsSnapshots:
             queue.check()
             assert set(queue) == {block_hash for block_hash, one in self._snapshots.items() if one.rank is rank}
         for snapshot in self._snapshots.values():
-            assert snapshot.is_there, "a snapshot that is gone is listed"
+            assert snapshot.is_indexed, "a listed snapshot has been removed"
             assert snapshot.base() < snapshot.depth, "a snapshot stands on a later one"
 
     def __iter__(self) -> Iterator[BlockHash]:
@@ -156,7 +156,7 @@ class FlopsSnapshots:
 
     def _key(self, block_hash: BlockHash) -> float:
         edge = self.edge(block_hash)
-        assert edge is not None, "a snapshot that is gone is weighed"
+        assert edge is not None, "a weighed snapshot has been removed"
         return self._snapshots[block_hash].age + edge[1] / max(1, self._costs.state_bytes)
 
 
@@ -193,17 +193,17 @@ class FlopsBlocks:
 
     def evict(self, count: int) -> list[BlockId]:
         """Evict `count` leaves, each time the one of lowest priority; its parent may become a leaf."""
-        gone: dict[BlockId, int] = {}  # children of blocks that go now, and are in the index until this is done
-        return [self._evict(gone) for _ in range(count)]
+        evicted: dict[BlockId, int] = {}  # children of blocks that go now, and are in the index until this is done
+        return [self._evict(evicted) for _ in range(count)]
 
-    def _evict(self, gone: dict[BlockId, int]) -> BlockId:
+    def _evict(self, evicted: dict[BlockId, int]) -> BlockId:
         block, key = self._leaves.pop()
         self._age = max(self._age, key)
         del self._ages[block]
         parent = self._index.parent(block)
         if parent is not None and parent in self._ages:
-            gone[parent] = gone.get(parent, 0) + 1
-            if gone[parent] == self._index.children(parent):
+            evicted[parent] = evicted.get(parent, 0) + 1
+            if evicted[parent] == self._index.children(parent):
                 self._leaves.put(parent, self._key(parent))
         return block
 

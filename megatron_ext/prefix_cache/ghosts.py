@@ -54,8 +54,8 @@ class GoneSnapshot:
 class _Given:
     """Hashes of evicted entries with the time of eviction, in admissions; the oldest is forgotten first."""
 
-    def __init__(self, most: int) -> None:
-        self._max = most
+    def __init__(self, max_hashes: int) -> None:
+        self._max = max_hashes
         self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
     def note(self, block_hash: BlockHash, now: int) -> None:
@@ -69,12 +69,12 @@ class Ghosts:
     """Hashes of evicted blocks and snapshots, for reports only: no decision depends on them.
 
     Args:
-        most: Hashes to keep of blocks, and as many of snapshots.
+        max_hashes: Hashes to keep of blocks, and as many of snapshots.
     """
 
-    def __init__(self, most: int = MAX_GHOSTS) -> None:
-        self._blocks, self._snapshots = _Given(most), _Given(most)
-        self._max = most
+    def __init__(self, max_hashes: int = MAX_GHOSTS) -> None:
+        self._blocks, self._snapshots = _Given(max_hashes), _Given(max_hashes)
+        self._max = max_hashes
         self._with_blocks: set[BlockHash] = set()  # evicted with their blocks; some may be forgotten above
         self._now = 0  # admissions so far
 
@@ -152,18 +152,18 @@ class Ghosts:
 
     def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> GoneSnapshot | None:
         """Return the last of these snapshots that was evicted; None if there was no eviction."""
-        gone = self._snapshots.block_hashes
-        found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in gone), None)
-        return None if found is None else GoneSnapshot(self._now - gone[found], self._slots_short(found))
+        evicted = self._snapshots.block_hashes
+        found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in evicted), None)
+        return None if found is None else GoneSnapshot(self._now - evicted[found], self._slots_short(found))
 
     def _slots_short(self, block_hash: BlockHash) -> int | None:
         """Return the slots missing to keep a snapshot: one for each snapshot evicted since, and its own.
 
         None if they are more than `MAX_SLOTS_SHORT`.
         """
-        gone = islice(reversed(self._snapshots.block_hashes), MAX_SLOTS_SHORT)
+        evicted = islice(reversed(self._snapshots.block_hashes), MAX_SLOTS_SHORT)
         short = 0
-        for one in gone:
+        for one in evicted:
             short += one not in self._with_blocks
             if one == block_hash:
                 return short
@@ -200,7 +200,7 @@ class Ghosts:
 
     def check(self, cached: set[BlockHash], snapshots: set[BlockHash]) -> None:
         """Assert that no present entry is recorded as evicted, and that the records are within their bounds."""
-        for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
-            assert not given.block_hashes.keys() & there, "something is there and gone"
+        for given, remaining in ((self._blocks, cached), (self._snapshots, snapshots)):
+            assert not given.block_hashes.keys() & remaining, "something is there and gone"
             assert len(given.block_hashes) <= given._max, "too much is remembered"
         assert len(self._with_blocks) <= self._max + 1, "too much is remembered of snapshots without blocks"

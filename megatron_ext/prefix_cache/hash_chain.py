@@ -99,9 +99,9 @@ class HashChain:
             self._hash(tokens, unhashed)
         return self._block_hashes
 
-    def extend_by(self, tokens: Sequence[int], most: int) -> None:
-        """Hash at most `most` more tokens, but at least one block."""
-        self._hash(tokens, min(self.unhashed(len(tokens)), max(most, self._block_size)))
+    def extend_by(self, tokens: Sequence[int], max_tokens: int) -> None:
+        """Hash at most `max_tokens` more tokens, but at least one block."""
+        self._hash(tokens, min(self.unhashed(len(tokens)), max(max_tokens, self._block_size)))
 
     def _hash(self, tokens: Sequence[int], count: int) -> None:
         """Hash the complete blocks among the next `count` tokens."""

@@ -64,8 +64,8 @@ def resume_point(
     """
     if states is None:
         return ResumePoint(resume_position(length, len(matched) * block_size))
-    most = min(len(matched), last_boundary(length, block_size) // block_size)
-    blocks = _last_with_snapshot(matched, most, states, depth_of)
+    max_blocks = min(len(matched), last_boundary(length, block_size) // block_size)
+    blocks = _last_with_snapshot(matched, max_blocks, states, depth_of)
     if not blocks:
         return ResumePoint(0)
     block_hash = matched[blocks - 1]
@@ -75,16 +75,16 @@ def resume_point(
 
 
 def _last_with_snapshot(
-    matched: Sequence[BlockHash], most: int, states: StateIndex, depth_of: Callable[[BlockHash], int]
+    matched: Sequence[BlockHash], max_blocks: int, states: StateIndex, depth_of: Callable[[BlockHash], int]
 ) -> int:
-    """Return the number of blocks of `matched`, at most `most`, up to the last with a snapshot; 0 if none has one.
+    """Return the number of blocks of `matched`, at most `max_blocks`, up to the last with a snapshot, or 0.
 
     The snapshot of a prefix in use is near its end, so the search goes backward from there. After as many blocks as
     there are snapshots, it goes over the snapshots instead: the depth of each is its only possible place in `matched`.
     """
     snapshots = states.visible()
-    nearest = max(0, most - len(snapshots))
-    for blocks in range(most, nearest, -1):
+    nearest = max(0, max_blocks - len(snapshots))
+    for blocks in range(max_blocks, nearest, -1):
         if matched[blocks - 1] in snapshots:
             return blocks
     depths = ((depth_of(block_hash), block_hash) for block_hash in snapshots) if nearest else ()

@@ -179,11 +179,11 @@ class StateIndex:
             requested snapshot that exists as an opportunistic one only is taken again.
         """
         return [
-            None if self._is_there(one) else self.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
+            None if self._is_available(one) else self.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
             for one in wanted
         ]
 
-    def _is_there(self, one: WantedSnapshot) -> bool:
+    def _is_available(self, one: WantedSnapshot) -> bool:
         is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.block_hash)
         return one.block_hash in self._reserved or (one.block_hash in self._visible and is_enough)
 
@@ -249,6 +249,6 @@ class StateIndex:
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()
         use = self.opportunistic
-        there = self._order.opportunistic_count
-        assert use.taken == use.consumed + use.given_up + there, "a provisional snapshot was lost count of"
+        unused = self._order.opportunistic_count
+        assert use.taken == use.consumed + use.given_up + unused, "a provisional snapshot was lost count of"
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

@@ -47,8 +47,8 @@ class Fleet:
         """Return the extra cost, in tokens, of starting at `one` instead of `other` because of a short match."""
         if 2 * tokens >= length:
             return 0.0
-        mine, others = self.held(one), self.held(other)
-        return CROWDING * length * (mine - others) / mine if mine > others else 0.0
+        held, others = self.held(one), self.held(other)
+        return CROWDING * length * (held - others) / held if held > others else 0.0
 
     def max_skipped(self, prompt: Prompt, replicas: int) -> int:
         """Return the maximum tokens that any of `replicas` skips."""
@@ -89,12 +89,12 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
     """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
     least = loads.least(replicas)
-    number, skipped, most = least, 0, 0
+    number, skipped, longest_match = least, 0, 0
     cost = alpha * length + (1 - alpha) * loads.load(number)
     floor = (1 - alpha) * loads.lowest()
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
-            most = max(most, tokens)
+            longest_match = max(longest_match, tokens)
             one = loads.least(bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
@@ -107,7 +107,7 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:
                 break
-    return Choice(number, skipped or (most and fleet.max_skipped(prompt, 1 << number)), most)
+    return Choice(number, skipped or (longest_match and fleet.max_skipped(prompt, 1 << number)), longest_match)
 
 
 def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:

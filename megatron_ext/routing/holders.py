@@ -24,19 +24,19 @@ class Holders:
         bits = self.bits
         get = bits.get
         for key in keys:
-            there = get(key)
-            if there is None:
+            replicas = get(key)
+            if replicas is None:
                 bits[key] = bit  # shares the replica's integer, so that a key of one replica needs no new one
-            elif there & bit:
+            elif replicas & bit:
                 again = self._again.setdefault(bit, {})
                 again[key] = again.get(key, 0) + 1
             else:
-                bits[key] = there | bit
+                bits[key] = replicas | bit
 
     def discard(self, bit: int, keys: Iterable[int]) -> None:
         """Remove one occurrence of each key for the replica of `bit`, which must have them."""
         if bit in self._again:
-            keys = self._gone(bit, keys)
+            keys = self._remove(bit, keys)
         bits = self.bits
         for key in keys:
             left = bits[key] ^ bit
@@ -45,20 +45,20 @@ class Holders:
             else:
                 del bits[key]
 
-    def _gone(self, bit: int, keys: Iterable[int]) -> list[int]:
+    def _remove(self, bit: int, keys: Iterable[int]) -> list[int]:
         """Remove one occurrence of each key, and return the keys that have none left."""
-        again, gone = self._again[bit], []
+        again, removed = self._again[bit], []
         for key in keys:
             more = again.pop(key, 0)
             if more == 0:
-                gone.append(key)
+                removed.append(key)
             elif more > 1:
                 again[key] = more - 1
         if not again:
             del self._again[bit]
-        return gone
+        return removed
 
     def counts(self, bit: int) -> dict[int, int]:
         """Return the keys of the replica of `bit` with their numbers of occurrences; O(all keys), for tests."""
         again = self._again.get(bit, {})
-        return {key: 1 + again.get(key, 0) for key, there in self.bits.items() if there & bit}
+        return {key: 1 + again.get(key, 0) for key, replicas in self.bits.items() if replicas & bit}

@@ -93,9 +93,9 @@ class Replica:
 
     def removed(self, hashes: Iterable[Hash]) -> None:
         """Remove blocks and the snapshots at their ends; see `Router.removed`."""
-        gone = [one for one in hashes if one in self._keys]
-        self.state_removed(gone)
-        self.index.stored.discard(self.bit, [self._keys.pop(one) for one in dict.fromkeys(gone)])
+        removed = [one for one in hashes if one in self._keys]
+        self.state_removed(removed)
+        self.index.stored.discard(self.bit, [self._keys.pop(one) for one in dict.fromkeys(removed)])
 
     def state_stored(self, hashes: Iterable[Hash]) -> bool:
         """Add snapshots; see `Router.state_stored`."""
@@ -107,8 +107,8 @@ class Replica:
 
     def state_removed(self, hashes: Iterable[Hash]) -> None:
         """Remove snapshots; see `Router.state_removed`."""
-        gone = [one for one in dict.fromkeys(hashes) if one in self._states]
-        self.index.states.discard(self.bit, [self._states.pop(one) for one in gone])
+        removed = [one for one in dict.fromkeys(hashes) if one in self._states]
+        self.index.states.discard(self.bit, [self._states.pop(one) for one in removed])
 
     def cleared(self) -> None:
         """Remove all blocks and snapshots."""

@@ -54,12 +54,12 @@ class BlockHasher:
                 self._unfinished.popleft()
         self._begun.clear()
 
-    def _hash(self, request: Request, most: int) -> int:
-        """Hash at most `most` tokens of `request` and return their number."""
+    def _hash(self, request: Request, max_tokens: int) -> int:
+        """Hash at most `max_tokens` tokens of `request` and return their number."""
         before = request.sequence.unhashed_tokens
         if not before or request.is_ended:
             return 0
-        request.sequence.hash_ahead(most)
+        request.sequence.hash_ahead(max_tokens)
         left = request.sequence.unhashed_tokens
         self._begun.append((request, before - left, left))
         return before - left
@@ -77,10 +77,10 @@ def _is_unfinished(request: Request) -> bool:
     return not request.is_ended and request.sequence.unhashed_tokens > 0
 
 
-def within_slice(requests: Iterable[Request], most: int) -> Iterator[Request]:
-    """Yield requests while at most `most` tokens have to be hashed to match them; the first one in any case."""
+def within_slice(requests: Iterable[Request], max_tokens: int) -> Iterator[Request]:
+    """Yield requests while at most `max_tokens` tokens have to be hashed to match them; the first one in any case."""
     for i, request in enumerate(requests):
-        most -= request.sequence.unhashed_tokens
-        if i > 0 and most < 0:
+        max_tokens -= request.sequence.unhashed_tokens
+        if i > 0 and max_tokens < 0:
             return
         yield request

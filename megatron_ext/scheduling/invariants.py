@@ -40,9 +40,9 @@ def _check_owner(request: Request, limits: SchedulerLimits) -> None:
     assert request.sequence.running_slot is not None, f"{name} has no live slot"
     assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
     computed, known = request.computed_end, len(request.tokens)
-    fewest = limits.blocks_for(computed if request.is_decoding else known)
-    most = limits.blocks_for(known)
-    assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"
+    min_blocks = limits.blocks_for(computed if request.is_decoding else known)
+    max_blocks = limits.blocks_for(known)
+    assert min_blocks <= len(request.block_table) <= max_blocks, f"{name} owns {len(request.block_table)} blocks"
 
 
 def _check_reservations(queues: Queues, cache: PrefixCache) -> None:

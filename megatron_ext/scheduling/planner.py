@@ -277,7 +277,7 @@ def _plan_admissions(
 def _wake_disturbed(request: Request, leaders: PrefixLeaders, waiting: WaitingQueue, line: Line) -> None:
     """Examine sleeping followers again whose leader may change because `request` was just admitted."""
     for disturbed in leaders.disturbed(request, waiting.leaders()):
-        line.join(waiting.followers_of(disturbed), behind=request)
+        line.join(waiting.followers_of(disturbed), after=request)
 
 
 def reads_cache(request: Request) -> bool:

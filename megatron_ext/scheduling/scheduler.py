@@ -186,7 +186,9 @@ class Scheduler:
                 if one.is_optional:
                     one.request.sequence.snapshot_plan.decode = one.block_hash
 
-    def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
+    def commit(
+        self, step: ScheduledStep, sampled: Mapping[int, int], target_tokens: TokensById = NO_TOKENS
+    ) -> list[Request]:
         """Apply the result of a successful step. This is the one transition at its end, and it cannot fail.
 
         Computed intervals and ledgers grow, complete blocks and reached snapshots are published, new tokens are
@@ -196,7 +198,7 @@ class Scheduler:
         Args:
             step: Message of the step that was computed.
             sampled: Request id -> new token, for exactly those chunks that yield one.
-            behind: Request id -> target tokens after its drafts, if it has drafts (see `accepted_tokens`).
+            target_tokens: Request id -> target tokens after its drafts, if it has drafts (see `accepted_tokens`).
 
         Returns:
             Requests that have ended.
@@ -207,7 +209,7 @@ class Scheduler:
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
             assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} stands elsewhere"
-        ends, new = self.drafts.accept(requests, step.chunks, sampled, behind)
+        ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
         self._advance(requests, ends)
         return self._extend(requests, new)
 

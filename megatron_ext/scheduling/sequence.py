@@ -99,10 +99,10 @@ class Sequence:
         """Tokens in complete blocks that are not hashed yet."""
         return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
 
-    def hash_ahead(self, most: int) -> None:
-        """Hash the next complete blocks: at most `most` tokens, but at least one block."""
+    def hash_ahead(self, max_tokens: int) -> None:
+        """Hash the next complete blocks: at most `max_tokens` tokens, but at least one block."""
         if self.chain is not None:
-            self.chain.extend_by(self.packed, most)
+            self.chain.extend_by(self.packed, max_tokens)
 
     def advance(self, end: int) -> int:
         """Mark the tokens up to `end` as computed.

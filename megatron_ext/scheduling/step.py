@@ -200,15 +200,15 @@ def _token_ids(chunk: Chunk) -> tuple[int, ...]:
 def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     """Return the sampling options of the request's next token, or of the token after `drafts`."""
     params = request.submission.params
-    wish = params.temperature, params.top_k, params.top_p
+    options = params.temperature, params.top_k, params.top_p
     may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
     forbidden = () if may_stop else request.submission.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
     logits_options = logits_options_of(request, drafts) if request.submission.processes_logits else None
     if params.is_greedy and logits_options is None:
-        return _greedy(*wish, forbidden, top_n)
+        return _greedy(*options, forbidden, top_n)
     uniform = None if params.is_greedy else request.sequence.rng.current(len(drafts))
-    return Sampling(*wish, uniform, forbidden, top_n, logits_options)
+    return Sampling(*options, uniform, forbidden, top_n, logits_options)
 
 
 @lru_cache(maxsize=256)

@@ -63,9 +63,8 @@ class RequestManager:
         self._is_closed = False
         self.is_asleep = False
         self._falling_asleep = asyncio.Lock()  # and waking up
-        self._error_isolation = ErrorIsolation(
-            "the server"
-        )  # faults of the event loop; the engine isolates those of its thread
+        # Faults of the event loop; the engine isolates those of its thread.
+        self._error_isolation = ErrorIsolation("the server")
         self._client: EngineClient | None = None
 
     def start(self) -> None:

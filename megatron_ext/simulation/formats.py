@@ -58,21 +58,21 @@ class _Blocks:
         return (*pieces, self.ids.take(left)) if left > 0 else tuple(pieces)
 
 
-def read_trace(path: Path, most: int | None = None) -> list[Turn]:
-    """Return the first `most` requests of a file, whose first line determines the format.
+def read_trace(path: Path, max_requests: int | None = None) -> list[Turn]:
+    """Return the first `max_requests` requests of a file, whose first line determines the format.
 
     Raises:
         ConfigError: The file cannot be read, or a line is invalid.
     """
     with open_regular(path) as file:
-        return read_requests(file, str(path), most)
+        return read_requests(file, str(path), max_requests)
 
 
-def read_requests(file: BinaryIO, name: str, most: int | None = None) -> list[Turn]:
-    """Return the first `most` requests of an open file, as `read_trace`; `name` is used in errors."""
+def read_requests(file: BinaryIO, name: str, max_requests: int | None = None) -> list[Turn]:
+    """Return the first `max_requests` requests of an open file, as `read_trace`; `name` is used in errors."""
     read: Callable[[Line, int], Turn] | None = None
     turns: list[Turn] = []
-    for number, line in islice(_lines(file, name), most):
+    for number, line in islice(_lines(file, name), max_requests):
         where = f"{name}, line {number}"
         if read is None:
             read = _Mooncake().read if "hash_ids" in line else _Ours().read

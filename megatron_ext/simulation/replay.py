@@ -133,12 +133,12 @@ class Replay:
             Whether there were any.
         """
         scheduler, running = self.scheduler, self.scheduler.queues.running
-        most = uniform_steps(scheduler)
-        if most < 1:
+        max_steps = uniform_steps(scheduler)
+        if max_steps < 1:
             return False
         count, arrival = 0, self.coming[0][0] if self.coming else math.inf
         for seconds in self._machine.decoding([one.computed_end for one in running], scheduler.limits.costs):
-            if count == most or arrival <= self._now:
+            if count == max_steps or arrival <= self._now:
                 break
             self._now += seconds
             count += 1

@@ -51,13 +51,13 @@ class RunningServer:
         return [factor * self.settings.memory_gib for factor in MEMORIES]
 
 
-def ask_server(url: str, key: str | None, most: int | None = None) -> RunningServer:
+def ask_server(url: str, key: str | None, max_requests: int | None = None) -> RunningServer:
     """Fetch trace, costs and settings from a server.
 
     Args:
         url: URL of the server, without a path.
         key: Key of an administrator; None for a server without keys.
-        most: Maximum number of requests.
+        max_requests: Maximum number of requests.
 
     Raises:
         ConfigError: The server does not answer, refuses, has no cache, or has served nothing yet.
@@ -65,7 +65,7 @@ def ask_server(url: str, key: str | None, most: int | None = None) -> RunningSer
     state = json.loads(_get(url, "/prefix_cache", key))
     if state["settings"]["policy"] is None:
         raise ConfigError(f"{url}: this server caches nothing; start it without --no-...-enable-prefix-caching")
-    turns = read_requests(io.BytesIO(_get(url, "/prefix_cache/trace", key)), f"{url}/prefix_cache/trace", most)
+    turns = read_requests(io.BytesIO(_get(url, "/prefix_cache/trace", key)), f"{url}/prefix_cache/trace", max_requests)
     return described(state, turns)
 
 
@@ -97,8 +97,8 @@ def _get(url: str, path: str, key: str | None) -> bytes:
             content = bytes(answer.read(LONGEST_ANSWER + 1))
     except urllib.error.HTTPError as error:
         with error:
-            told = error.read(LONGEST_ANSWER)
-        raise ConfigError(f"{url}{path} answers {error.code}: {_message(told)}") from error
+            body = error.read(LONGEST_ANSWER)
+        raise ConfigError(f"{url}{path} answers {error.code}: {_message(body)}") from error
     except OSError as error:
         raise ConfigError(f"{url}{path} does not answer: {error}") from error
     if len(content) > LONGEST_ANSWER:
@@ -106,8 +106,8 @@ def _get(url: str, path: str, key: str | None) -> bytes:
     return content
 
 
-def _message(told: bytes) -> str:
+def _message(body: bytes) -> str:
     try:
-        return str(json.loads(told)["error"]["message"])
+        return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return told[:200].decode(errors="replace")
+        return body[:200].decode(errors="replace")

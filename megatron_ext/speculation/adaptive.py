@@ -32,21 +32,21 @@ class Acceptance:
     """Acceptance statistics of one request's drafts.
 
     Attributes:
-        came: Accepted drafts, the older ones with less weight.
-        tried: Drafts that could have been accepted: the accepted ones, and the first rejected one.
+        accepted_sum: Accepted drafts, the older ones with less weight.
+        tried_sum: Drafts that could have been accepted: the accepted ones, and the first rejected one.
         pause: Steps between two trials while drafts do not pay.
         due: First step in which a trial is allowed.
     """
 
-    came: float = _ASSUMED * _ASSUMED_WEIGHT
-    tried: float = _ASSUMED_WEIGHT
+    accepted_sum: float = _ASSUMED * _ASSUMED_WEIGHT
+    tried_sum: float = _ASSUMED_WEIGHT
     pause: int = FIRST_PAUSE
     due: int = 0
 
     @property
     def likelihood(self) -> float:
         """Probability that a draft is accepted, given that those before it were."""
-        return self.came / self.tried
+        return self.accepted_sum / self.tried_sum
 
     def as_assumption(self, now: int) -> Acceptance:
         """Return the prior for an unknown request in step `now`, given this estimate from other requests."""
@@ -58,11 +58,14 @@ class Acceptance:
         One accepted draft of a trial outweighs much of the past, so that a text that begins to repeat itself has its
         drafts back within a few steps; a rejected one doubles the pause.
         """
-        kept = min(1.0, _MEMORY / self.tried)
-        came, tried = self.came * kept + accepted, self.tried * kept + min(drafted, accepted + 1)
+        kept = min(1.0, _MEMORY / self.tried_sum)
+        accepted_sum, tried_sum = (
+            self.accepted_sum * kept + accepted,
+            self.tried_sum * kept + min(drafted, accepted + 1),
+        )
         pause = FIRST_PAUSE if accepted else min(2 * self.pause, LONGEST_PAUSE)
         was_trial = now >= self.due
-        return Acceptance(came, tried, pause, due=now if was_trial and accepted else now + pause)
+        return Acceptance(accepted_sum, tried_sum, pause, due=now if was_trial and accepted else now + pause)
 
 
 def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, costs: CostTable) -> list[int]:
@@ -108,7 +111,7 @@ class AdaptiveDrafter:
         self._costs = costs
         self._guesses_are_free = guesses_are_free
         self._known: dict[int, Acceptance] = {}
-        self._everybody = Acceptance()  # over the latest results of all requests
+        self._all_requests = Acceptance()  # over the latest results of all requests
         self._saved = _BEST_DEPTHS  # steps, for trials
         self._requests = 1  # of the last proposal
         self._now = 0  # proposals so far
@@ -120,7 +123,7 @@ class AdaptiveDrafter:
         self._save(TRIAL_SHARE)
         for ask in asks:
             if ask.request_id not in self._known:
-                self._known[ask.request_id] = self._everybody.as_assumption(self._now)
+                self._known[ask.request_id] = self._all_requests.as_assumption(self._now)
         return self._cut_guesses(asks) if self._guesses_are_free else self._asked_for_less(asks)
 
     def _cut_guesses(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
@@ -155,11 +158,11 @@ class AdaptiveDrafter:
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Update the statistics; see `Drafter`."""
-        known, now = self._known.get(request_id) or self._everybody.as_assumption(self._now), self._now
+        known, now = self._known.get(request_id) or self._all_requests.as_assumption(self._now), self._now
         if now >= known.due:
             self._save(accepted / self._requests)
         self._known[request_id] = known.verified(drafted, accepted, now)
-        self._everybody = self._everybody.verified(drafted, accepted, now)
+        self._all_requests = self._all_requests.verified(drafted, accepted, now)
         self._drafter.accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:

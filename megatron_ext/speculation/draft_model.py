@@ -79,7 +79,7 @@ class _Guess:
     ask: DraftAsk
     reader: _Reader
     drafts: list[int]
-    most: int  # maximum number of drafts, given the capacity
+    max_drafts: int  # maximum number of drafts, given the capacity
 
 
 class DraftModelDrafter:
@@ -142,9 +142,9 @@ class DraftModelDrafter:
         placed = []
         keep = {ask.request_id for ask in asks}
         for ask in sorted(asks, key=self._unread):
-            most = min(ask.limit, self._room.longest - len(ask.tokens) + 1)
-            if most > 0 and self._has_blocks(ask, len(ask.tokens) + most - 1, keep):
-                placed.append(_Guess(ask, self._readers[ask.request_id], [], most))
+            max_drafts = min(ask.limit, self._room.longest - len(ask.tokens) + 1)
+            if max_drafts > 0 and self._has_blocks(ask, len(ask.tokens) + max_drafts - 1, keep):
+                placed.append(_Guess(ask, self._readers[ask.request_id], [], max_drafts))
         return placed
 
     def _unread(self, ask: DraftAsk) -> int:
@@ -195,7 +195,7 @@ class DraftModelDrafter:
     def _go_on(self, guesses: Sequence[_Guess]) -> None:
         """Decode drafts on top of the first ones."""
         while True:
-            going = [guess for guess in guesses if len(guess.drafts) < guess.most]
+            going = [guess for guess in guesses if len(guess.drafts) < guess.max_drafts]
             if not going:
                 return
             chunks = [

@@ -24,8 +24,8 @@ def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
         raise ConfigError(f"bad_words: the tokenizer makes no token of {word!r}; leave it out")
     if not isinstance(tokenizer, TextTokenizer) or word[0].isspace():
         return [plain]
-    behind_space = _tokens(tokenizer, " " + word)
-    return [plain, behind_space] if behind_space[0] != plain[0] else [plain]
+    after_space = _tokens(tokenizer, " " + word)
+    return [plain, after_space] if after_space[0] != plain[0] else [plain]
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -178,14 +178,14 @@ _Box = tuple[slice, ...]
 
 def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -> tuple[_Box, _Box] | None:
     """Intersect a wanted box with a stored part: the common box in coordinates of either; None if it is empty."""
-    ours, theirs = [], []
+    ours, foreign = [], []
     for begin, size, stored_begin, stored_size in zip(offset, sizes, part.offsets, part.sizes, strict=True):
         low, high = max(begin, stored_begin), min(begin + size, stored_begin + stored_size)
         if low >= high:
             return None
         ours.append(slice(low - begin, high - begin))
-        theirs.append(slice(low - stored_begin, high - stored_begin))
-    return tuple(ours), tuple(theirs)
+        foreign.append(slice(low - stored_begin, high - stored_begin))
+    return tuple(ours), tuple(foreign)
 
 
 def read_common(directory: Path) -> dict[str, object]:

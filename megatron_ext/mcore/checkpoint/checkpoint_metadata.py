@@ -226,9 +226,9 @@ def _shape(size: Any, key: str) -> tuple[int, ...]:
     return held
 
 
-def _size(value: Any, what: str, key: str) -> int:
+def _size(value: Any, description: str, key: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise PlainPickleError(f"{what} of {_shown(key)} is {_shown(value)}, which is no size")
+        raise PlainPickleError(f"{description} of {_shown(key)} is {_shown(value)}, which is no size")
     return value
 
 

@@ -48,7 +48,7 @@ class PagedSelfAttention(SelfAttention):
         if attention_mask is None:
             attention_mask = causal_mask(hidden_states.shape[0], hidden_states.device)
         if self.window is not None:
-            attention_mask = attention_mask | behind_window(hidden_states.shape[0], self.window, hidden_states.device)
+            attention_mask = attention_mask | beyond_window(hidden_states.shape[0], self.window, hidden_states.device)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -115,7 +115,7 @@ class WindowedSelfAttention(PagedSelfAttention):
         self.window = config.attention_window
 
 
-def behind_window(length: int, window: int, device: torch.device) -> Tensor:
+def beyond_window(length: int, window: int, device: torch.device) -> Tensor:
     """Return the boolean mask [1, 1, length, length] in Megatron's sense: True for keys older than the window."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril(diagonal=-window)
 

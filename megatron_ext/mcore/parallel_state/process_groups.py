@@ -31,7 +31,7 @@ class ProcessGroups:
             ConfigError: Existing groups contradict the settings.
         """
         with self._changing:
-            has_distributed = is_there()
+            has_distributed = is_initialized()
             has_groups = parallel_state.model_parallel_is_initialized()
             if has_distributed:
                 _check_distributed(parallel)
@@ -65,27 +65,27 @@ _SIZES = (
 )
 
 
-def is_there() -> bool:
+def is_initialized() -> bool:
     """Return whether torch.distributed is initialized."""
     return torch.distributed.is_initialized()
 
 
 def _check_distributed(parallel: ParallelConfig) -> None:
-    there, asked = torch.distributed.get_backend(), parallel.distributed_backend
-    if asked is not None and asked not in there and (asked != "nccl" or torch.cuda.is_available()):
+    existing, asked = torch.distributed.get_backend(), parallel.distributed_backend
+    if asked is not None and asked not in existing and (asked != "nccl" or torch.cuda.is_available()):
         raise ConfigError(
-            f"distributed_backend {asked} contradicts torch.distributed, which has begun with {there}; leave it out"
+            f"distributed_backend {asked} contradicts torch.distributed, which has begun with {existing}; leave it out"
         )
     plan_layout(parallel, torch.distributed.get_world_size())
 
 
 def _check_sizes(parallel: ParallelConfig) -> None:
-    there = platform.group_sizes()
+    existing = platform.group_sizes()
     asked = dataclasses.replace(parallel, expert_tensor_parallel_size=parallel.expert_tensor_size)
     for name in _SIZES:
-        mine, theirs = getattr(asked, name), getattr(there, name)
-        if mine != theirs:
-            raise ConfigError(f"{name} {mine} contradicts Megatron's groups, which are of size {theirs}; give {theirs}")
+        expected, found = getattr(asked, name), getattr(existing, name)
+        if expected != found:
+            raise ConfigError(f"{name} {expected} contradicts Megatron's groups of size {found}; give {found}")
 
 
 def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:

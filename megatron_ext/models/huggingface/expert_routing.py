@@ -26,14 +26,14 @@ def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -
         ConfigError: A token would get more experts than there are, or a single one, whose normalized weight is always
             one.
     """
-    told = routed_experts(fields, experts_name)
-    experts, chosen = told["num_experts"], told["moe_router_topk"]
+    count = routed_experts(fields, experts_name)
+    experts, chosen = count["num_experts"], count["moe_router_topk"]
     if is_normalized and chosen == 1:
         raise ConfigError(
             f"config.json: num_experts_per_tok = 1 is not supported with {experts_name} = {experts}; supported are 2 "
             f"to {experts} where weights of the chosen experts are divided by their sum"
         )
-    return {**told, "moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normalized}
+    return {**count, "moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normalized}
 
 
 def sparse_letters(fields: Fields) -> str:

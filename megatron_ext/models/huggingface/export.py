@@ -98,9 +98,9 @@ def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
     return list(source.conversion.revert(ours, config))
 
 
-def _require_same(config: ModelConfig, there: ModelConfig, example: Path) -> None:
+def _require_same(config: ModelConfig, exported: ModelConfig, example: Path) -> None:
     """Raise unless every field that affects the meaning of tensors is the same."""
-    ours, theirs = config.to_dict(), there.to_dict()
+    ours, theirs = config.to_dict(), exported.to_dict()
     for name in ours:
         if name not in ("spec", "max_position_embeddings", "num_layers") and ours[name] != theirs[name]:
             raise ConfigError(

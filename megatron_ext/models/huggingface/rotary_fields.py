@@ -41,29 +41,29 @@ def rotary_fields(
         ConfigError: An unsupported kind of scaling, a base that is not a whole number (megatron-core takes no other),
             or two contradictory values.
     """
-    said = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
+    rope = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
     for name in _OBJECTS:
-        said.update(_parameters(name, fields.get(name), is_whole=default_share is None))
+        rope.update(_parameters(name, fields.get(name), is_whole=default_share is None))
     share = {}
     if default_share is not None:
-        shares = _numbers(said, SHARE)
+        shares = _numbers(rope, SHARE)
         share = {"rotary_percent": _agreed(shares) if shares else default_share}
-    base = _whole_number(_numbers(said, "rope_theta"), default_base)
-    return {"position_embedding_type": "rope", "rotary_base": base, **_scaling(said, fields), **share}
+    base = _whole_number(_numbers(rope, "rope_theta"), default_base)
+    return {"position_embedding_type": "rope", "rotary_base": base, **_scaling(rope, fields), **share}
 
 
-def _scaling(said: Fields, fields: Fields) -> dict[str, object]:
+def _scaling(rope: Fields, fields: Fields) -> dict[str, object]:
     """Return the scaling of wavelengths; if both objects have one, they must be equal."""
-    kinds = {name: said.get(f"{name}.rope_type", "default") for name in _OBJECTS}
-    told: list[dict[str, object]] = []
+    kinds = {name: rope.get(f"{name}.rope_type", "default") for name in _OBJECTS}
+    scalings: list[dict[str, object]] = []
     for name, kind in kinds.items():
         if kind == YARN:
-            told.append(yarn_fields(said, name, fields))
+            scalings.append(yarn_fields(rope, name, fields))
         elif kind != "default":
-            told.append({"use_rope_scaling": True, "rope_scaling_factor": positive_number(said, f"{name}.factor")})
-    if len(told) == 2 and told[0] != told[1]:
+            scalings.append({"use_rope_scaling": True, "rope_scaling_factor": positive_number(rope, f"{name}.factor")})
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ConfigError("config.json: " + " contradicts ".join(f"{name} {fields[name]!r}" for name in kinds))
-    return told[0] if told else {}
+    return scalings[0] if scalings else {}
 
 
 def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
@@ -88,11 +88,11 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object
     return parameters
 
 
-def _numbers(said: Fields, key: str) -> dict[str, float]:
+def _numbers(rope: Fields, key: str) -> dict[str, float]:
     """Return all non-null values of `key`, by their prefixed name."""
     return {
-        name: positive_number(said, name)
-        for name, value in said.items()
+        name: positive_number(rope, name)
+        for name, value in rope.items()
         if name.rsplit(".", 1)[-1] == key and value is not None
     }
 

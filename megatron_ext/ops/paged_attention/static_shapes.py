@@ -72,18 +72,18 @@ def _decodes_of(window: int | None) -> Callable[[PagedBatch], Spans]:
 
 
 @functools.cache
-def _prefills_of(window: int | None, most: int) -> Callable[[PagedBatch], Spans]:
-    """Return a planner of prefills with up to `most` queries, the bound for all of them together; cached likewise."""
+def _prefills_of(window: int | None, max_tokens: int) -> Callable[[PagedBatch], Spans]:
+    """Return a planner of prefills with up to `max_tokens` queries in all; cached likewise."""
 
     def find(batch: PagedBatch) -> Spans:
         rows, device = slice(batch.num_decode, None), batch.block_table.device
         starts = batch.cu_seqlens_q[rows] - batch.num_decode  # [S+1]
-        place = torch.arange(most, device=device)
-        queries = (starts[:-1, None] + place).clamp(max=most - 1)  # [S, Q]
+        place = torch.arange(max_tokens, device=device)
+        queries = (starts[:-1, None] + place).clamp(max=max_tokens - 1)  # [S, Q]
         before = batch.seqlens_k[rows] - starts.diff()  # [S], keys before the first query
         mask = _visible(batch, rows, before[:, None] + place, window)
         owners = torch.searchsorted(starts[1:].contiguous(), place, right=True).clamp(max=len(starts) - 2)  # [T]
-        origin = owners * most + (place - starts[owners]).clamp(0, most - 1)
+        origin = owners * max_tokens + (place - starts[owners]).clamp(0, max_tokens - 1)
         return Spans(_places(batch, rows), mask, queries, origin, place < starts[-1])
 
     return find

@@ -26,9 +26,9 @@ def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
     """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.selective_scan import kernels
 
-    most = max(one["N"] for one in kernels.selective_prefill.configs)
-    if B.shape[-1] > most:
-        return f"the selective scan has no kernel for states of {B.shape[-1]}, but for {most} and less"
+    max_states = max(one["N"] for one in kernels.selective_prefill.configs)
+    if B.shape[-1] > max_states:
+        return f"the selective scan has no kernel for states of {B.shape[-1]}, but for {max_states} and less"
     if B.dtype != u.dtype:
         return f"the selective scan has no kernel for u of {u.dtype} and B and C of {B.dtype}"
     if not own_rows(live):

@@ -27,9 +27,9 @@ def _lacks(x: Tensor, B: Tensor, live: Tensor) -> str | None:
     """Return why there is no kernel for these inputs; None if there is one."""
     from megatron_ext.ops.ssd import kernels
 
-    most = max(one["N"] for one in kernels.ssd_decode.configs)
-    if B.shape[-1] > most:
-        return f"ssd has no kernel for states of {B.shape[-1]}, but for {most} and less"
+    max_states = max(one["N"] for one in kernels.ssd_decode.configs)
+    if B.shape[-1] > max_states:
+        return f"ssd has no kernel for states of {B.shape[-1]}, but for {max_states} and less"
     if B.dtype != x.dtype:
         return f"ssd has no kernel for x of {x.dtype} and B and C of {B.dtype}"
     if not own_rows(live):

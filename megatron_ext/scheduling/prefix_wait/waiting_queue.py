@@ -247,9 +247,9 @@ class Line:
         self._next += 1
         return first
 
-    def join(self, requests: Iterable[Request], behind: Request) -> None:
-        """Add sleepers that arrived after `behind` at their places; earlier ones have had their turn."""
+    def join(self, requests: Iterable[Request], after: Request) -> None:
+        """Add sleepers that arrived after `after` at their places; earlier ones have had their turn."""
         for request in requests:
-            if request.arrival > behind.arrival and request not in self._known:
+            if request.arrival > after.arrival and request not in self._known:
                 self._known.add(request)
                 heapq.heappush(self._joined, (request.arrival, request.request_id, request))

@@ -71,15 +71,15 @@ def plan_opportunistic(
 
 
 def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
-    return cache.states is not None and not limits.aligned_chunks and limits.opportunistic.most != 0
+    return cache.states is not None and not limits.aligned_chunks and limits.opportunistic.max_slots != 0
 
 
 def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
     """Return the slots, within the limit, that are empty and not reserved for other snapshots of this step."""
     assert states is not None, "there are states"
     taken = sum(states.find(one.block_hash) is None and not states.is_reserved(one.block_hash) for one in wanted)
-    free_slots, most = states.free_count - taken, limits.opportunistic.most
-    return free_slots if most is None else min(free_slots, most - states.opportunistic_count)
+    free_slots, max_slots = states.free_count - taken, limits.opportunistic.max_slots
+    return free_slots if max_slots is None else min(free_slots, max_slots - states.opportunistic_count)
 
 
 def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:

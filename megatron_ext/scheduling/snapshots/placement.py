@@ -34,7 +34,7 @@ class OpportunisticRules:
     """Rules for opportunistic checkpoints: number and spacing; equal on all ranks.
 
     Attributes:
-        most: Maximum number at a time, over all requests; None allows as many as slots are free, 0 disables them.
+        max_slots: Maximum number at a time, over all requests; None allows as many as slots are free, 0 disables them.
         spacing: Minimum average number of blocks per checkpoint. A checkpoint costs a copy of the states, which should
             be small compared with computing the tokens between two of them.
         max_a_prompt: Maximum per prompt of any length, in addition to declared ones: checkpoints of longer prompts are
@@ -43,7 +43,7 @@ class OpportunisticRules:
         is_learned: True to weight boundaries by recorded divergences.
     """
 
-    most: int | None = None
+    max_slots: int | None = None
     spacing: int = 4
     max_a_prompt: int = 10
     is_learned: bool = True
@@ -65,9 +65,11 @@ def place(
         known: Recorded depths of divergence, with counts.
         rules: Rules of number and spacing.
     """
-    most = (last - first) // rules.spacing
-    named = [block for block in dict.fromkeys(declared) if first < block < last][: min(free_slots, max(FEW, most))]
-    count = min(rules.max_a_prompt, min(free_slots, most) - len(named))
+    max_snapshots = (last - first) // rules.spacing
+    named = [block for block in dict.fromkeys(declared) if first < block < last][
+        : min(free_slots, max(FEW, max_snapshots))
+    ]
+    count = min(rules.max_a_prompt, min(free_slots, max_snapshots) - len(named))
     found = _best(first, last, count, known if rules.is_learned else (), rules) if count > 0 else ()
     apart = [block for block in found if all(abs(block - one) >= rules.spacing for one in named)]
     return [*_thinned(apart), *reversed(named)]
@@ -103,11 +105,11 @@ def best_depths(first: int, depths: Sequence[int], weights: Sequence[int], count
         weights: Number of divergences at each depth.
         count: Number of depths to choose; at least one.
     """
-    behind = _sums_from_the_end(weights)
-    saved = [(depth - first) * share for depth, share in zip(depths, behind, strict=True)]  # with one snapshot there
+    tail_sums = _sums_from_the_end(weights)
+    saved = [(depth - first) * share for depth, share in zip(depths, tail_sums, strict=True)]  # with one snapshot there
     choices: list[list[int]] = []
     for _ in range(1, count):
-        saved, before = _one_more(depths, behind, saved)
+        saved, before = _one_more(depths, tail_sums, saved)
         choices.append(before)
     at = max(range(len(depths)), key=lambda i: saved[i])
     found = [at]
@@ -126,7 +128,7 @@ def _sums_from_the_end(weights: Sequence[int]) -> list[int]:
     return sums[::-1]
 
 
-def _one_more(depths: Sequence[int], behind: Sequence[int], saved: Sequence[int]) -> tuple[list[int], list[int]]:
+def _one_more(depths: Sequence[int], tail_sums: Sequence[int], saved: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return savings with one more snapshot, by the last one, and its predecessor; unchanged and -1 if none helps.
 
     Lines y = saved[i] - depths[i] * x get steeper with i and are evaluated at x = behind[j], which falls with j: both
@@ -134,7 +136,7 @@ def _one_more(depths: Sequence[int], behind: Sequence[int], saved: Sequence[int]
     """
     more, before = list(saved), [-1] * len(depths)
     hull: deque[int] = deque()
-    for j, share in enumerate(behind):
+    for j, share in enumerate(tail_sums):
         while len(hull) > 1 and _at(hull[1], share, depths, saved) >= _at(hull[0], share, depths, saved):
             hull.popleft()
         if hull:

@@ -120,11 +120,11 @@ class Drafts:
             if not chunk.target_sampling:
                 continue
             drawn = [sampled[chunk.request_id], *target_tokens[chunk.request_id]]
-            came = accepted_tokens(request, chunk.drafts, drawn)
-            for token in came[:-1]:
+            accepted = accepted_tokens(request, chunk.drafts, drawn)
+            for token in accepted[:-1]:
                 request.append(token)
-            ends[i], last[chunk.request_id] = chunk.start + len(came), came[-1]
-            self._count(request, len(chunk.target_sampling), len(came) - 1)
+            ends[i], last[chunk.request_id] = chunk.start + len(accepted), accepted[-1]
+            self._count(request, len(chunk.target_sampling), len(accepted) - 1)
         return ends, last
 
     def _count(self, request: Request, drafted: int, accepted: int) -> None:

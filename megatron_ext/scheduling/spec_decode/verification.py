@@ -54,15 +54,15 @@ def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     sequence, size = request.sequence, limits.block_size
     params = request.params
     asked = params.num_speculative_tokens
-    most = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
-    most = min(most, params.num_tokens_to_generate - request.generated_count - 1)
+    limit = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
+    limit = min(limit, params.num_tokens_to_generate - request.generated_count - 1)
     if sequence.chain is not None:
         left = size - 1 - sequence.computed_end % size  # tokens after the known token in its block
         if params.stop_words:
-            most = min(most, left - 1)
+            limit = min(limit, left - 1)
         elif limits.aligned_chunks:
-            most = min(most, left)
-    return max(0, most)
+            limit = min(limit, left)
+    return max(0, limit)
 
 
 @dataclass
@@ -120,7 +120,7 @@ def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, ro
     while count:
         end = chunk.end + count
         blocks = max(0, limits.blocks_for(end) - have)
-        states = 0 if room.states is None else states_behind(chunk.request, chunk.start, end, limits.block_size)
+        states = 0 if room.states is None else states_after(chunk.request, chunk.start, end, limits.block_size)
         if blocks <= max(0, room.blocks) and (room.states is None or states <= room.states):
             room.tokens, room.blocks = room.tokens - count, room.blocks - blocks
             room.states = None if room.states is None else room.states - states
@@ -129,7 +129,7 @@ def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, ro
     return chunk
 
 
-def states_behind(request: Request, start: int, end: int, block_size: int) -> int:
+def states_after(request: Request, start: int, end: int, block_size: int) -> int:
     """Return the slots for a chunk with drafts: for the state after each token but the last, and for its snapshots.
 
     A state that is to become a snapshot has an additional slot, since the request may continue from that position.
@@ -139,7 +139,7 @@ def states_behind(request: Request, start: int, end: int, block_size: int) -> in
 
 
 def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snapshot, ...]:
-    """Return the slots of the states after a chunk's tokens, in order; see `states_behind`.
+    """Return the slots of the states after a chunk's tokens, in order; see `states_after`.
 
     A state at a boundary has the hash that the block gets if its drafts are accepted; others have unique names.
     """
@@ -168,9 +168,9 @@ def accepted_tokens(request: Request, drafts: Sequence[int], drawn: Sequence[int
         drafts: Drafts that were verified.
         drawn: Target tokens after the last known token and after each draft.
     """
-    came = [drawn[0]]
+    accepted = [drawn[0]]
     for draft, following in zip(drafts, drawn[1:], strict=True):
-        if came[-1] != draft or request.ends_with(came[-1], len(came)):
+        if accepted[-1] != draft or request.ends_with(accepted[-1], len(accepted)):
             break
-        came.append(following)
-    return came
+        accepted.append(following)
+    return accepted

@@ -16,7 +16,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory import fitting
 from megatron_ext.memory.budget import GIB, ModelMemory, plan_memory
-from megatron_ext.memory.fitting import largest_allocation, plan_within, what_fits
+from megatron_ext.memory.fitting import advice_that_fits, largest_allocation, plan_within
 
 HYBRID = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
 ATTENTION = dataclasses.replace(HYBRID, state_bytes=0)
@@ -111,4 +111,4 @@ def test_what_can_be_allocated_is_found_by_trying(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fitting.torch, "empty", empty)
     assert largest_allocation(torch.device("cpu"), 10_000) == 2500
     assert largest_allocation(torch.device("cpu"), 100) == 100
-    assert "-buffer-size-gb 0.01" in what_fits(HYBRID, BatchingConfig(max_requests=1), ON, "cpu", 20 * 2**20)
+    assert "-buffer-size-gb 0.01" in advice_that_fits(HYBRID, BatchingConfig(max_requests=1), ON, "cpu", 20 * 2**20)

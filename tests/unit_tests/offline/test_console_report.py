@@ -10,7 +10,7 @@ from rich.console import Console
 from megatron_ext.console.kv_cache_table import print_kv_cache_config
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.world_sizes import world_kv_cache_config
-from megatron_ext.offline.console_report import print_report, summary, what_was_lost
+from megatron_ext.offline.console_report import loss_lines, print_report, summary
 from megatron_ext.offline.passes import Pass
 from megatron_ext.scheduling.record import Status
 
@@ -47,11 +47,11 @@ def test_summary_counts_everything(record):
 def test_what_was_lost_has_a_line_if_anything_was():
     """SI-6."""
     lost = {"requests": 2, "tokens_for_want_of_slots": 60, "tokens_for_want_of_blocks": 4, "requests_since_given_up": 7}
-    assert what_was_lost(lost) == [
+    assert loss_lines(lost) == [
         "lost: 64 prompt tokens of 2 requests had been cached and were given up (60 for want of snapshot slots, 4 for "
         "want of blocks), on average 7 requests before"
     ]
-    assert what_was_lost(lost | {"requests": 0}) == what_was_lost(None) == []
+    assert loss_lines(lost | {"requests": 0}) == loss_lines(None) == []
 
 
 def test_geometry():

@@ -18,7 +18,7 @@ POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
 
 def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
     """Scheduler without opportunistic checkpoints; a checkpoint not taken, or given up, is not lost."""
-    asked_for = OpportunisticRules(most=0)
+    asked_for = OpportunisticRules(max_slots=0)
     return Scheduler(make_limits(block_size=2, total_blocks=blocks, opportunistic=asked_for), policy, b"model", slots)
 
 

@@ -72,10 +72,10 @@ class TestGenerators:
 
 
 class TestFiles:
-    def read(self, tmp_path: Path, *lines: object, most: int | None = None) -> list[Turn]:
+    def read(self, tmp_path: Path, *lines: object, max_requests: int | None = None) -> list[Turn]:
         file = tmp_path / "trace.jsonl"
         file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-        return read_trace(file, most)
+        return read_trace(file, max_requests)
 
     def test_tokens(self, tmp_path: Path):
         first = {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5], "salt": "x"}
@@ -83,7 +83,7 @@ class TestFiles:
         one, two = self.read(tmp_path, first, second)
         assert (one.tokens(), list(one.answer), one.time, one.salt) == ((1, 2, 3), [4, 5], 0.5, "x")
         assert (two.tokens(), len(two.answer), two.is_reply, two.session) == ((1, 2, 3, 4, 5, 6), 7, True, one.session)
-        assert len(self.read(tmp_path, first, second, most=1)) == 1
+        assert len(self.read(tmp_path, first, second, max_requests=1)) == 1
 
     def test_block_hashes(self, tmp_path: Path):
         """Equal blocks are equal tokens, of the length that is said."""

@@ -131,10 +131,10 @@ class CacheModel:
 
     def _bounds(self, wanted: list[Contents], in_use: set[Contents], has_evicted: bool) -> tuple[int, int]:
         """Fewest and most blocks that may match."""
-        fewest, most = leading(wanted, in_use), leading(wanted, self._ever)
+        min_blocks, max_blocks = leading(wanted, in_use), leading(wanted, self._ever)
         if self.policy is EvictionPolicyName.REF_ZERO:
-            most = leading(wanted, in_use | self._kept)
-        return (fewest if has_evicted else most), most
+            max_blocks = leading(wanted, in_use | self._kept)
+        return (min_blocks if has_evicted else max_blocks), max_blocks
 
     def _kept_for_followers(self) -> set[Contents]:
         """Contents that waiting requests have waited for; with "ref_zero" nothing else outlives its last user."""
@@ -159,8 +159,8 @@ class CacheModel:
         for deferral in plan.deferrals:
             if deferral.wait_for is not None:
                 wanted = self._wanted(deferral.request)
-                fewest, most = self._bounds(wanted, in_use, has_evicted)
-                followed = [leaders.get(contents, set()) for contents in wanted[fewest : most + 1]]
+                min_blocks, max_blocks = self._bounds(wanted, in_use, has_evicted)
+                followed = [leaders.get(contents, set()) for contents in wanted[min_blocks : max_blocks + 1]]
                 assert any(deferral.wait_for in ids for ids in followed), "its leader computes nothing for it"
         return plan
 
@@ -169,8 +169,10 @@ class CacheModel:
     ) -> None:
         """Check that matched and skipped counts are exact and that no other request computes the next block (KV-6)."""
         request, matched = admission.request, len(admission.matched)
-        fewest, most = bounds
-        assert fewest <= matched <= most, f"request {request.request_id} matched {matched}, not {fewest} to {most}"
+        min_blocks, max_blocks = bounds
+        assert min_blocks <= matched <= max_blocks, (
+            f"request {request.request_id} matched {matched}, not {min_blocks} to {max_blocks}"
+        )
         start = min(matched * self.block_size, len(request.tokens) - 1)
         assert admission.chunk.start == start, f"request {request.request_id} skipped {admission.chunk.start}"
         following = self._wanted(request)[matched : matched + 1]

@@ -150,8 +150,10 @@ class HybridModel(CacheModel):
     ) -> None:
         """Matched is in bounds, and skipped is the rule's; see `design.md`."""
         request, matched = admission.request, len(admission.matched)
-        fewest, most = bounds
-        assert fewest <= matched <= most, f"request {request.request_id} matched {matched}, not {fewest} to {most}"
+        min_blocks, max_blocks = bounds
+        assert min_blocks <= matched <= max_blocks, (
+            f"request {request.request_id} matched {matched}, not {min_blocks} to {max_blocks}"
+        )
         run = self._wanted(request)[:matched]
         start = self._resume(len(request.tokens), run)
         skipped = admission.chunk.start

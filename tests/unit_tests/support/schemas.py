@@ -39,10 +39,10 @@ def _number(source: random.Random, *_: object) -> dict:
 
 
 def _string(source: random.Random, *_: object) -> dict:
-    fewest = source.randrange(4)
+    min_length = source.randrange(4)
     return source.choice(
         [
-            {"type": "string", "minLength": fewest, "maxLength": fewest + source.randrange(8)},
+            {"type": "string", "minLength": min_length, "maxLength": min_length + source.randrange(8)},
             {
                 "type": "string",
                 "pattern": source.choice(["^[a-z]{1,6}$", "^(red|green)-[0-9]+$", "^x"]),
@@ -69,11 +69,11 @@ def _object(source: random.Random, level: int, names: tuple[str, ...]) -> dict:
 
 
 def _array(source: random.Random, level: int, names: tuple[str, ...]) -> dict:
-    fewest = source.randrange(3)
+    min_length = source.randrange(3)
     if source.random() < 0.3:
         first = [_schema(source, level, names) for _ in range(2)]
         return {"type": "array", "prefixItems": first, "items": False, "minItems": 2}
-    return {"type": "array", "items": _schema(source, level, names), "minItems": fewest, "maxItems": fewest + 2}
+    return {"type": "array", "items": _schema(source, level, names), "minItems": min_length, "maxItems": min_length + 2}
 
 
 def _any_of(source: random.Random, level: int, names: tuple[str, ...]) -> dict:

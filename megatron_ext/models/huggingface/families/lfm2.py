@@ -122,8 +122,8 @@ def heads_and_positions(fields: Fields) -> dict[str, object]:
 
 def _with_base(fields: Fields) -> Fields:
     """Return the fields with the family's rotary base if the file has none."""
-    said = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
-    is_said = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in said)
+    sources = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
+    is_said = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in sources)
     return fields if is_said else {**fields, "rope_theta": _DEFAULT_BASE}
 
 

@@ -129,8 +129,8 @@ def _delta_net_sizes(fields: Fields) -> dict[str, int]:
 def _positions(fields: Fields) -> Fields:
     """Return the rotary embedding fields, or none if the base is null."""
     rotary = rotary_fields(fields)
-    said = fields.get("rope_parameters")
-    where = said if isinstance(said, dict) else fields
+    rope = fields.get("rope_parameters")
+    where = rope if isinstance(rope, dict) else fields
     if where.get("rope_theta", 0) is not None:
         return rotary
     if fields.get("rope_theta") is not None or fields.get("rope_scaling") is not None:

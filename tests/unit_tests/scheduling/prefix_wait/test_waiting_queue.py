@@ -229,8 +229,8 @@ def test_a_sleeper_that_concerns_several_plans_has_one_turn():
         queue.add(request)
     line = queue.line()
     assert next(line) is requests[0]
-    line.join([requests[4], requests[2]], behind=requests[0])
-    line.join([requests[2], requests[5], requests[4]], behind=requests[0])
+    line.join([requests[4], requests[2]], after=requests[0])
+    line.join([requests[2], requests[5], requests[4]], after=requests[0])
     assert next(line) is requests[2]
-    line.join([requests[1], requests[2]], behind=requests[2])
+    line.join([requests[1], requests[2]], after=requests[2])
     assert list(line) == [requests[3], requests[4], requests[5]]

@@ -14,7 +14,7 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
-ON, OFF = OpportunisticRules(), OpportunisticRules(most=0)
+ON, OFF = OpportunisticRules(), OpportunisticRules(max_slots=0)
 EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
 
 
@@ -105,7 +105,7 @@ def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRul
         skipped = users.ask(prompt, num_tokens_to_generate=count, return_log_probs=scores).skipped_prefill_tokens
         use = scheduler.cache.use()
         seen.append((skipped, others(scheduler), [getattr(use, name) for name in ASKED]))
-    assert (scheduler.cache.use().provisional_taken > 0) == (rules.most != 0)
+    assert (scheduler.cache.use().provisional_taken > 0) == (rules.max_slots != 0)
     assert scheduler.cache.use().provisional_consumed == 0
     return seen
 
@@ -151,7 +151,7 @@ def test_without_a_free_slot_there_are_none(policy: EvictionPolicyName):
 
 
 def test_a_limit_of_their_number():
-    scheduler = make_scheduler(64, OpportunisticRules(most=5))
+    scheduler = make_scheduler(64, OpportunisticRules(max_slots=5))
     users = Users(scheduler)
     for _ in range(3):
         users.ask(users.tokens(2560))
