@@ -63,9 +63,10 @@ oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then comp
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
-lint: $(STAMP) ## Check style, formatting and types.
+lint: $(STAMP) ## Check style, formatting, docstrings and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/mypy
 
 # ARGS: names of mutants, --package engine, --sample 15 --seed x; all of them take about an hour.

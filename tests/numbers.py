@@ -46,7 +46,7 @@ PATHS = (
     "tests/unit_tests/runner",
 )
 """Files and folders whose tests have the mark."""
-WITHOUT = tuple(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "triton_registry"))
+WITHOUT = tuple(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "kernel_registry"))
 """Files in them that compare none: they choose, compile and list operators."""
 
 

@@ -48,7 +48,7 @@ PEER: dict[str, tuple[str, ...]] = {
     "mamba-ssm": ("mamba_ssm",),
     "causal-conv1d": ("causal_conv1d",),
 }
-"""Folders of each library that the peer is made of."""
+"""Library of the peer -> its folders."""
 
 
 def main() -> int:

@@ -26,12 +26,12 @@ SETTINGS = {
         "OPENBLAS_CORETYPE": "Haswell",  # numpy's matrix products
     }
 }
-"""By instruction set: environment variables, apart from numpy's, whose value depends on its version."""
+"""Environment variables by instruction set, apart from numpy's, whose value depends on its version."""
 NEEDED = {"avx2": {"avx2", "fma"}}
-"""By instruction set: flags of a CPU on which the libraries can be lowered to it; torch does not check them."""
+"""CPU flags that lowering the libraries to an instruction set requires; torch does not check them."""
 NUMPY_VARIABLE = "NPY_DISABLE_CPU_FEATURES"
 NEWER_FEATURES = {"avx2": re.compile("AVX512|X86_V4")}
-"""By instruction set: features that numpy is to leave unused, in the names of any of its versions."""
+"""Features by instruction set that numpy must not use, in the names of any of its versions."""
 NOT_LOWERED = (
     "MKL sums in an order that all x86-64 CPUs share (COMPATIBLE), which is not the order of its AVX2 kernels",
     "glibc's libm follows the CPU; none of its functions needs more than AVX2 and FMA",

@@ -27,7 +27,7 @@ from megatron_ext.scheduling.spec_decode.verification import TokensById
 from megatron_ext.text.grammars import Matcher
 
 WAIT_SHARE = 0.25
-"""Of the time that the step before took: the longest wait of a step for masks while other requests can go on."""
+"""Longest wait of a step for masks while other requests can run, as a share of the previous step's time."""
 IDLE_WAIT = 0.05  # seconds, if no other request can run: calls between steps must not starve
 _DELAY = 64  # maximum seconds that a mask may wait for cheaper ones, per second of its expected time
 _NICENESS = 10  # in addition to that of the process

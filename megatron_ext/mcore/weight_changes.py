@@ -34,7 +34,7 @@ class WeightsWatch:
     mode, which have no counter. Call `mark_weights_changed` after such writes.
 
     Args:
-        model: Its tensors are referenced weakly.
+        model: Model to watch; its tensors are referenced weakly.
     """
 
     def __init__(self, model: nn.Module) -> None:

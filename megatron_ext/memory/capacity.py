@@ -27,7 +27,7 @@ class Capacity:
 
 
 Gather = Callable[[Callable[[], Capacity]], Sequence[Capacity]]
-"""Asks every rank, in order. What is a mistake on one of them is one on all: `ConfigError`."""
+"""Collects the capacity of every rank, in order; an error on one rank is a `ConfigError` on all."""
 
 
 def alone(capacity: Callable[[], Capacity]) -> Sequence[Capacity]:

@@ -16,8 +16,8 @@ from megatron_ext.ops.chunk_padding import PaddedPlaces, RankOrder, pad_chunks
 from megatron_ext.ops.varlen import PackedChunks
 
 LEAST_LOG_DECAY = -60.0
-"""Decay between two tokens of a chunk stops at e**-60: nothing beside a token's own weight of 1 in fp32 or fp64, and
-far from denormal numbers, which make exp and matrix products several times slower."""
+"""Lower bound of the log of the decay between two tokens of a chunk. e**-60 is negligible in fp32 and fp64 next to a
+token's own weight of 1, and far from denormal numbers, which make exp and matrix products several times slower."""
 
 
 def pad_to_chunks(t: Tensor, chunks: PackedChunks) -> Tensor:

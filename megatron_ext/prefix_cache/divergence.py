@@ -9,7 +9,7 @@ _SHOWN_EVERY = 8  # divergences between two updates of `shown`, so that planned 
 MAX_DEPTHS = 64  # the most common depths, shown
 
 Depths = tuple[tuple[int, int], ...]
-"""(blocks from the start, how many parted there), by depth."""
+"""Pairs (blocks from the start, number of sequences that diverged there), ordered by depth."""
 
 
 class Divergences:

@@ -20,7 +20,7 @@ from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 
 LAST_SAMPLED: Final = -1
-"""In place of a token id: the one that the step before sampled for this request, wherever it is by now."""
+"""Placeholder for the token id that the previous step sampled for this request, which may still be on the device."""
 _UNKNOWN: Final = (LAST_SAMPLED,)
 
 

@@ -27,7 +27,7 @@ from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafter import DraftAsk
 
 Execute = Callable[[ScheduledStep], Mapping[int, int]]
-"""Computes a step: request id -> the token that its chunk yields."""
+"""Computes a step and returns request id -> token sampled for its chunk."""
 
 _GREEDY = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 

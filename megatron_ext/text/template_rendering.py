@@ -175,6 +175,6 @@ class TemplateRenderer:
 
 
 RENDERER = TemplateRenderer()
-"""Of this process."""
+"""Template renderer of this process."""
 atexit.register(RENDERER.close)
 os.register_at_fork(after_in_child=RENDERER.forget)

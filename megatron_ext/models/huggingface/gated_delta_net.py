@@ -47,7 +47,7 @@ def stacked_inputs(parts: Mapping[str, str]) -> Source:
     """Source of an input projection whose parts of unequal heights are concatenated by rows in ours.
 
     Args:
-        parts: Their names, in order -> the contents of each: q, k, v, z (the gate), b (beta) and a (alpha).
+        parts: Names of the parts, in order -> contents of each: q, k, v, z (the gate), b (beta) and a (alpha).
     """
     assert "".join(parts.values()) == "qkvzba", parts
 

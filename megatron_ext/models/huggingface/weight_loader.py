@@ -35,7 +35,7 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
     concatenation by rows: of these it holds one whole tensor at a time.
 
     Args:
-        model: Its tensors are written.
+        model: Model whose tensors are written.
         config: Configuration that the model was built from.
         directory: Directory of the files.
         table: Tensor table of the family.

@@ -29,7 +29,7 @@ def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, par
     cannot fail after that.
 
     Args:
-        model: Its tensors are written.
+        model: Model whose tensors are written.
         naming: Naming of the format that the model was loaded from.
         given: Tensors by name.
         partial: Allow missing tensors; the parts of one tensor of the model must come together.

@@ -24,9 +24,9 @@ from megatron_ext.ops.varlen import PackedChunks
 SWITCH = "MEGATRON_EXT_CPP"
 """Environment variable: "auto" (default; without a library the reference computes), "off", or "required"."""
 NAME = "cpp"
-"""Of the backends that are made of these kernels."""
+"""Name of the backends that use these kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What inputs and states may be of; sums are in fp32."""
+"""Supported types of inputs and states; sums are in fp32."""
 PrefillPlaces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _LOCK = threading.RLock()
 

@@ -25,7 +25,7 @@ from megatron_ext.ops.varlen import PackedChunks
 
 MAX_KEYS = 128
 SCALES = ("key_lengths", "reads", "asks", "writes", "fades")
-"""What `delta_tiles` says of each token and head, [T, H] each."""
+"""Results of `delta_tiles` for each token and head, [T, H] each."""
 
 
 def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:

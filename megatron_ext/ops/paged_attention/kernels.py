@@ -62,7 +62,7 @@ FEW = {
         (WIDE, 256, 16),
     )
 }
-"""Of both: by types of the inputs and padded head size."""
+"""Configurations of both kernels, by types of the inputs and padded head size."""
 SUMS = {channels: config(SPAN=SPAN, TILE=16, DP=channels, aligned=True) for channels in (16, 32, 64, 128, 256)}
 TYPES = [{"T": name} for name in FLOATS]
 

@@ -15,7 +15,7 @@ from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES
 from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
 MAX_WORDS = 1 << 22
-"""Of a vocabulary: so many masses are summed without overflow."""
+"""Largest vocabulary: the sum of this many masses does not overflow."""
 
 
 def _lacks(logits: Tensor) -> str | None:

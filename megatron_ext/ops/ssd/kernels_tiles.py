@@ -23,9 +23,9 @@ from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 TILE = 64
 THREE_BLOCKS = 168
-"""Registers of a thread, with which three blocks of 4 warps fit a multiprocessor."""
+"""Maximum number of registers of a thread at which three blocks of 4 warps fit a multiprocessor."""
 TYPES = ({"T": "bf16", "Z": "bf16"}, {"T": "fp16", "Z": "fp32"})
-"""Inputs T, and states Z as they are written down for the outputs; fp16 would not hold all."""
+"""Types of inputs T, and of the states Z stored for the outputs; the range of fp16 is too small for Z."""
 
 
 @triton.jit

@@ -16,9 +16,9 @@ from megatron_ext.ops.triton.launching import is_aligned
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
-"""Inputs -> states between the kernels. The largest states are more than fp16 holds."""
+"""Type of the inputs -> type of the states passed between the kernels; fp16 overflows on the largest states."""
 MAX_HEADS = 8
-"""Heads that a program of outputs computes one after the other: they share B and C, and the products of the two."""
+"""Maximum number of heads that one program of outputs computes in turn; they share B, C and their product."""
 
 
 def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_ext.ops.backends import anything
 
 PoolPair = tuple[Tensor, Tensor]
-"""Source and target."""
+"""Source and target pool of a copy."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 NAME = "triton"
-"""Of the backends that are made of these kernels."""
+"""Name of the backends that use these kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What inputs and states may be of; sums are in fp32."""
+"""Supported types of inputs and states; sums are in fp32."""
 INTERPRET = "TRITON_INTERPRET"
 """Environment variable of Triton's: "1" makes the kernels of the process run on CPU tensors, by numpy."""
 OLDEST = (8, 0)

@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from megatron_ext.ops.triton.kernel_registry import FLOATS, Config, Kernel, Types
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""What a block of threads can have at most, by compute capability times ten (CUDA programming guide, table of
-technical specifications: 164 and 228 KB of a multiprocessor, 1 KB of each block is the system's)."""
+"""Maximum shared memory of a thread block in bytes, by compute capability times ten (CUDA programming guide, technical
+specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
 ALIGNED = [["tt.divisibility", 16]]
 
 

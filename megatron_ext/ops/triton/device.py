@@ -6,7 +6,7 @@ import triton.language as tl
 from megatron_ext.ops.triton import is_interpreted
 
 NEVER = tl.constexpr(2**30)
-"""More tokens than a step has."""
+"""Number larger than the tokens of any step."""
 INTERPRETED = tl.constexpr(is_interpreted())
 
 

@@ -28,21 +28,21 @@ TYPE_NAMES = {
     torch.int16: "i16",
     torch.bool: "i1",
 }
-"""As Triton spells them."""
+"""Triton's names of torch's types."""
 FLOATS = ("fp32", "bf16", "fp16")
 STATE_TYPES: tuple[Types, ...] = tuple(
     {"T": inputs, "S": states}
     for inputs in FLOATS
     for states in (FLOATS if inputs == FLOATS[0] else (FLOATS[0], inputs))
 )
-"""Inputs T and states S that operators with states take: states of fp32, or of the inputs' type; of any with fp32."""
+"""Types of inputs T and states S: states are fp32 or of the inputs' type, or of any type if the inputs are fp32."""
 MAX_REGISTERS = 255
-"""Of a thread: all that it can have."""
+"""Maximum number of registers of a thread."""
 WHEREVER = ("i64", "i1")
 """Types of tensors that say where things lie and how many there are. They are views of one buffer, whose parts begin
 now at a multiple of 16 bytes and now at 8: a kernel that was compiled for either would be compiled while it serves."""
 MODULES = "*/kernels*.py"
-"""Where kernels are, below `ops/`."""
+"""Pattern of the files with kernels, below `ops/`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Config:
     """Compile-time configuration of a kernel.
 
     Attributes:
-        constants: Its `tl.constexpr` parameters.
+        constants: Values of the `tl.constexpr` parameters.
         num_warps: Warps of 32 threads each.
         num_stages: Stages of software pipelining.
         registers: Maximum registers of a thread. Without a limit ptxas sometimes spills to gain occupancy; with a limit
@@ -125,7 +125,7 @@ class Kernel:
     Attributes:
         name: Unique among all kernels.
         function: Result of `triton.jit`.
-        pointers: Its tensors: parameter -> type, or a letter that stands for one.
+        pointers: Tensor parameters: name -> type, or a letter that stands for one.
         strides: Integer parameters specialized on divisibility by 16: strides and sizes of the model.
         counts: Integer parameters that are not specialized: numbers of tokens, rows and slots, and flags.
         scalars: Parameters of type fp32.
