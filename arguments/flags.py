@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.annotations import FieldType, MismatchError
+from megatron_ext.config.options import options_of
 
 _LONGEST_NEAR_MISS = 100  # characters; the cost of similarity is quadratic
 _LONGEST_SHOWN = 200
@@ -146,6 +147,15 @@ class FlagGroup:
         default = self.default(flag)
         text = flag.help if default is None or default == () else f"{flag.help} (default: {default})"
         return text.replace("%", "%%")
+
+
+def option_flags(config: type) -> tuple[Flag, ...]:
+    """Return the flags of a dataclass whose fields declare them as options, in the order of the fields."""
+    return tuple(
+        Flag(field, declared.help_text, name=declared.flag, metavar=declared.metavar)
+        for field, declared in options_of(config).items()
+        if declared.help_text
+    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.flags import Flag, FlagGroup
+from arguments.flags import Flag, FlagGroup, option_flags
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
@@ -120,32 +120,7 @@ PARALLEL = FlagGroup(
 SAMPLING = FlagGroup(
     "sampling (greedy unless told otherwise; a line of a prompt file decides over these)",
     RequestParams,
-    (
-        Flag("num_tokens_to_generate", "Tokens to generate at most"),
-        Flag("temperature", "0 is greedy"),
-        Flag("top_k", "Sample from the k best tokens; 0 is off, 1 is greedy", name="--top_k"),
-        Flag("top_p", "Sample from the best tokens that make up this probability; 0 is off", name="--top_p"),
-        Flag("min_p", "Sample from tokens with this share of the best one's probability; 0 is off", name="--min_p"),
-        Flag("presence_penalty", "Taken off the logits of tokens that were generated"),
-        Flag("frequency_penalty", "The same, for each time that one was generated"),
-        Flag("repetition_penalty", "Divides the logits of tokens of prompt and generation; 1 is off"),
-        Flag("logit_bias", "Added to logits: a JSON object of token ids and numbers", metavar="JSON"),
-        Flag("bad_words", "Texts that are not generated"),
-        Flag("response_format", "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"),
-        Flag("return_log_probs", "Log-probs of the prompt's and the generated tokens"),
-        Flag("skip_prompt_log_probs", "With --return-log-probs: only of the generated tokens"),
-        Flag("top_n_logprobs", "With --return-log-probs: the n best tokens at each position as well"),
-        Flag("stop_words", "Texts that end a generation; they are cut from the text"),
-        Flag("stop_token_ids", "Tokens that end a generation beside the end of document, with --ignore-eos too"),
-        Flag("termination_id", "Token that ends a generation; default: those that end a document", metavar="ID"),
-        Flag("ignore_eos", "Go on after the end-of-document token"),
-        Flag("skip_special_tokens", "Texts are without special tokens"),
-        Flag(
-            "track_generated_token_events",
-            "With --output-request-events: an event for each token",
-            name=f"{_BATCHING}-track-generated-token-events",
-        ),
-    ),
+    option_flags(RequestParams),
 )
 
 BATCHING = FlagGroup(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_ext.config.annotations import require_types
 from megatron_ext.config.checks import require
+from megatron_ext.config.options import option, require_bounds
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
@@ -19,32 +19,100 @@ MAX_CHECKPOINTS = 64
 class RequestParams:
     """Sampling parameters, stop conditions and log-prob options of a request. Greedy by default; docs/sampling.md."""
 
-    num_tokens_to_generate: int = 30  # 0 only computes the prompt, and scores it if requested
+    # Length. 0 generated tokens: the prompt is only computed, and scored if requested.
+    num_tokens_to_generate: int = option(30, "Tokens to generate at most")
     min_tokens: int = 0  # until then neither an end token nor a stop word ends the generation
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off, 1 is greedy
-    top_p: float = 0.0  # 0 is off
-    min_p: float = 0.0  # share of the best token's probability; 0 is off
-    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
-    frequency_penalty: float = 0.0  # the same, once per occurrence
-    repetition_penalty: float = 1.0  # divides positive logits of prompt and output tokens, multiplies negative ones
-    logit_bias: TokenBiases = NO_BIASES
-    bad_words: tuple[str, ...] = ()
-    response_format: ResponseFormat | None = None  # default: any text
+
+    # Filters and draw of a token; `top_k` 1 is greedy, too
+    temperature: float = option(0.0, "0 is greedy", least=0, bounds="zero (greedy) or more", in_generation_config=True)
+    top_k: int = option(
+        0,
+        "Sample from the k best tokens; 0 is off, 1 is greedy",
+        flag="--top_k",
+        least=0,
+        bounds="zero (off) or more",
+        in_generation_config=True,
+    )
+    top_p: float = option(
+        0.0,
+        "Sample from the best tokens that make up this probability; 0 is off",
+        flag="--top_p",
+        least=0,
+        most=1,
+        bounds="between 0 (off) and 1",
+        in_generation_config=True,
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with this share of the best one's probability; 0 is off",
+        flag="--min_p",
+        least=0,
+        most=1,
+        bounds="between 0 (off) and 1",
+        in_generation_config=True,
+    )
+
+    # Logits. The first two are subtracted from logits of generated tokens. The third divides positive logits of prompt
+    # and output tokens, and multiplies negative ones.
+    presence_penalty: float = option(
+        0.0,
+        "Taken off the logits of tokens that were generated",
+        least=-LARGEST_PENALTY,
+        most=LARGEST_PENALTY,
+        bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "The same, for each time that one was generated",
+        least=-LARGEST_PENALTY,
+        most=LARGEST_PENALTY,
+        bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divides the logits of tokens of prompt and generation; 1 is off",
+        least=1 / LARGEST_FACTOR,
+        most=LARGEST_FACTOR,
+        bounds=f"between {1 / LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}; 1 is off",
+        in_generation_config=True,
+    )
+    logit_bias: TokenBiases = option(
+        NO_BIASES, "Added to logits: a JSON object of token ids and numbers", metavar="JSON"
+    )
+    bad_words: tuple[str, ...] = option((), "Texts that are not generated")
+    response_format: ResponseFormat | None = option(  # default: any text
+        None, "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"
+    )
     seed: int | None = None  # default: derived from the run's seed and the request id
-    stop_words: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # end tokens in addition to the termination token, even with `ignore_eos`
-    termination_id: int | None = None  # default: the tokenizer's end-of-document, and generation_config.json's others
-    ignore_eos: bool = False
-    return_log_probs: bool = False
-    skip_prompt_log_probs: bool = False
-    top_n_logprobs: int = 0
-    skip_special_tokens: bool = True  # in the text
+
+    # Log-probs
+    return_log_probs: bool = option(False, "Log-probs of the prompt's and the generated tokens")
+    skip_prompt_log_probs: bool = option(False, "With --return-log-probs: only of the generated tokens")
+    top_n_logprobs: int = option(0, "With --return-log-probs: the n best tokens at each position as well")
+
+    # End and text. `stop_token_ids` end a generation even with `ignore_eos`.
+    stop_words: tuple[str, ...] = option((), "Texts that end a generation; they are cut from the text")
+    stop_token_ids: tuple[int, ...] = option(
+        (), "Tokens that end a generation beside the end of document, with --ignore-eos too"
+    )
+    # Default: the tokenizer's end-of-document, and the others of generation_config.json
+    termination_id: int | None = option(
+        None, "Token that ends a generation; default: those that end a document", metavar="ID"
+    )
+    ignore_eos: bool = option(False, "Go on after the end-of-document token")
+    skip_special_tokens: bool = option(True, "Texts are without special tokens")
+
+    # Prefix cache and drafts
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
     num_speculative_tokens: int | None = None  # maximum drafts per step; 0 is off; default: the engine's
     cache_checkpoint: tuple[int, ...] = ()  # positions where other requests may diverge from the prompt
-    track_generated_token_events: bool = False  # an event for each token, not only for the first
+
+    track_generated_token_events: bool = option(
+        False,
+        "With --output-request-events: an event for each token",
+        flag="--inference-dynamic-batching-track-generated-token-events",
+    )
 
     def __post_init__(self) -> None:
         for name in ("stop_words", "bad_words"):
@@ -52,7 +120,7 @@ class RequestParams:
             require(not isinstance(words, str), f"{name} {words!r} is one text; give a list of them")
         require_types(self)
         self._check_counts()
-        self._check_choice()
+        require_bounds(self)
         self._check_logits()
         self._check_checkpoints()
         require(all(self.stop_words), "a stop word is empty; leave it out")
@@ -86,23 +154,7 @@ class RequestParams:
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
         )
 
-    def _check_choice(self) -> None:
-        valid_temperature = math.isfinite(self.temperature) and self.temperature >= 0
-        require(valid_temperature, f"temperature {self.temperature} must be zero (greedy) or more")
-        require(self.top_k >= 0, f"top_k {self.top_k} must be zero (off) or more")
-        require(0 <= self.top_p <= 1, f"top_p {self.top_p} must be between 0 (off) and 1")
-        require(0 <= self.min_p <= 1, f"min_p {self.min_p} must be between 0 (off) and 1")
-
     def _check_logits(self) -> None:
-        most = LARGEST_PENALTY
-        for name in ("presence_penalty", "frequency_penalty"):
-            penalty = getattr(self, name)
-            require(-most <= penalty <= most, f"{name} {penalty} must be between -{most:g} and {most:g}; 0 is off")
-        factor, largest = self.repetition_penalty, LARGEST_FACTOR
-        require(
-            1 / largest <= factor <= largest,
-            f"repetition_penalty {factor} must be between {1 / largest:g} and {largest:g}; 1 is off",
-        )
         problem = self.logit_bias.problem
         require(problem is None, f"logit_bias: {problem}")
         require(

@@ -8,23 +8,8 @@ from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 
 # Fields that callers may add to Megatron's class with `add_attributes`; same names as ours.
-_EXTENSIONS = (
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "bad_words",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "response_format",
-    "skip_special_tokens",
-    "cache_salt",
-    "enable_prefix_caching",
-    "num_speculative_tokens",
-    "cache_checkpoint",
+_EXTENSIONS = tuple(
+    name for name in RequestParams.__dataclass_fields__ if name not in SamplingParams.__dataclass_fields__
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.config import RequestParams, SourceConfig
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.options import options_of
 from megatron_ext.config.source import AUTO_GENERATION_CONFIG
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
@@ -17,7 +18,8 @@ from megatron_ext.text.tokenizer_files import GENERATION_FILE
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # the same names in both
+# The same names in both.
+_FIELDS = tuple(name for name, declared in options_of(RequestParams).items() if declared.in_generation_config)
 
 
 def generation_defaults(source: SourceConfig) -> FieldValues:

@@ -12,7 +12,6 @@ from typing import Any
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS
-from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
@@ -21,6 +20,12 @@ from megatron_ext.server.openai.request_fields import GenerationRequest
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is as many as fit
 TEMPERATURE = 1.0
 NOTHING: FieldValues = MappingProxyType({})
+# Fields of a body that are fields of `RequestParams`, too, with the same meaning. Choices have different seeds.
+_SAME_NAMES = tuple(
+    name
+    for name in RequestParams.__dataclass_fields__
+    if name in GenerationRequest.model_fields and name not in ("response_format", "seed")
+)
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,11 @@ def chat_specs(
         ConfigError: Values contradict each other.
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
-    settings["cache_checkpoint"] = (*settings["cache_checkpoint"], *chat.ends_of_turns(prompt))[:MAX_CHECKPOINTS]
+    checkpoints = (*settings.get("cache_checkpoint", ()), *chat.ends_of_turns(prompt))
+    settings["cache_checkpoint"] = checkpoints[:MAX_CHECKPOINTS]
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
-        settings["stop_token_ids"] += chat.other_ends
+        settings["stop_token_ids"] = (*settings.get("stop_token_ids", ()), *chat.other_ends)
     if body.max_calls and chat.calls_are_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
@@ -105,41 +111,19 @@ def _specs(
 
 
 def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
-    """Return the fields of `RequestParams` that both routes share."""
-    return {
-        **_choice(body, defaults),
-        "presence_penalty": body.presence_penalty or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": body.logit_bias or NO_BIASES,
-        "response_format": body.form,
-        "bad_words": tuple(body.bad_words or ()),
-        "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "skip_special_tokens": body.skip_special_tokens is not False,
-        "min_tokens": body.min_tokens or 0,
-        "stop_words": body.stop_words,
-        "ignore_eos": bool(body.ignore_eos),
-        "cache_salt": body.cache_salt,
-        "cache_checkpoint": tuple(body.cache_checkpoint or ()),
-        "enable_prefix_caching": body.enable_prefix_caching is not False,
-        "num_speculative_tokens": body.num_speculative_tokens,
-    }
+    """Return the fields of `RequestParams` that both routes share: those of the body, else those of the model.
 
-
-def _choice(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
-    """Return sampling fields with model defaults. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off."""
-
-    def said(name: str, otherwise: float) -> Any:
-        value = getattr(body, name)
-        return defaults.get(name, otherwise) if value is None else value
-
-    top_k, top_p = min(max(0, said("top_k", 0)), sys.maxsize), said("top_p", 0.0)
-    return {
-        "temperature": said("temperature", TEMPERATURE),
-        "top_k": 1 if body.top_p == 0 else top_k,
-        "top_p": 0.0 if top_p == 1 else float(top_p),
-        "min_p": said("min_p", 0.0),
-        "repetition_penalty": said("repetition_penalty", 1.0),
-    }
+    OpenAI's top_p 0 is greedy and 1 is off, vLLM's top_k -1 is off; the engine's 0 is off for both.
+    """
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name)) is not None}
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, **defaults, **given}
+    if "top_k" in settings:
+        settings["top_k"] = min(max(0, settings["top_k"]), sys.maxsize)
+    if body.top_p == 0:
+        settings["top_k"] = 1
+    if settings.get("top_p") == 1:
+        settings["top_p"] = 0.0
+    return settings | {"response_format": body.form, "stop_words": body.stop_words}
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:

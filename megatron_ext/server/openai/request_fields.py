@@ -21,8 +21,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
-from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY, MAX_CHECKPOINTS
+from megatron_ext.config.options import options_of
+from megatron_ext.config.request import MAX_CHECKPOINTS, RequestParams
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import ConfigError
@@ -183,12 +185,18 @@ def response_format(value: object) -> object:
         raise ValueError(f"is not {error}") from None
 
 
+def option_bounds(name: str) -> FieldInfo:
+    """Return the bounds of an option of `RequestParams` as a pydantic field."""
+    declared = options_of(RequestParams)[name]
+    found: FieldInfo = Field(ge=declared.least, le=declared.most)
+    return found
+
+
 Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
 Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_CHECKPOINTS)]
 Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
-Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
 
 
 class StreamOptions(Body):
@@ -197,50 +205,6 @@ class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # not supported
-
-
-class OpenAIFields(Body):
-    """OpenAI's fields that both routes support."""
-
-    model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Text | list[Text] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None  # 0 is greedy
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    response_format: Form | None = None
-    seed: int | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _has_few_stop_words(cls, value: object) -> object:
-        return few_words(value)
-
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> OpenAIFields:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream; set it or leave stream_options out")
-        return self
-
-    @property
-    def stop_words(self) -> tuple[str, ...]:
-        """Return the stop words as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def includes_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continues_usage(self) -> bool:
-        """Return whether each part of a stream has the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class StructuredOutputs(Body):
@@ -264,13 +228,34 @@ class StructuredOutputs(Body):
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
 
 
-class EngineFields(Body):
-    """Extensions of this engine to OpenAI's fields."""
+def _refusal(neutral: tuple[Any, ...]) -> str:
+    shown = " and ".join(json.dumps(one) for one in neutral)
+    return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
 
+
+class GenerationRequest(Body):
+    """Fields that both routes share. None is the same as a missing field. The client gets the first error in order."""
+
+    # OpenAI's fields
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, option_bounds("temperature")] | None = None  # 0 is greedy
+    top_p: Annotated[float, option_bounds("top_p")] | None = None
+    frequency_penalty: Annotated[float, option_bounds("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, option_bounds("presence_penalty")] | None = None
+    logit_bias: Biases | None = None
+    response_format: Form | None = None
+    seed: int | None = None
+
+    # Extensions of this engine
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)] | None = None
+    min_p: Annotated[float, option_bounds("min_p")] | None = None
+    repetition_penalty: Annotated[float, option_bounds("repetition_penalty")] | None = None
     stop_token_ids: TokenIds | None = None
     bad_words: Words | None = None
     ignore_eos: bool | None = None
@@ -283,15 +268,7 @@ class EngineFields(Body):
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
     cache_checkpoint: Checkpoints | None = None
 
-    @field_validator("bad_words", mode="before")
-    @classmethod
-    def _has_few_bad_words(cls, value: object) -> object:
-        return few_words(value) if isinstance(value, list) else value
-
-
-class ClientFields(Body):
-    """Client metadata, without effect on the output."""
-
+    # Metadata of the client, without effect on the output
     user: str | None = None
     metadata: dict[str, object] | None = None
     store: bool | None = None
@@ -299,10 +276,7 @@ class ClientFields(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-
-class NeutralFields(Body):
-    """Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes."""
-
+    # Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes.
     add_special_tokens: object = None
     early_stopping: object = None
     include_stop_str_in_output: object = None
@@ -314,6 +288,22 @@ class NeutralFields(Body):
     truncate_prompt_tokens: object = None
     use_beam_search: object = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_few_stop_words(cls, value: object) -> object:
+        return few_words(value)
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream; set it or leave stream_options out")
+        return self
+
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _has_few_bad_words(cls, value: object) -> object:
+        return few_words(value) if isinstance(value, list) else value
+
     @field_validator(*_NEUTRAL, check_fields=False)
     @classmethod
     def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
@@ -323,22 +313,27 @@ class NeutralFields(Body):
             raise ValueError(_refusal(neutral))
         return value
 
-
-def _refusal(neutral: tuple[Any, ...]) -> str:
-    shown = " and ".join(json.dumps(one) for one in neutral)
-    return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
-
-
-# pydantic takes the fields of the last base first; the client gets the first error in this order.
-class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields):
-    """Fields that both routes share. None is the same as a missing field."""
-
     @field_validator("structured_outputs")
     @classmethod
     def _is_the_only_form(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
         if value is not None and info.data.get("response_format") is not None:
             raise ValueError("and response_format contradict each other; give one of them")
         return value
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """Return the stop words as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continues_usage(self) -> bool:
+        """Return whether each part of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def form(self) -> ResponseFormat | None:

@@ -1,0 +1,78 @@
+"""Options of a request, each declared once, in the field that holds it: its flag, its range, and where defaults are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_ext.errors import ConfigError
+
+T = TypeVar("T")
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Declaration of an option.
+
+    Attributes:
+        help_text: Text of its flag in `--help`; "" if it has no flag.
+        flag: The flag, with its dashes; "" if it is the field's name with dashes.
+        metavar: Value as shown by `--help`; None for that of the field's type.
+        least: Smallest value of a number; None for any.
+        most: Largest value of a number; None for any finite one.
+        bounds: Both in words, to follow "must be"; "" if the number is checked elsewhere.
+        in_generation_config: Whether a model's `generation_config.json` may have a default of the same name.
+    """
+
+    help_text: str = ""
+    flag: str = ""
+    metavar: str | None = None
+    least: float | None = None
+    most: float | None = None
+    bounds: str = ""
+    in_generation_config: bool = False
+
+    def allows(self, value: float) -> bool:
+        """Return whether a number is within the bounds; NaN and infinity are not."""
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        return is_finite and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+
+def option(
+    default: T,
+    help_text: str = "",
+    *,
+    flag: str = "",
+    metavar: str | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    bounds: str = "",
+    in_generation_config: bool = False,
+) -> T:
+    """Return a dataclass field with a default and an `Option` of these attributes."""
+    declared = Option(help_text, flag, metavar, least, most, bounds, in_generation_config)
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+@functools.cache
+def options_of(config: type) -> Mapping[str, Option]:
+    """Return the options of a dataclass by field, in order."""
+    return {one.name: one.metadata[_KEY] for one in dataclasses.fields(config) if _KEY in one.metadata}
+
+
+def require_bounds(instance: object) -> None:
+    """Check the options of a dataclass that have bounds, in order.
+
+    Raises:
+        ConfigError: An option is outside its bounds; the first one is named.
+    """
+    config: type = type(instance)
+    for name, declared in options_of(config).items():
+        value = getattr(instance, name)
+        if declared.bounds and not declared.allows(value):
+            raise ConfigError(f"{name} {value} must be {declared.bounds}")

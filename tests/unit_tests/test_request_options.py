@@ -1,0 +1,77 @@
+"""Options of a request are declared once, and every place that sets them follows the declaration."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+
+import pytest
+from pydantic import ValidationError
+
+from arguments.flags import FlagGroup, option_flags
+from megatron_ext.config import RequestParams
+from megatron_ext.config.annotations import field_types
+from megatron_ext.config.options import option, options_of
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+from tests.unit_tests.support.source import PACKAGE, ROOT, python_files
+
+STEP = ("scheduling", "runner", "ops")  # what computes with the option
+
+
+@dataclass(frozen=True)
+class Made(RequestParams):
+    """Request parameters with two options more."""
+
+    warmth: float = option(0.5, "Warmth of the answer", flag="--warm", least=0, most=2, bounds="between 0 and 2")
+    is_kind: bool = option(False, "Kind answers")
+
+
+def test_an_option_is_named_in_two_files_outside_the_step():
+    """What sets `min_p` derives it from the declaration; the schema of a body names its fields."""
+    paths = [*python_files(ROOT / "arguments"), *python_files(PACKAGE)]
+    others = [path for path in paths if path.relative_to(ROOT).parts[1] not in STEP]
+    naming = {str(path.relative_to(PACKAGE)) for path in others if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
+    assert naming == {"config/request.py", "server/openai/request_fields.py"}
+
+
+def test_flags():
+    group = FlagGroup("made", Made, option_flags(Made))
+    parser = argparse.ArgumentParser()
+    group.add_to(parser)
+    assert vars(parser.parse_args([])) == {}
+    given = vars(parser.parse_args(["--warm", "1.5", "--is-kind", "--min_p", "0.2"]))
+    assert given == {"warm": 1.5, "is-kind": True, "min-p": 0.2}
+    assert "Warmth of the answer (default: 0.5)" in parser.format_help()
+    assert "seed" not in {flag.field for flag in group.flags}, "an option without a text has no flag"
+
+
+def test_types_for_prompt_lines():
+    kind = field_types(Made)["warmth"]
+    assert (kind.convert(1), field_types(Made)["is_kind"].convert(True)) == (1.0, True)
+
+
+@pytest.mark.parametrize("value", [-0.1, 2.1, float("nan"), float("inf")])
+def test_bounds(value):
+    with pytest.raises(ConfigError, match=f"^warmth {value} must be between 0 and 2$"):
+        Made(warmth=value)
+    assert Made(warmth=2.0).warmth == 2.0
+
+
+def test_bounds_of_whole_numbers_have_no_limit_of_floats():
+    assert RequestParams(top_k=10**400).top_k == 10**400
+
+
+@pytest.mark.parametrize("body", [CompletionRequest, ChatRequest])
+def test_bodies_have_the_bounds_of_the_options(body):
+    """Numbers outside are refused by name; those at the bounds are taken."""
+    content = {"prompt": "a"} if body is CompletionRequest else {"messages": [{"role": "user", "content": "a"}]}
+    bounded = {name: declared for name, declared in options_of(RequestParams).items() if declared.bounds}
+    assert len(bounded) == 7
+    for name, declared in bounded.items():
+        for bound, outside in ((declared.least, -2), (declared.most, 2)):
+            if bound is not None:
+                assert getattr(body(**content, **{name: bound}), name) == bound
+                with pytest.raises(ValidationError, match=name):
+                    body(**content, **{name: bound + outside})
