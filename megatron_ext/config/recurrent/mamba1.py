@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatron_ext.config.checks import require
 from megatron_ext.config.model_fields import INNER_NORMS, ModelFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, check_window
+from megatron_ext.config.recurrent.mamba2 import MAMBA_LAYOUT, check_mamba_window
 
 
 def _check_inner_norm(config: ModelFields) -> None:
@@ -38,7 +38,7 @@ MAMBA1 = RecurrentKind(
     name="mamba1",
     mixer=("megatron_ext.mixers.mamba1", "Mamba1Mixer"),
     stack_spec="mamba1_stack_spec",
-    check=check_window,
+    check=check_mamba_window,
     check_values=_check_inner_norm,
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_parameter_count,

@@ -8,11 +8,20 @@ from collections.abc import Mapping
 from megatron_ext.config.checks import require
 from megatron_ext.config.model_fields import GATE_FIRST, NORM_FIRST, ModelFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, check_window
+
+MAMBA_LAYOUT = {  # of Mamba-1, too
+    "mamba_state_dim": "--mamba-state-dim",
+    "mamba_conv_kernel": "mamba_conv_kernel",
+}
+
+
+def check_mamba_window(config: ModelFields) -> None:
+    """Require a convolution window of 2 or more, in Mamba-1, too."""
+    require(config.mamba_conv_kernel >= 2, f"Mamba convolution window {config.mamba_conv_kernel} must be at least 2")
 
 
 def _check(config: ModelFields) -> None:
-    check_window(config)
+    check_mamba_window(config)
     count, groups = config.mamba_heads, config.mamba_num_groups
     require(
         count > 0 and count % groups == 0,
