@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measuring import header, keep_figures, part_arguments
-from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_metadata
 
 Name = TypeVar("Name", bound=Hashable)
 ROWS = 64
@@ -91,7 +91,7 @@ def add_rows(table: Table, shape: str, vocabulary: int, times: Times) -> None:
 def draws(logits: Tensor, backend: str, top_k: float = 0, top_p: float = 0.0) -> Callable[[], Tensor]:
     """A call that draws a token of each row."""
     uniform = torch.rand(ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64).tolist()
-    batch = sampling_batch([0.8] * ROWS, [int(top_k)] * ROWS, [top_p] * ROWS, uniform)
+    batch = sampling_metadata([0.8] * ROWS, [int(top_k)] * ROWS, [top_p] * ROWS, uniform)
 
     def call() -> Tensor:
         with SAMPLING.forced(backend):

@@ -17,8 +17,7 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
 from megatron_ext.ops.rotary import Heads, rotate_and_write
-from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
-from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
+from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_tokens
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
@@ -288,7 +287,7 @@ class Maker:
     def best(self) -> Case:
         """Logits are read."""
         logits = self._random(self._e.requests, self._e.words)
-        return Case(lambda: best_tokens_of(logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
+        return Case(lambda: greedy_tokens(logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
 
     def draw(self) -> Case:
         """Draw tokens as a captured step does, with a nucleus."""
@@ -298,7 +297,7 @@ class Maker:
         metadata = SamplingMetadata(
             0.8 * one, torch.zeros(rows, dtype=torch.int64, device=self._device), 0.9 * one, 0.5 * one
         )
-        return Case(lambda: draw_tokens(logits, metadata), float(logits.numel() * self._bytes), "TB")
+        return Case(lambda: sample_tokens(logits, metadata), float(logits.numel() * self._bytes), "TB")
 
     # Inputs
 

@@ -28,7 +28,6 @@ class StepResult:
         generated: Scores of these tokens, if requested.
         prompt: Scores of prompt tokens, if requested and computed in this step.
         failures: Error messages of requests whose scores found no memory.
-        sampled: The tokens on the device, for a step that is prepared before they are known on the host.
         target_tokens: Target tokens after each draft of a chunk; the one after the last known token is in `tokens`.
         target_scores: Scores of the target tokens, if requested.
     """
@@ -37,7 +36,6 @@ class StepResult:
     generated: dict[int, Score]
     prompt: dict[int, tuple[Score, ...]]
     failures: dict[int, str]
-    sampled: object = None
     target_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
 
@@ -48,7 +46,6 @@ class StepResult:
             generated=_only(self.generated, names),
             prompt=_only(self.prompt, names),
             failures=_only(self.failures, names),
-            sampled=self.sampled,
             target_tokens=_only(self.target_tokens, names),
             target_scores=_only(self.target_scores, names),
         )

@@ -20,7 +20,7 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
 from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.model_input import ModelInput, SampledTokens, StagingRules, stage_step
+from megatron_ext.runner.model_input import ModelInput, StagingRules, stage_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -152,7 +152,7 @@ class InferenceContext(DynamicInferenceContext):
 
     # The staged step
 
-    def stage(self, step: ScheduledStep, last_sampled: SampledTokens | None = None) -> None:
+    def stage(self, step: ScheduledStep) -> None:
         """Make `step` the one that the next forward computes, and copy restored states into their running slots.
 
         Raises:
@@ -160,7 +160,7 @@ class InferenceContext(DynamicInferenceContext):
         """
         self._rotation = None
         self._restore_states(step.chunks)
-        self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
+        self.step = stage_step(step, self._staging_rules, self._block_rows)
 
     def prepare_cuda_graphs(self) -> None:
         """Capture the CUDA graphs ahead of time, if there is a runner and the capture is slow."""

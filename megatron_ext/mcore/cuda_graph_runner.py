@@ -22,13 +22,20 @@ from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
-from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
+from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.runner.cuda_graphs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
-from megatron_ext.runner.cuda_graphs.structured_output_masks import with_masks, write_masks
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.runner.layout import Layout
+from megatron_ext.runner.logits_metadata import (
+    entry_counts,
+    logits_layout,
+    room_for,
+    unsent_entries,
+    write_logits_inputs,
+)
+from megatron_ext.runner.sampler import SamplerNeeds, sampler_needs_of
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +75,14 @@ class CudaGraphRunner:
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = InputBatch(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
-        self._processed = {one: with_logits_buffers(layout, one.rows) for one, layout in self._layouts.items()}
         self._vocabulary = size = controller.vocabulary_size
-        self._guided = {one: with_masks(layout, one.rows, size) for one, layout in self._processed.items()}
+        self._processed, self._guided = (
+            {
+                one: layout | logits_layout(one.rows, room_for(one.rows), size, has_mask=has_mask)
+                for one, layout in self._layouts.items()
+            }
+            for has_mask in (False, True)
+        )
         answer = output_layout(max(one.rows for one in self._layouts), self._vocabulary)
         self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
@@ -153,8 +165,10 @@ class CudaGraphRunner:
         """Return the bucket of a step, or the reason why it has none; neither if it is larger than every bucket."""
         reason = why_eager(step)
         bucket = self._buckets.find(step) if reason is None else None
-        if bucket is not None and not has_capacity(samplings_of(step.chunks), bucket.rows):
-            return None, "more penalized tokens, biases or words than there is room for"
+        if bucket is not None:
+            needed, room = entry_counts(_sampling(step.chunks), self._vocabulary), room_for(bucket.rows)
+            if any(needed[name] > room[name] for name in room):
+                return None, "more penalized tokens, biases or words than there is room for"
         return bucket, reason
 
     @property
@@ -182,7 +196,7 @@ class CudaGraphRunner:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._program(bucket)  # before the step is written: the graph may have to be captured
-        needs = sampler_needs_of(samplings_of(step.chunks))
+        needs = sampler_needs_of(_sampling(step.chunks))
         copies, block_hashes = self._open(step)
         try:
             chunks = self._send(step, bucket, copies[: bucket.copies], needs)
@@ -215,10 +229,11 @@ class CudaGraphRunner:
         chunks, arrays = self._writer.pad(step, bucket), self._buffers.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
         arrays["token_places"][:] = self._prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
-        unused = write_logits_buffers(chunks, self._vocabulary, arrays) if needs.is_processed else 0
-        if needs.has_mask:
-            write_masks(chunks, arrays["masks"])
-        self._buffers.send(layout, unused=0 if needs.has_mask else unused)
+        unused = 0
+        if needs.is_processed:
+            used = write_logits_inputs(_sampling(chunks), self._vocabulary, arrays)
+            unused = 0 if needs.has_mask else unsent_entries(room_for(bucket.rows), used)
+        self._buffers.send(layout, unused=unused)
         self._chunks = chunks
         return chunks
 
@@ -274,3 +289,7 @@ class CudaGraphRunner:
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])
         return logits[0]
+
+
+def _sampling(chunks: Sequence[ScheduledChunk]) -> list[Sampling | None]:
+    return [chunk.sampling for chunk in chunks]

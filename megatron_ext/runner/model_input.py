@@ -20,7 +20,7 @@ from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
 _LIVE_SLOT: Final = attrgetter("running_slot")
 
@@ -46,14 +46,6 @@ class StagingRules:
     token_rounder: int
     snapshots_in_prefill: bool
     device: torch.device
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """Sampled tokens of a step on the device, [m] int64, and the row of each request."""
-
-    tokens: Tensor
-    rows: Mapping[int, int]
 
 
 class SamplingRow(NamedTuple):
@@ -99,7 +91,6 @@ class ModelInput:
 def stage_step(
     step: ScheduledStep,
     rules: StagingRules,
-    last_sampled: SampledTokens | None = None,
     block_rows: BlockRows | None = None,
 ) -> ModelInput:
     """Stage a step, in one copy except for what a prefill adds. Padding repeats token 0 at position 0.
@@ -107,7 +98,6 @@ def stage_step(
     Args:
         step: Scheduled step; nothing else is read.
         rules: Constants of pools and model.
-        last_sampled: Tokens of the previous step, for chunks that begin with `LAST_SAMPLED`.
         block_rows: Block table rows of previous steps to reuse; None to write all rows.
     """
     num_decode = step.num_decode
@@ -137,7 +127,7 @@ def stage_step(
         chunks=chunks,
         num_decode=num_decode,
         num_tokens=int(firsts[-1]),
-        input_ids=_fill_in(staged["input_ids"], tokens["input_ids"], chunks, firsts, last_sampled),
+        input_ids=staged["input_ids"],
         position_ids=staged["position_ids"],
         slot_mapping=staged["slot_mapping"],
         paged_batch=PagedBatch(num_decode, tuple(lengths), tuple(ends), rules.block_size, **where),
@@ -183,24 +173,6 @@ def stage_tokens(
     blocks, places = np.divmod(known, rules.block_size)
     blocks = np.where(known < shared_ends[owners], rules.dummy_block, table[owners, blocks])
     return {"input_ids": token_ids, "position_ids": positions, "slot_mapping": blocks * rules.block_size + places}
-
-
-def _fill_in(
-    input_ids: Tensor,
-    token_ids: np.ndarray,
-    chunks: Sequence[ScheduledChunk],
-    firsts: np.ndarray,
-    last_sampled: SampledTokens | None,
-) -> Tensor:
-    """Copy tokens that the host does not know into their places, from device to device."""
-    places = np.flatnonzero(token_ids == LAST_SAMPLED)
-    if not len(places):
-        return input_ids
-    assert last_sampled is not None, "no step has sampled anything"
-    owners = np.searchsorted(firsts, places, side="right") - 1
-    rows = [last_sampled.rows[chunks[owner].request_id] for owner in owners]
-    index, source = _to_device([places, np.asarray(rows)], input_ids.device)
-    return input_ids.index_copy(0, index, last_sampled.tokens.index_select(0, source))
 
 
 def _stage_recurrent(

@@ -8,47 +8,35 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)
 class LogitsOptions:
-    """Penalties, biases, bad words, a token mask and min_p of one request at one position.
+    """Logits processing options of one request at one position.
 
     Attributes:
+        params: Parameters of the request, such as penalties, biases and min_p.
         tokens: Packed tokens of prompt and generation; empty if neither penalties nor bad words need them.
         prompt_length: Prompt tokens among them.
-        repetition: Divisor of the logits of tokens that occurred, where these are positive, and factor where negative.
-        presence: Subtracted from the logits of generated tokens.
-        frequency: Subtracted from the logit of a generated token once per occurrence.
-        biases: Token biases, added to the logits.
         bad_words: Token ids of each word; the last one must not follow the others.
-        min_p: Minimum probability of a token as a share of the best one's; 0 disables the filter.
         allowed: One bit per token id that is allowed, the lowest id first; None allows every token.
     """
 
-    tokens: array[int]
-    prompt_length: int
-    repetition: float
-    presence: float
-    frequency: float
-    biases: TokenBiases
-    bad_words: tuple[tuple[int, ...], ...]
-    min_p: float
+    params: RequestParams
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    prompt_length: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
     allowed: bytes | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        """True if earlier tokens change the logits."""
-        return bool(self.presence or self.frequency or self.repetition != 1)
 
     @property
     def ruled_out(self) -> list[int]:
         """Last tokens of bad words whose other tokens are the newest generated ones."""
+        if not self.bad_words:
+            return []
         generated = self.tokens[self.prompt_length :]
         return [
             word[-1]
@@ -65,14 +53,10 @@ def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOpt
     if needs_tokens:
         tokens.extend(drafts)
     return LogitsOptions(
+        params=params,
         tokens=tokens,
         prompt_length=sequence.prompt_length,
-        repetition=params.repetition_penalty,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        biases=params.logit_bias,
         bad_words=request.submission.bad_words,
-        min_p=0.0 if params.is_greedy else params.min_p,
         allowed=None if params.form is None else sequence.masks[len(drafts)],
     )
 

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.sampling import cpp, reference, triton
-from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, sampling_batch
+from megatron_ext.ops.sampling.reference import greedy_tokens
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata, sampling_metadata
 
 SAMPLING = Backends("sampling", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
 
-def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw a token for each row by inverting its distribution function.
+def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
+    """Draw a token for each row by inverting its distribution function; a greedy row takes its best token.
 
     Kept are the `top_k` best tokens, and of them the smallest set of best ones whose renormalised mass reaches `top_p`:
     those with less than `top_p` before them. Of equal logits, the one with the smaller id is better. The kept tokens
@@ -21,16 +22,18 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     A row's token depends on that row alone, so a request gets the same sample alone and in any batch. Backends draw the
     same token unless `uniform` lies within 1e-5 of a border between two tokens, or `top_p` within 1e-5 of a value at
-    which one token more or less would be kept.
+    which one token more or less would be kept. A row of NaN yields an arbitrary token.
 
     Args:
         logits: [R, V] of any type; -inf is never drawn.
-        batch: Sampling options of each row.
+        metadata: Sampling options of each row. Without `host` nothing is read back, and no shape depends on them.
+        together: Rows that are sorted at once where no kernel draws them, to bound memory; None for all.
 
     Returns:
         Ids [R] int64.
     """
-    return SAMPLING.choose(logits).sample(logits, batch)
+    tokens = SAMPLING.choose(logits).sample(logits, metadata, together)
+    return reference.sample_tokens(logits, metadata, together) if tokens is None else tokens
 
 
-__all__ = ["SAMPLING", "SamplingBatch", "sample_tokens", "sampling_batch"]
+__all__ = ["SAMPLING", "SamplingMetadata", "greedy_tokens", "sample_tokens", "sampling_metadata"]

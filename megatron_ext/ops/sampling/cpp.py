@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_ext.ops import cpp
-from megatron_ext.ops.sampling.reference import SamplingBackend
-from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBackend, SamplingMetadata
 
 
-def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor:
     """See the operator."""
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.uniform)
-    return cpp.kernels().sample(logits, *map(torch.from_numpy, columns))
+    columns = metadata.temperature, metadata.top_k, metadata.top_p, metadata.uniform
+    return cpp.kernels().sample(logits, *columns)
 
 
 BACKEND = SamplingBackend(cpp.NAME, cpp.takes, sample_tokens)

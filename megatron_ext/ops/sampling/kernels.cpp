@@ -226,7 +226,7 @@ int64_t draw(const Row& row, Key border, double uniform) {
 }
 
 int64_t draw_row(const Row& row, int64_t top_k, double top_p, double uniform) {
-  if (!std::isfinite(row.best)) {  // no distribution: the first of what is the matter
+  if (uniform < 0 || !std::isfinite(row.best)) {  // greedy, or no distribution: the first NaN, if there is one
     const auto is_best = [&](float value) { return value == row.best || std::isnan(value); };
     return std::find_if(row.logits, row.logits + row.words, is_best) - row.logits;
   }

@@ -1,18 +1,22 @@
-"""Sampling options of each row of a step's logits, on the device and on the host, the same for every backend.
+"""Sampling options of each row of a step's logits, the same for eager and captured steps and for every backend.
 
 R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from megatron_ext.ops.step_metadata import StepMetadata
+from megatron_ext.ops.step_metadata import to_device
+
+GREEDY: Final = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "uniform": -1.0}
+"""Options of a greedy row, and of a padding row; those of a `SamplingMetadata`, int64 for integers, else float64."""
 
 
 class SamplingMetadata(NamedTuple):
@@ -20,44 +24,57 @@ class SamplingMetadata(NamedTuple):
 
     Attributes:
         temperature: [R] float64, positive.
-        top_k: [R] int64, 0 is off.
-        top_p: [R] float64 in [0, 1]; 0 and 1 are off.
-        uniform: [R] float64 in [0, 1); negative for greedy rows.
+        top_k: [R] int64; 0 is off.
+        top_p: [R] float64 in [0, 1]; 0 is off, and so is 1, since it keeps every possible token.
+        uniform: [R] float64 in [0, 1], one draw of each request's own generator; negative for greedy rows.
+        host: The same by name on the host, for backends whose shapes depend on the options; None in captured steps,
+            which must not depend on them.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     uniform: Tensor
+    host: Mapping[str, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor], host: Mapping[str, np.ndarray] | None = None) -> SamplingMetadata:
+        """Return the options among arrays by name."""
+        return cls(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"], host)
+
+    def select(self, rows: slice | np.ndarray) -> SamplingMetadata:
+        """Return the options of some rows."""
+        host = None if self.host is None else {name: column[rows] for name, column in self.host.items()}
+        index = rows if isinstance(rows, slice) else to_device(torch.from_numpy(rows), self.uniform.device)
+        return SamplingMetadata.of({name: getattr(self, name)[index] for name in GREEDY}, host)
+
+
+def sampling_metadata(
+    temperature: Sequence[float],
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    uniform: Sequence[float],
+    device: torch.device | str | None = None,
+) -> SamplingMetadata:
+    """Build a `SamplingMetadata` in one copy; each sequence has one entry per row."""
+    columns = zip(GREEDY.items(), (temperature, top_k, top_p, uniform), strict=True)
+    host = {name: np.asarray(column, np.asarray(neutral).dtype) for (name, neutral), column in columns}
+    whole = to_device(torch.from_numpy(np.stack([column.view(np.int64) for column in host.values()])), device)
+    dtypes = [torch.from_numpy(column).dtype for column in host.values()]
+    parts = {name: part.view(dtype) for name, part, dtype in zip(host, whole.unbind(), dtypes, strict=True)}
+    return SamplingMetadata.of(parts, host)
 
 
 @dataclass(frozen=True)
-class SamplingBatch(StepMetadata):
-    """Sampling options of R rows, on the host, so that no backend reads anything back to choose its code path.
+class SamplingBackend:
+    """Backend of sampling.
 
     Attributes:
-        temperature: [R] float64, positive.
-        top_k: [R] int64, 0 is off.
-        top_p: [R] float64 in [0, 1]; 0 is off, and so is 1, since it keeps every possible token.
-        uniform: [R] float64 in [0, 1], one draw of each request's own generator.
+        name: Unique among the backends.
+        takes: Returns whether the backend supports given logits.
+        sample: Function with the signature of `sample_tokens`; returns None for logits that it does not support.
     """
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    uniform: np.ndarray
-
-    def __post_init__(self) -> None:
-        assert bool((self.temperature > 0).all()), "a row with temperature 0 is greedy, and not drawn"
-
-
-def sampling_batch(
-    temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], uniform: Sequence[float]
-) -> SamplingBatch:
-    """Build a `SamplingBatch`; each sequence has one entry per row."""
-    return SamplingBatch(
-        np.asarray(temperature, dtype=np.float64),
-        np.asarray(top_k, dtype=np.int64),
-        np.asarray(top_p, dtype=np.float64),
-        np.asarray(uniform, dtype=np.float64),
-    )
+    name: str
+    takes: Callable[[Tensor], bool]
+    sample: Callable[[Tensor, SamplingMetadata, int | None], Tensor | None]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.sampling import reference
-from megatron_ext.ops.sampling.reference import SamplingBackend
-from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, SamplingMetadata
-from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBackend, SamplingMetadata
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES
 from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
@@ -27,8 +23,8 @@ def _lacks(logits: Tensor) -> str | None:
     return kernels.draw_rows.lacks(T=logits.dtype)
 
 
-def draw_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor | None:
-    """See `SamplingBackend.draw`."""
+def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = None) -> Tensor | None:
+    """See the operator; returns None for logits without a kernel."""
     lack = _lacks(logits)
     if lack is not None:
         say_reference_computes(lack)
@@ -51,13 +47,4 @@ def draw_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor | None:
     return tokens
 
 
-def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """See the operator."""
-    fractions = np.stack([batch.temperature, batch.top_p, batch.uniform])
-    columns = to_device(torch.from_numpy(np.vstack([fractions.view(np.int64), batch.top_k])), logits.device)
-    temperature, top_p, uniform = columns[:3].view(torch.float64).unbind()
-    tokens = draw_tokens(logits, SamplingMetadata(temperature, columns[3], top_p, uniform))
-    return reference.sample_tokens(logits, batch) if tokens is None else tokens
-
-
-BACKEND = SamplingBackend(triton.NAME, triton.takes, sample_tokens, draw_tokens)
+BACKEND = SamplingBackend(triton.NAME, triton.takes, sample_tokens)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, Layout, PendingOutput
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, PendingOutput
+from megatron_ext.runner.layout import Layout
 from megatron_ext.scheduling.step import ScheduledChunk
 
 

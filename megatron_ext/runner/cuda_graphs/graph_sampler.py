@@ -6,55 +6,19 @@ the scoring graph only if a row requests log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.ops.sampling.graph_logits_processors import process_logits
-from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling import SamplingMetadata
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
-from megatron_ext.runner.cuda_graphs.input_batch import sampling_metadata_of
-from megatron_ext.runner.cuda_graphs.logits_buffers import logits_metadata_of, needs_logits_processing
-from megatron_ext.runner.cuda_graphs.structured_output_masks import masks_of, needs_structured_output
+from megatron_ext.runner.logits_processors import PROCESSORS
+from megatron_ext.runner.sampler import SamplerInput, SamplerNeeds, sample
 from megatron_ext.runner.scoring import rows_at_once
-from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
-_DRAWN: Final = 4  # times the memory of scoring a row, for rows that are sorted and weighed in fp64
-
-
-class SamplerNeeds(NamedTuple):
-    """Sampling features that a step needs, over all its rows.
-
-    Attributes:
-        is_processed: True if a row has logits processors.
-        has_mask: True if a row has structured output; `is_processed` is then set, too.
-        is_drawn: True if a row is not greedy.
-        is_scored: True if a row requests log-probs.
-    """
-
-    is_processed: bool
-    has_mask: bool
-    is_drawn: bool
-    is_scored: bool
-
-
-def samplings_of(chunks: Sequence[ScheduledChunk]) -> list[Sampling]:
-    """Return the sampling options of the chunks that yield a token."""
-    return [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-
-
-def sampler_needs_of(samplings: Sequence[Sampling]) -> SamplerNeeds:
-    """Return the sampling features that the rows need together."""
-    return SamplerNeeds(
-        is_processed=needs_logits_processing(samplings),
-        has_mask=any(map(needs_structured_output, samplings)),
-        is_drawn=any(one.uniform is not None for one in samplings),
-        is_scored=any(one.top_n is not None for one in samplings),
-    )
 
 
 class GraphSampler:
@@ -84,11 +48,9 @@ class GraphSampler:
 
 
 def _choose(is_processed: bool, has_mask: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
-    values = logits
-    if is_processed:
-        values = process_logits(logits, logits_metadata_of(parts), masks_of(parts) if has_mask else None)
-    together = max(1, rows_at_once(logits.shape[1]) // _DRAWN)
-    tokens.copy_(draw_tokens(values, sampling_metadata_of(parts), together) if is_drawn else best_tokens_of(values))
+    options = SamplingMetadata.of(parts) if is_drawn else None
+    processors = [one for one in PROCESSORS if has_mask or not one.has_mask] if is_processed else []
+    tokens.copy_(sample(logits, SamplerInput(options, processors, parts)))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

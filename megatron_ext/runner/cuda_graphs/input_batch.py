@@ -15,21 +15,20 @@ from torch import Tensor
 
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import StaticBatch
-from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.static_chunks import ChunkGrid, static_chunks
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets
-from megatron_ext.runner.cuda_graphs.input_buffers import Layout, Shape
+from megatron_ext.runner.layout import Layout, Shape
 from megatron_ext.runner.model_input import ModelInput, StagingRules, stage_tokens
+from megatron_ext.runner.sampler import sampling_layout, write_sampling_options
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 NOBODY: Final = -1
 _NO_COPY: Final = (-1, -1)  # see `ops.state_copy`
-_FRACTIONS: Final = frozenset({"temperature", "top_p", "uniform"})
 Arrays = Mapping[str, np.ndarray]
 Copies = Sequence[tuple[int, int]]
 
@@ -54,14 +53,12 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
         "seqlens_k": (rows,),
         "token_places": (bucket.decodes,),
         "sample_tokens": (rows,),
-        "top_k": (rows,),
-        **dict.fromkeys(sorted(_FRACTIONS), (rows,)),
     }
     if rules.has_states:
         shapes |= {"slots": (rows,), "copy_from": (bucket.copies,), "copy_to": (bucket.copies,)}
         if bucket.prefills:
             shapes |= _prefill_shapes(bucket, bucket.grid(rules.kernel_chunk))
-    return Layout(shapes, _FRACTIONS)
+    return Layout(shapes, frozenset()) | sampling_layout(rows)
 
 
 def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
@@ -130,21 +127,12 @@ class InputBatch:
         arrays["cu_seqlens_q"][:] = firsts
         arrays["seqlens_k"][:] = ends
         arrays["sample_tokens"][:] = firsts[1:] - 1
-        self._write_sampling_metadata(chunks, arrays)
+        write_sampling_options([chunk.sampling for chunk in chunks], arrays)
         if rules.has_states:
             arrays["slots"][:] = slots
             self._write_pairs(arrays, "copy_from", "copy_to", copies)
             if bucket.prefills:
                 self._write_prefills(chunks[bucket.decodes :], bucket, arrays)
-
-    @staticmethod
-    def _write_sampling_metadata(chunks: Sequence[ScheduledChunk], arrays: Arrays) -> None:
-        """Write the sampling metadata of each row; `uniform` is negative for greedy rows and rows without a token."""
-        metadata = [None if one.sampling is None or one.sampling.uniform is None else one.sampling for one in chunks]
-        arrays["temperature"][:] = [1.0 if one is None else one.temperature for one in metadata]
-        arrays["top_k"][:] = [0 if one is None else one.top_k for one in metadata]
-        arrays["top_p"][:] = [0.0 if one is None else one.top_p for one in metadata]
-        arrays["uniform"][:] = [-1.0 if one is None or one.uniform is None else one.uniform for one in metadata]
 
     @staticmethod
     def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
@@ -247,8 +235,3 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
     snapshots = kept if rules.snapshots_in_prefill else None
     slots = StateSlots(parts["slots"][bucket.decodes :], parts["has_state"].bool(), snapshots)
     return RecurrentStep(bucket.decodes, decode_slots, chunks, slots)
-
-
-def sampling_metadata_of(parts: Mapping[str, Tensor]) -> SamplingMetadata:
-    """Return the sampling metadata of all rows."""
-    return SamplingMetadata(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"])

@@ -6,42 +6,13 @@ copy. All numbers have eight bytes, so int64 and float64 share a buffer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names and shapes of consecutive arrays; those named in `fractions` are float64, all others int64."""
-
-    shapes: Mapping[str, Shape]
-    fractions: frozenset[str]
-
-    @cached_property
-    def count(self) -> int:
-        """Numbers of all arrays together."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    def first(self, name: str) -> int:
-        """Return the index of an array's first number."""
-        before = list(self.shapes)[: list(self.shapes).index(name)]
-        return sum(math.prod(self.shapes[one]) for one in before)
-
-    def parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return views of an int64 buffer, by name."""
-        parts = whole[: self.count].split([math.prod(shape) for shape in self.shapes.values()])
-        return {
-            name: (part.view(torch.float64) if name in self.fractions else part).view(shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+from megatron_ext.runner.layout import Layout
 
 
 class _HostBuffer:

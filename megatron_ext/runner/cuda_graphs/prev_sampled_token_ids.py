@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
-from megatron_ext.runner.cuda_graphs.input_buffers import InputBuffers, Layout
+from megatron_ext.runner.cuda_graphs.input_buffers import InputBuffers
+from megatron_ext.runner.layout import Layout
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
 

@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout, _HostBuffer
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, _HostBuffer
+from megatron_ext.runner.layout import Layout
 from tests.unit_tests.fake_cuda import lives
 from tests.unit_tests.support.fake_cuda import watching
 

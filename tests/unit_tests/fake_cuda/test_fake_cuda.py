@@ -29,7 +29,7 @@ SCORED = "log-probs, for whoever asked for them"
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
 ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
 WAITS = {
-    (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
+    (TO_HOST, "megatron_ext/runner/step_output.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
     ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,

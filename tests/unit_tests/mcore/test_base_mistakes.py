@@ -439,7 +439,7 @@ class TestSampling:
         driver.add(0, make_prompt(20), **params)
         driver.step()
         with monkeypatch.context() as patch:
-            patch.setattr("megatron_ext.mcore.controller.score_rows", fail)
+            patch.setattr("megatron_ext.runner.step_output.score_rows", fail)
             with pytest.raises(ArithmeticError):
                 driver.step()
         driver.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import random
 
@@ -13,7 +14,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import cuda_graph_setup
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
-from megatron_ext.runner.cuda_graphs import logits_buffers
+from megatron_ext.runner import logits_processors
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -148,7 +149,8 @@ def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
             driver.run()
         driver.add(2, make_prompt(20, 2), top_n_logprobs=21, skip_prompt_log_probs=True, **scored)
         driver.run()
-        monkeypatch.setitem(logits_buffers._ROOM, "biased", (0, 0))
+        no_room = dataclasses.replace(logits_processors.TOKEN_LISTS["biased"], room=(0, 0))
+        monkeypatch.setitem(logits_processors.TOKEN_LISTS, "biased", no_room)
         driver.add(4, make_prompt(20, 4), num_tokens_to_generate=2, logit_bias={3: -1.0})
         driver.run()
         said = [record.getMessage() for record in caplog.records]

@@ -298,8 +298,8 @@ class TestWhatEndsNobody:
 
 STEP_PARTS = {
     "stage": "megatron_ext.mcore.context.stage_step",
-    "sampling": "megatron_ext.mcore.controller._sample",
-    "scoring": "megatron_ext.mcore.controller.score_rows",
+    "sampling": "megatron_ext.runner.step_output.sample",
+    "scoring": "megatron_ext.runner.step_output.score_rows",
     "snapshots": "megatron_ext.mcore.context.InferenceContext.finish_snapshots",
     "forward": "megatron_ext.mcore.context.InferenceContext.append_rotated",
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 
 import pytest
 import torch
 
-from megatron_ext.runner.model_input import SampledTokens, StagingRules, stage_step
+from megatron_ext.runner.model_input import StagingRules, stage_step
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
-from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 
 RULES = StagingRules(
@@ -70,25 +69,6 @@ def test_tensors_of_a_message_alone():
     assert (score.request_id, score.rows, score.targets) == (9, slice(0, 2), (72, 73))
 
 
-def test_a_token_that_the_host_does_not_know_yet():
-    """The token goes from the previous step to its place without a read-back."""
-    unknown = dataclasses.replace(STEP.chunks[0], token_ids=(LAST_SAMPLED,))
-    step = dataclasses.replace(STEP, chunks=(unknown, *STEP.chunks[1:]))
-    sampled = SampledTokens(torch.tensor([11, 50, 13]), {8: 0, 7: 1, 9: 2})
-    assert stage_step(step, RULES, sampled).input_ids.equal(stage_step(STEP, RULES).input_ids)
-    other = dataclasses.replace(sampled, tokens=torch.tensor([50, 11, 13]))
-    assert not stage_step(step, RULES, other).input_ids.equal(stage_step(STEP, RULES).input_ids)
-
-
-def test_filling_in_reads_nothing_back():
-    """Tensors without data: an operator that asked one for a value would fail."""
-    unknown = dataclasses.replace(STEP.chunks[0], token_ids=(LAST_SAMPLED,))
-    step = dataclasses.replace(STEP, chunks=(unknown, *STEP.chunks[1:]))
-    rules = dataclasses.replace(RULES, device=torch.device("meta"))
-    sampled = SampledTokens(torch.empty(3, dtype=torch.int64, device="meta"), {8: 0, 7: 1, 9: 2})
-    assert stage_step(step, rules, sampled).input_ids.is_meta
-
-
 def through_a_wire(driver: Driver) -> list[ScheduledStep]:
     """Let the driver's context see copies of messages only; those that it saw."""
     stage, seen = driver.context.stage, []
@@ -111,35 +91,3 @@ def test_a_run_on_pickled_messages_equals_the_oracle(get_driver, get_oracle, kin
     assert len(seen) > 8
     for request_id in range(3):
         assert_equals_oracle(driver, request_id, get_oracle(kind))
-
-
-def test_decoding_with_tokens_that_only_the_device_knows(get_driver, get_oracle):
-    """Each decode is told "the token that the last step sampled"; nothing of the outcome changes."""
-    driver = get_driver(max_tokens=40)
-    stage, results, used = driver.context.stage, [], []
-    controller = driver.engine.controller
-    compute = controller.compute_step
-
-    def keep() -> object:
-        results.append(compute())
-        return results[-1]
-
-    def stage_unknown(message: ScheduledStep) -> None:
-        last = results[-1].sampled if results else SampledTokens(torch.empty(0, dtype=torch.int64), {})
-        chunks = tuple(
-            dataclasses.replace(chunk, token_ids=(LAST_SAMPLED,))
-            if chunk.is_decode and chunk.request_id in last.rows
-            else chunk
-            for chunk in message.chunks
-        )
-        used.extend(chunk.request_id for chunk in chunks if chunk.token_ids == (LAST_SAMPLED,))
-        stage(dataclasses.replace(message, chunks=chunks), last)
-
-    driver.context.stage = stage_unknown
-    controller.compute_step = keep
-    for request_id, length in enumerate((3, 70, 17)):
-        driver.add(request_id, make_prompt(length))
-    driver.run()
-    assert len(used) >= 3 * 6
-    for request_id in range(3):
-        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))

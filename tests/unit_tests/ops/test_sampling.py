@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
-from megatron_ext.ops.sampling import SAMPLING, SamplingBatch, sample_tokens, sampling_batch
+from megatron_ext.ops.sampling import SAMPLING, SamplingMetadata, greedy_tokens, sample_tokens, sampling_metadata
 from tests.unit_tests.ops.backends import usable
 
 NEXT_TO_ONE = math.nextafter(1.0, 0.0)
@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
     """Sample with one set of parameters for all rows."""
     rows = logits.shape[0]
-    batch = sampling_batch([temperature] * rows, [top_k] * rows, [top_p] * rows, uniform.tolist())
+    batch = sampling_metadata([temperature] * rows, [top_k] * rows, [top_p] * rows, uniform.tolist())
     return sample_tokens(logits, batch)
 
 
@@ -300,35 +300,55 @@ class TestAgainstTheDefinition:
         assert sum(map(oracle.allows, got, uniform.tolist())) < 20  # those that happen to lie at a border
 
 
-def rows_of(batch: SamplingBatch, rows: Tensor | slice) -> SamplingBatch:
-    columns = (batch.temperature, batch.top_k, batch.top_p, batch.uniform)
-    return sampling_batch(*(torch.from_numpy(column)[rows].tolist() for column in columns))
-
-
 class TestRows:
     """EX-13: a row's token depends on that row alone."""
 
     @staticmethod
-    def batch(rows: int, vocabulary: int) -> tuple[Tensor, SamplingBatch]:
-        """Rows that ask for nothing, top_k, top_p and both, in no order."""
+    def batch(rows: int, vocabulary: int) -> tuple[Tensor, SamplingMetadata]:
+        """Rows that ask for nothing, top_k, top_p and both, and greedy ones, in no order."""
         generator = torch.Generator().manual_seed(2)
         top_k = torch.randint(1, vocabulary + 2, (rows,), generator=generator)
         top_k *= torch.rand(rows, generator=generator) < 0.5
-        return torch.randn(rows, vocabulary, generator=generator) * 3, sampling_batch(
+        uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
+        uniform[torch.rand(rows, generator=generator) < 0.3] = -1.0
+        return torch.randn(rows, vocabulary, generator=generator) * 3, sampling_metadata(
             (torch.rand(rows, generator=generator, dtype=torch.float64) * 2 + 0.1).tolist(),
             top_k.tolist(),
             (torch.rand(rows, generator=generator, dtype=torch.float64) * 1.6 - 0.6).clamp(min=0).tolist(),
-            torch.rand(rows, generator=generator, dtype=torch.float64).tolist(),
+            uniform.tolist(),
         )
 
     @pytest.mark.parametrize("vocabulary", [3, 100, 4097, 70_001])
     def test_alone_and_in_any_batch(self, vocabulary: int):
         logits, batch = self.batch(37, vocabulary)
         together = sample_tokens(logits, batch)
-        alone = [sample_tokens(logits[row : row + 1], rows_of(batch, slice(row, row + 1))) for row in range(37)]
+        alone = [sample_tokens(logits[row : row + 1], batch.select(slice(row, row + 1))) for row in range(37)]
         assert torch.equal(together, torch.cat(alone))
-        for rows in (torch.randperm(37, generator=torch.Generator().manual_seed(3)), slice(5, 14)):
-            assert torch.equal(sample_tokens(logits[rows], rows_of(batch, rows)), together[rows])
+        for rows in (torch.randperm(37, generator=torch.Generator().manual_seed(3)).numpy(), slice(5, 14)):
+            assert torch.equal(sample_tokens(logits[rows], batch.select(rows)), together[rows])
+
+    def test_a_greedy_row_takes_its_first_best_token(self):
+        """CU-2: whatever is beside it, with ties, and whatever its other options are."""
+        logits, batch = self.batch(37, 4097)
+        logits[:, [7, 300, 4096]] = 50.0
+        is_greedy = batch.uniform < 0
+        assert 5 < int(is_greedy.sum()) < 20
+        tokens = sample_tokens(logits, batch)
+        assert set(tokens[is_greedy].tolist()) == {7}
+        assert set(tokens[~is_greedy].tolist()) > {7}
+        assert torch.equal(greedy_tokens(logits), torch.full((37,), 7))
+
+    def test_rows_whose_options_are_on_the_device_alone(self):
+        """CU-4: the same tokens without the host's copy of the options, all rows at once and a few at a time."""
+        logits, batch = self.batch(600, 50)
+        logits[::5] = logits[::5].round()  # ties
+        logits[3] = math.nan
+        expected, batch = sample_tokens(logits, batch), batch._replace(host=None)
+        for together in (None, 7):
+            found = sample_tokens(logits, batch, together)
+            assert 0 <= int(found[3]) < 50
+            assert set((found != expected).nonzero().flatten().tolist()) <= {3}
+        assert len(set(expected.tolist())) > 40
 
     @pytest.mark.parametrize("threads", [1, 2, 3])
     def test_whatever_the_threads(self, threads: int):
@@ -361,11 +381,11 @@ class TestRows:
 
     def test_each_row_has_parameters_of_its_own(self):
         logits = LOGITS.expand(4, -1)
-        batch = sampling_batch([1.0, 1e-6, 1.0, 1.0], [0, 0, 2, 0], [0.0, 0.0, 0.0, 0.1], [0.99] * 4)
+        batch = sampling_metadata([1.0, 1e-6, 1.0, 1.0], [0, 0, 2, 0], [0.0, 0.0, 0.0, 0.1], [0.99] * 4)
         assert sample_tokens(logits, batch).tolist() == [6, 2, 6, 2]
 
     def test_no_rows(self):
-        assert sample_tokens(torch.zeros(0, 5), sampling_batch([], [], [], [])).shape == (0,)
+        assert sample_tokens(torch.zeros(0, 5), sampling_metadata([], [], [], [])).shape == (0,)
 
     def test_logits_are_left_as_they_were(self):
         logits, batch = self.batch(15, 50)

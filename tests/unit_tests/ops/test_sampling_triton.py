@@ -11,10 +11,8 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
-from megatron_ext.ops.sampling.graph_sampling import draw_tokens
-from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
-from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
+from megatron_ext.ops.sampling import SAMPLING, SamplingMetadata, sample_tokens, sampling_metadata
+from megatron_ext.ops.sampling.reference import draw_sorted
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
 
@@ -34,9 +32,7 @@ def by_kernels() -> Iterator[None]:
 def metadata(rows: list[tuple[float, int, float, float]]) -> SamplingMetadata:
     """Temperature, top_k, top_p and uniform number of each row."""
     temperature, top_k, top_p, uniform = zip(*rows, strict=True)
-    fractions = (torch.tensor(one, dtype=torch.float64, device=DEVICE) for one in (temperature, top_p, uniform))
-    temperature, top_p, uniform = fractions
-    return SamplingMetadata(temperature, torch.tensor(top_k, device=DEVICE), top_p, uniform)
+    return sampling_metadata(temperature, top_k, top_p, uniform, DEVICE)
 
 
 KINDS = [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.9), (0.9, 40, 0.8), (2.0, 1, 0.5), (0.5, 10**6, 1.0), (1.0, 0, 1e-9)]
@@ -62,7 +58,7 @@ def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: in
     logits[1, : words // 2] = -math.inf
     logits = logits.to(DEVICE)
     with watch() as launches:
-        drawn = draw_tokens(logits, metadata(rows))
+        drawn = sample_tokens(logits, metadata(rows))
     assert [one.kernel for one in launches] == list(COVERED)
     assert drawn.tolist() == draw_sorted(logits, metadata(rows)).tolist()
 
@@ -72,7 +68,7 @@ def frequencies(
 ) -> Tensor:
     """Counts of each token over a uniform grid of `count` numbers."""
     grid = [(i + 0.5) / count for i in range(count)]
-    batch = sampling_batch([temperature] * count, [top_k] * count, [top_p] * count, grid)
+    batch = sampling_metadata([temperature] * count, [top_k] * count, [top_p] * count, grid, DEVICE)
     tokens = sample_tokens(torch.tensor(logits, device=DEVICE).expand(count, -1), batch)
     return torch.bincount(tokens, minlength=len(logits))
 
@@ -101,19 +97,19 @@ def test_rows_know_nothing_of_each_other_and_nan_gives_some_token() -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(5, 300, generator=generator).to(DEVICE)
     rows = [(1.0, 0, 0.9, math.nextafter(1.0, 0.0))] * 5
-    alone = draw_tokens(logits[2:3], metadata(rows[:1]))
+    alone = sample_tokens(logits[2:3], metadata(rows[:1]))
     logits[1], logits[3] = torch.nan, -math.inf
     wide = torch.full((5, 333), math.nan, device=DEVICE)
     wide[:, 7:307] = logits
-    drawn = draw_tokens(wide[:, 7:307], metadata(rows))
+    drawn = sample_tokens(wide[:, 7:307], metadata(rows))
     assert drawn[2] == alone[0]
     assert ((drawn >= 0) & (drawn < 300)).all()
-    assert draw_tokens(logits[:0], SamplingMetadata(*(one[:0] for one in metadata(rows)))).shape == (0,)
+    assert sample_tokens(logits[:0], metadata(rows).select(slice(0))).shape == (0,)
 
 
 def test_what_has_no_kernel_is_ordered() -> None:
     """CU-3: fp64."""
     logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.float64, device=DEVICE)
     with watch() as launches:
-        assert draw_tokens(logits, metadata([(1.0, 1, 0.0, 0.5)])).tolist() == [1]
+        assert sample_tokens(logits, metadata([(1.0, 1, 0.0, 0.5)])).tolist() == [1]
     assert not launches

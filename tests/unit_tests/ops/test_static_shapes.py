@@ -11,9 +11,6 @@ from megatron_ext.ops import static_chunks as in_grids  # the function itself wo
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
-from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
-from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
-from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -136,27 +133,3 @@ def test_attention_by_lengths_on_the_device(backend, window):
         )
     assert_close(found[:33], expected[:33])
     assert not found[33:].any()
-
-
-def test_drawing_in_place_gives_the_same_tokens():
-    """CU-4: all filters and greedy rows in one pass; equal logits by their ids; rows of NaN affect no other row."""
-    generator = torch.Generator().manual_seed(2)
-    rows, words = 600, 50
-    logits = torch.randn(rows, words, generator=generator) * 3
-    logits[::5] = logits[::5].round()  # ties
-    top_k = torch.randint(0, 8, (rows,), generator=generator) * torch.randint(0, 2, (rows,), generator=generator)
-    top_p = torch.rand(rows, generator=generator, dtype=torch.float64) * (torch.arange(rows) % 3 > 0)
-    temperature = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.2
-    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
-    columns = (temperature.tolist(), top_k.tolist(), top_p.tolist(), uniform.tolist())
-    with SAMPLING.forced("reference"):
-        expected = sample_tokens(logits, sampling_batch(*columns))
-    is_greedy = torch.arange(rows) % 7 == 0
-    expected = best_tokens_of(logits).where(is_greedy, expected)
-    uniform[is_greedy] = -1.0
-    logits[3] = torch.nan
-    found = draw_tokens(logits, SamplingMetadata(temperature, top_k, top_p, uniform))
-    assert 0 <= int(found[3]) < words
-    different = (found != expected).nonzero().flatten().tolist()
-    assert set(different) <= {3}
-    assert len(set(expected.tolist())) > 40

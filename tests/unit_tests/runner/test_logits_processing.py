@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 
+import numpy as np
 import pytest
-import torch
 
 from megatron_ext.config import CacheConfig, RequestParams
-from megatron_ext.config.token_biases import NO_BIASES
-from megatron_ext.mcore import controller
-from megatron_ext.ops.sampling import logits_processors as operators
-from megatron_ext.runner.logits_processing import process_logits
-from megatron_ext.runner.model_input import SamplingRow
-from megatron_ext.scheduling.logits_options import LogitsOptions
+from megatron_ext.runner import logits_processors
 from megatron_ext.scheduling.request_events import EventType
-from megatron_ext.scheduling.step import Sampling
 from tests.priority import TestPriority
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -139,13 +132,17 @@ def test_behind_a_cached_prefix(model, wanted):
 @pytest.mark.parametrize("broken", ["prompt", "generated"])
 def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
     """Negative control: without the prompt, or with what was generated last only, tokens differ."""
-    penalize = operators.penalize
+    came, is_generated = logits_processors._came, logits_processors._is_generated
 
-    def forgetful(logits, before, *factors):
-        keep = (before.counts > 0) == (broken == "prompt")
-        penalize(logits, operators.CameBefore(before.rows[keep], before.tokens[keep], before.counts[keep]), *factors)
+    def keeps(sampling) -> np.ndarray:
+        return is_generated(sampling) == (broken == "prompt")
 
-    monkeypatch.setattr("megatron_ext.runner.logits_processing.penalize", forgetful)
+    forgetful = dataclasses.replace(
+        logits_processors.TOKEN_LISTS["came"],
+        of=lambda sampling, words: np.asarray(came(sampling, words), dtype=np.int64)[keeps(sampling)],
+        bits=lambda sampling: is_generated(sampling)[keeps(sampling)],
+    )
+    monkeypatch.setitem(logits_processors.TOKEN_LISTS, "came", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")
     got = run(Driver(model, HYBRID), wanted, names)
     assert all(got[name] != wanted[name][1] for name in names)
@@ -162,52 +159,3 @@ def test_log_probs_are_the_models_own(model, wanted):
         scores = oracle.logits(tokens[: len(PROMPTS["all"]) + i])[-1].log_softmax(-1)
         assert log_prob == pytest.approx(float(scores[token]), abs=1e-4)
         assert list(record.generated_top_n_log_probs[i]) == scores.topk(3).indices.tolist()
-
-
-def test_rows_that_ask_for_nothing_are_not_touched(model, wanted, monkeypatch):
-    """Rows without options are sampled from the unchanged logits."""
-    seen = []
-    sample = controller._sample
-    monkeypatch.setattr(controller, "_sample", lambda logits, rows: seen.append(len(rows)) or sample(logits, rows))
-    monkeypatch.setattr(controller, "process_logits", None)
-    assert run(Driver(model, HYBRID), wanted, ("nothing",)) == {"nothing": wanted["nothing"][1]}
-    assert seen == [1] * COUNT
-
-
-class TestOperators:
-    def test_in_16_bits_the_choice_is_made_in_32(self):
-        """A penalty of a hundredth is below bfloat16's steps at these logits."""
-        logits = torch.tensor([[8.0, 8.0, 1.0]], dtype=torch.bfloat16)
-        row_metadata = LogitsOptions(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
-        row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, row_metadata))
-        assert controller._choose(logits, [row]).tolist() == [1]
-
-    def test_bad_words_are_looked_for_in_the_answer(self):
-        """SA-1: a word whose first token ends the prompt may still begin there."""
-        for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
-            row_metadata = LogitsOptions(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
-            assert row_metadata.ruled_out == ruled_out, f"a prompt of {prompt}"
-
-    def test_min_p_is_a_share_of_the_best_token_that_may_come(self):
-        """SA-1: a forbidden token is gone before, though it be far better than the others."""
-        values = torch.tensor([[9.0, 2.0, 1.9, -5.0]])
-        row_metadata = LogitsOptions(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
-        row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, row_metadata))
-        process_logits(values, [row])
-        assert values.isfinite().tolist() == [[False, True, True, False]]
-
-    def test_a_row_keeps_what_it_has_where_nothing_would_be_left(self):
-        logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
-        operators.rule_out(logits, torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]))
-        assert logits.tolist() == [[1.0, 2.0], [1.0, -torch.inf]]
-
-    def test_only_allowed_words_are_kept(self):
-        logits = torch.zeros(2, 70)
-        masks = torch.zeros(1, 3, dtype=torch.int32)
-        masks[0, 0], masks[0, 2] = -(2**31) + 2, 32  # words 1, 31 and 69
-        operators.keep_allowed(logits, torch.tensor([1]), masks)
-        assert logits[0].tolist() == [0.0] * 70
-        assert (logits[1] == 0).nonzero().flatten().tolist() == [1, 31, 69]
-        assert torch.equal(operators._bits(masks), operators.bits_anywhere(masks))
-        operators.keep_allowed(logits, torch.tensor([0, 1]), masks.expand(2, -1).contiguous())
-        assert torch.equal(logits[0], logits[1])

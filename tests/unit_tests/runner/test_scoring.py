@@ -128,7 +128,7 @@ def test_no_memory_for_sampled_tokens_ends_those_that_find_none_alone(get_driver
         requests[name] = driver.add(name, make_prompt(20 + name), top_n_logprobs=best, skip_prompt_log_probs=True)
     driver.add(3, make_prompt(9), return_log_probs=False)
     driver.step()
-    monkeypatch.setattr("megatron_ext.mcore.controller.score_rows", starved)
+    monkeypatch.setattr("megatron_ext.runner.step_output.score_rows", starved)
     records = driver.run()
     assert records[1].status is Status.FAILED
     for request_id in (0, 2, 3):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_ext.config import RequestParams
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, decode_sizes, why_eager
 from megatron_ext.runner.cuda_graphs.input_batch import layout_of
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
+from megatron_ext.runner.layout import Layout
 from megatron_ext.runner.model_input import StagingRules
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -30,7 +31,9 @@ LIMITS = SchedulerLimits(
     chunked_prefill=True,
 )
 GREEDY = Sampling(1.0, 0, 0.0, None, (), None)
-SHAPING = LogitsOptions(array("i"), 0, 1.1, 0.5, 0.5, TokenBiases.of({3: 1.0}), ((3,),), 0.0)
+SHAPING = LogitsOptions(
+    RequestParams(repetition_penalty=1.1, presence_penalty=0.5, logit_bias=TokenBiases.of({3: 1.0})), bad_words=((3,),)
+)
 FORMED = dataclasses.replace(SHAPING, allowed=b"\xff" * 16)
 
 

@@ -86,11 +86,12 @@ def says(embedded, monkeypatch):
     def say(text: str) -> LiveServer:
         ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat.end_of_turn]
 
-        def choose(logits, rows):
-            made = [len(row.sampling.logits_options.tokens) - row.sampling.logits_options.prompt_length for row in rows]
+        def choose(logits, step):
+            options = [row.sampling.logits_options for row in step.sampling]
+            made = [len(one.tokens) - one.prompt_length for one in options]
             return torch.tensor([ids[count] for count in made])
 
-        monkeypatch.setattr("megatron_ext.mcore.controller._choose", choose)
+        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", choose)
         return embedded
 
     return say

@@ -1,0 +1,133 @@
+"""Sampler: from a step's logits to tokens, for eager and captured steps alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_tokens
+from megatron_ext.ops.sampling.sampling_metadata import GREEDY
+from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.runner.layout import Layout
+from megatron_ext.runner.logits_metadata import (
+    asked_processors,
+    entry_counts,
+    logits_layout,
+    needs_mask,
+    needs_processing,
+    process_logits,
+    write_logits_inputs,
+)
+from megatron_ext.runner.logits_processors import LogitsProcessor
+from megatron_ext.runner.scoring import rows_at_once
+from megatron_ext.scheduling.step import Sampling
+
+_DRAWN: Final = 4  # times the memory of scoring a row, for rows that are sorted and weighed in fp64
+
+
+class SamplerNeeds(NamedTuple):
+    """Sampling features that a step needs, over all its rows.
+
+    Attributes:
+        is_processed: True if a row has logits processors.
+        has_mask: True if a row has structured output; `is_processed` is then set, too.
+        is_drawn: True if a row is not greedy.
+        is_scored: True if a row requests log-probs.
+    """
+
+    is_processed: bool
+    has_mask: bool
+    is_drawn: bool
+    is_scored: bool
+
+
+def sampler_needs_of(rows: Sequence[Sampling | None]) -> SamplerNeeds:
+    """Return the sampling features that the rows need together; None for padding rows."""
+    asked = [one for one in rows if one is not None]
+    return SamplerNeeds(
+        is_processed=any(map(needs_processing, asked)),
+        has_mask=any(map(needs_mask, asked)),
+        is_drawn=any(one.uniform is not None for one in asked),
+        is_scored=any(one.top_n is not None for one in asked),
+    )
+
+
+def sampling_layout(rows: int) -> Layout:
+    """Return the layout of the sampling options of R rows."""
+    fractions = frozenset(name for name, neutral in GREEDY.items() if isinstance(neutral, float))
+    return Layout(dict.fromkeys(GREEDY, (rows,)), fractions)
+
+
+def write_sampling_options(rows: Sequence[Sampling | None], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the sampling options of each row; `uniform` is negative for greedy rows and rows without a token."""
+    drawn = [None if one is None or one.uniform is None else one for one in rows]
+    for name, neutral in GREEDY.items():
+        arrays[name][:] = [neutral if one is None else getattr(one, name) for one in drawn]
+
+
+@dataclass(frozen=True)
+class SamplerInput:
+    """Inputs of the sampler on the device, for m rows.
+
+    Attributes:
+        options: Sampling options of the rows; None if all of them are greedy.
+        processors: Logits processors to apply.
+        logits_parts: Inputs of the processors, see `logits_metadata.logits_layout`.
+        processed: Rows to process, which the inputs describe; None for all rows.
+    """
+
+    options: SamplingMetadata | None
+    processors: Sequence[LogitsProcessor] = ()
+    logits_parts: Mapping[str, Tensor] | None = None
+    processed: np.ndarray | None = None
+
+
+def sample(logits: Tensor, inputs: SamplerInput) -> Tensor:
+    """Return the token of each row: [m, V] -> [m]. Logits are left as they are; only processed rows are copied."""
+    if not inputs.processors:
+        return _choose(logits, inputs.options)
+    assert inputs.logits_parts is not None, "processors have inputs"
+    if inputs.processed is None:
+        return _choose(process_logits(logits, inputs.logits_parts, inputs.processors), inputs.options)
+    index = to_device(torch.from_numpy(inputs.processed), logits.device)
+    values = process_logits(logits.index_select(0, index), inputs.logits_parts, inputs.processors)
+    options = None if inputs.options is None else inputs.options.select(inputs.processed)
+    return _choose(logits, inputs.options).index_copy(0, index, _choose(values, options))
+
+
+def _choose(logits: Tensor, options: SamplingMetadata | None) -> Tensor:
+    if options is None:
+        return greedy_tokens(logits)
+    return sample_tokens(logits, options, max(1, rows_at_once(logits.shape[1]) // _DRAWN))
+
+
+def eager_sampler_input(rows: Sequence[Sampling], words: int, device: torch.device) -> SamplerInput:
+    """Return the sampler's input for rows of a step, in one copy; greedy rows without processors need none."""
+    needs, processed = sampler_needs_of(rows), [i for i, one in enumerate(rows) if needs_processing(one)]
+    asked = [rows[i] for i in processed]
+    parts = []
+    if needs.is_drawn:
+        parts.append(sampling_layout(len(rows)))
+    if asked:
+        parts.append(logits_layout(len(asked), entry_counts(asked, words), words, has_mask=needs.has_mask))
+    if not parts:
+        return SamplerInput(None)
+    layout = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+    whole = torch.empty(layout.count, dtype=torch.int64)
+    arrays = {name: one.numpy() for name, one in layout.parts(whole).items()}
+    if needs.is_drawn:
+        write_sampling_options(rows, arrays)
+    processors = asked_processors(arrays, write_logits_inputs(asked, words, arrays)) if asked else ()
+    staged = layout.parts(to_device(whole, device))
+    host = {name: arrays[name] for name in GREEDY} if needs.is_drawn else None
+    return SamplerInput(
+        SamplingMetadata.of(staged, host) if needs.is_drawn else None,
+        processors,
+        staged,
+        None if len(asked) == len(rows) else np.asarray(processed),
+    )

@@ -1,0 +1,127 @@
+"""Tokens and scores of an eager step, from its logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.engine.error_isolation import describe
+from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.runner.model_input import ModelInput, PromptScore, SamplingRow
+from megatron_ext.runner.out_of_memory import is_out_of_memory
+from megatron_ext.runner.sampler import eager_sampler_input, sample
+from megatron_ext.runner.scoring import score_rows
+
+
+def choose_tokens(
+    logits: Tensor,
+    step: ModelInput,
+    scored_logits: Callable[[slice], Tensor],
+    *,
+    is_alone: bool = True,
+) -> StepResult:
+    """Sample and score. A scoring that runs out of memory fails only the request that asked for the scores.
+
+    Args:
+        logits: [m, V], rows as in `step.sample_tokens`.
+        step: The computed step.
+        scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
+        is_alone: Whether no other rank takes part in scoring. Another rank would wait for a scoring that this rank has
+            given up, so with several ranks running out of memory fails the step.
+    """
+    failures: dict[int, str] = {}
+    tokens = next_tokens(logits, step)  # [m]
+    generated = _score_generated(logits, tokens, step.sampling, failures)
+    prompt = {}
+    for part in step.prompt_scores:
+        with _out_of_memory_fails(part.request_id, failures) if is_alone else contextlib.nullcontext():
+            prompt[part.request_id] = _score_prompt(scored_logits, part, logits)
+    return _by_request(step.sampling, tokens, generated, prompt, failures)
+
+
+def next_tokens(logits: Tensor, step: ModelInput) -> Tensor:
+    """Return the token of every sampling row: [m]."""
+    rows = [row.sampling for row in step.sampling]
+    return sample(logits, eager_sampler_input(rows, logits.shape[1], logits.device))
+
+
+def _by_request(
+    rows: Sequence[SamplingRow],
+    tokens: Tensor,
+    generated: Mapping[int, Score],
+    prompt: dict[int, tuple[Score, ...]],
+    failures: dict[int, str],
+) -> StepResult:
+    """Group the results of a step's rows by request; a request with drafts has several consecutive rows."""
+    drawn = tokens.tolist()
+    behind = [i for i, row in enumerate(rows) if row.drafts]
+    first = [i for i, row in enumerate(rows) if not row.drafts] if behind else range(len(rows))
+    names = [rows[i].request_id for i in first]
+    result = StepResult(
+        tokens={name: drawn[i] for name, i in zip(names, first, strict=True)},
+        generated={rows[i].request_id: score for i, score in generated.items() if not rows[i].drafts},
+        prompt=prompt,
+        failures=failures,
+    )
+    for i in behind:
+        name = rows[i].request_id
+        result.target_tokens[name] = (*result.target_tokens.get(name, ()), drawn[i])
+        if i in generated:
+            result.target_scores[name] = (*result.target_scores.get(name, ()), generated[i])
+    return result
+
+
+def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
+    first, count = part.rows.start, len(part.targets)
+    targets = to_device(torch.tensor(part.targets), logits.device)
+
+    def logits_of(rows: slice) -> Tensor:
+        return scored_logits(slice(first + rows.start, first + min(rows.stop, count)))
+
+    return score_rows(logits_of, logits.shape[-1], targets, [part.top_n] * count)
+
+
+def _score_generated(
+    logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str]
+) -> dict[int, Score]:
+    """Return scores of sampled tokens by row, in one batch; row by row if that runs out of memory."""
+    asked = [i for i, row in enumerate(rows) if row.sampling.top_n is not None]
+    if not asked:
+        return {}
+    try:
+        scores = _score_sampled(logits, tokens, rows, asked)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return dict(zip(asked, scores, strict=True))
+    found = {}
+    for i in asked:
+        with _out_of_memory_fails(rows[i].request_id, failures):
+            (found[i],) = _score_sampled(logits, tokens, rows, [i])
+    return found
+
+
+def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: list[int]) -> tuple[Score, ...]:
+    index = to_device(torch.tensor(asked), logits.device)
+
+    def logits_of(part: slice) -> Tensor:
+        return logits.index_select(0, index[part])
+
+    top_n = [rows[i].sampling.top_n or 0 for i in asked]
+    return score_rows(logits_of, logits.shape[-1], tokens.index_select(0, index).clamp(min=0), top_n)
+
+
+@contextlib.contextmanager
+def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[None]:
+    """Record an out-of-memory error inside this context as a failure of the request."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failures[request_id] = f"no memory for its log-probs: {describe(error)}"

@@ -1,0 +1,440 @@
+"""Sampling of a step's rows from its logits, by eager and by captured steps: equal tokens and log-probs, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.config import RequestParams
+from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.engine.result import StepResult
+from megatron_ext.ops import triton
+from megatron_ext.ops.sampling import SAMPLING, reference, sample_tokens, sampling_metadata
+from megatron_ext.runner import sampler as runner_sampler
+from megatron_ext.runner import scoring
+from megatron_ext.runner.cuda_graphs import graph_sampler
+from megatron_ext.runner.cuda_graphs.async_output import fetch, output_layout
+from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
+from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
+from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
+from megatron_ext.runner.logits_metadata import (
+    entry_counts,
+    logits_layout,
+    room_for,
+    unsent_entries,
+    write_logits_inputs,
+)
+from megatron_ext.runner.logits_processors import PROCESSORS, TOKEN_LISTS
+from megatron_ext.runner.model_input import SamplingRow
+from megatron_ext.runner.sampler import sampler_needs_of, sampling_layout, write_sampling_options
+from megatron_ext.runner.step_output import choose_tokens
+from megatron_ext.scheduling.logits_options import LogitsOptions
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk
+from tests.priority import TestPriority
+from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.support.programs import ProgramRecorder, differences
+from tests.unit_tests.support.replay import ReplayedGraphs
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+WORDS, ROWS = 150, 12
+MASK = -(-WORDS // 32)  # numbers of a mask
+CPU = torch.device("cpu")
+PADDING = (4, ROWS - 1)
+BASE = sampling_layout(ROWS)
+Rows = list[Sampling | None]
+
+
+class Eager:
+    """Sampling as an eager step does it."""
+
+    def choose(self, logits: Tensor, rows: Rows) -> StepResult:
+        asking = [i for i, one in enumerate(rows) if one is not None]
+        step = SimpleNamespace(sampling=[SamplingRow(i, rows[i]) for i in asking], prompt_scores=[])
+        return choose_tokens(logits[asking] if len(asking) < len(rows) else logits, step, lambda _: None)
+
+
+class Captured:
+    """Static buffers full of garbage, and the sampling graphs of a bucket over them."""
+
+    def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
+        room = room_for(ROWS)
+        self.processed, self.masked = (BASE | logits_layout(ROWS, room, WORDS, has_mask=one) for one in (False, True))
+        self.output = output_layout(ROWS, WORDS)
+        self.buffers = InputBuffers([self.masked], CPU, self.output.count)
+        self.outputs = AsyncModelOutput(self.buffers.answer, CPU)
+        for whole in (self.buffers._device, *(one.whole for one in self.buffers._host)):
+            whole.fill_((5 << 32) + 77)
+        self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
+        self.write(rows_of(0)[:1] + [None] * (ROWS - 1))
+        parts = self.buffers.parts(self.masked), self.output.parts(self.buffers.answer)
+        self.graphs = GraphSampler(graphs or NoGraphs(), self.logits, *parts)
+
+    def write(self, rows: Rows) -> None:
+        needs = sampler_needs_of(rows)
+        layout = self.masked if needs.has_mask else self.processed if needs.is_processed else BASE
+        arrays, unsent = self.buffers.open(layout), 0
+        write_sampling_options(rows, arrays)
+        if needs.is_processed:
+            used = write_logits_inputs(rows, WORDS, arrays)
+            unsent = 0 if needs.has_mask else unsent_entries(room_for(ROWS), used)
+        self.buffers.send(layout, unused=unsent)
+
+    def fetch(self, rows: Rows, *, is_scored: bool) -> StepResult:
+        chunks = [ScheduledChunk(i, (0,), 0, 1, True, (), 0, i, sampling=one) for i, one in enumerate(rows)]
+        return fetch(self.outputs, self.output, chunks, is_scored=is_scored).result()
+
+    def choose(self, logits: Tensor, rows: Rows) -> StepResult:
+        rows = [*rows, *[None] * (ROWS - len(rows))]
+        self.logits[:] = torch.nan
+        self.logits[: len(logits)] = logits
+        self.write(rows)
+        with torch.inference_mode():
+            self.graphs.run(sampler_needs_of(rows))
+        return self.fetch(rows, is_scored=sampler_needs_of(rows).is_scored)
+
+
+# Triton's interpreter is too slow for these; `tests/unit_tests/ops/test_sampling_triton.py` has its draws.
+@pytest.fixture(params=[name for name in usable(SAMPLING) if name != triton.NAME])
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw by each backend that runs here."""
+    with SAMPLING.forced(request.param):
+        yield
+
+
+@pytest.fixture(params=["eager", "captured", "captured in 16 bits"])
+def choose(request: pytest.FixtureRequest) -> Callable[[Tensor, Rows], list[int]]:
+    """The tokens of some rows, by an eager or a captured step."""
+    dtype = torch.bfloat16 if "16" in request.param else torch.float32
+    made = Eager() if request.param == "eager" else Captured(dtype=dtype)
+
+    def call(logits: Tensor, rows: Rows) -> list[int]:
+        return list(made.choose(logits.to(dtype), rows).tokens.values())
+
+    return call
+
+
+def sampling(uniform: float | None = None, options: LogitsOptions | None = None, **fields: object) -> Sampling:
+    """Greedy, or drawn by this number."""
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "forbidden": (), "top_n": None}
+    return Sampling(**{**plain, **fields}, uniform=uniform, logits_options=options)
+
+
+def options_of(tokens: tuple[int, ...] = (), prompt: int = 0, bad_words: tuple = (), **params: object) -> LogitsOptions:
+    return LogitsOptions(RequestParams(**params), array("I", tokens), prompt, bad_words)
+
+
+# Rows in any mix
+
+
+def mask_of(seed: float) -> bytes:
+    """Half of the tokens."""
+    return random.Random(seed).randbytes(4 * MASK)
+
+
+def random_options(source: random.Random, *, masks: bool) -> LogitsOptions:
+    """Every option in some rows, tokens that came more than once, words of two tokens whose first one has just come."""
+    tokens = [source.randrange(WORDS // 3) for _ in range(30)]
+    words = ((tokens[-1], 7), (source.randrange(WORDS),), (WORDS - 1, 3))
+    params = RequestParams(
+        repetition_penalty=source.choice([1, 1.3]),
+        presence_penalty=source.choice([0, 0.7]),
+        frequency_penalty=source.choice([0, -0.4, 1.1]),
+        logit_bias=TokenBiases.of({source.randrange(WORDS): source.uniform(-5, 5) for _ in range(source.randrange(4))}),
+        min_p=source.choice([0.0, 0.05, 0.5]),
+    )
+    return LogitsOptions(
+        params=params,
+        tokens=array("I", tokens),
+        prompt_length=source.choice([4, 20]),
+        bad_words=words if source.random() < 0.5 else (),
+        allowed=mask_of(source.random()) if masks and source.random() < 0.5 else None,
+    )
+
+
+def random_sampling(source: random.Random, *, processed: bool, scored: bool, masks: bool) -> Sampling:
+    is_greedy = source.random() < 0.4
+    return sampling(
+        None if is_greedy else source.random(),
+        random_options(source, masks=masks) if processed and source.random() < 0.6 else None,
+        temperature=0.0 if is_greedy else source.uniform(0.3, 1.5),
+        top_k=source.choice([0, 5]),
+        top_p=source.choice([0.0, 0.9]),
+        forbidden=tuple(source.choices([3, 9, -1, WORDS + 5], k=2)) if processed and source.random() < 0.4 else (),
+        top_n=source.choice([None, 0, 3, MAX_LISTED]) if scored else None,
+    )
+
+
+def rows_of(seed: int, *, processed: bool = True, scored: bool = True, masks: bool = False) -> Rows:
+    """Sampling options of rows, and two padding rows among them."""
+    source = random.Random(seed)
+    kinds = {"processed": processed, "scored": scored, "masks": masks}
+    return [None if row in PADDING else random_sampling(source, **kinds) for row in range(ROWS)]
+
+
+def logits_of(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows whose best tokens are forbidden or ruled out, and padding of NaN."""
+    logits = torch.randn(ROWS, WORDS, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[::3, [3, 9]], logits[1::3, 7] = 12.0, 12.0
+    logits[list(PADDING)] = torch.nan
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("graphs", [NoGraphs, ReplayedGraphs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_mix_of_rows_to_the_bit(dtype: torch.dtype, graphs: type, backend: None) -> None:
+    """CU-5, SA-1, SA-2: greedy and drawn, processed and scored rows; ties of 16 bits; graphs that are used again."""
+    captured, seen = Captured(graphs(), dtype), []
+    for seed in range(12):
+        rows = rows_of(seed, processed=seed % 3 > 0, scored=seed % 4 > 0, masks=seed % 2 > 0)
+        logits = logits_of(seed, dtype)
+        found, expected = captured.choose(logits, rows), Eager().choose(logits, rows)
+        assert found.tokens == expected.tokens
+        assert found.generated == expected.generated
+        seen.append(expected)
+    assert any(len(score.top_n) == MAX_LISTED for result in seen for score in result.generated.values())
+    assert any(not result.generated for result in seen)
+
+
+def test_a_row_does_not_depend_on_the_others(backend: None) -> None:
+    """EX-13, SA-1: each row of any mix alone, and logits that are left as they were."""
+    for seed in range(4):
+        rows, logits = rows_of(seed, masks=True), logits_of(seed)
+        before = logits.clone()
+        together = Eager().choose(logits, rows)
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+        for i, one in enumerate(rows):
+            if one is not None:
+                assert Eager().choose(logits[i : i + 1], [one]).tokens[0] == together.tokens[i]
+
+
+MIXES = {
+    "all greedy": [None] * 6,
+    "all drawn": [0.1, 0.5, 0.9, 0.3, 0.7, 0.99],
+    "mixed": [None, 0.5, None, None, 0.7, 0.99],
+}
+
+
+@pytest.mark.parametrize("forbids", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_greedy_drawn_and_forbidden(choose: Callable, mix: str, forbids: bool) -> None:
+    """SA-2: each row is the operator's token of its own logits without its forbidden token."""
+    logits = torch.randn(6, WORDS, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    best, expected, rows = logits.argmax(-1).tolist(), [], []
+    for i, uniform in enumerate(MIXES[mix]):
+        forbidden, own = (best[i],) if forbids and i % 2 else (), logits[i : i + 1].clone()
+        own[:, list(forbidden)] = -torch.inf
+        rows.append(sampling(uniform, temperature=0.5 + i, top_k=10 * i, top_p=0.9, forbidden=forbidden))
+        drawn = (
+            [] if uniform is None else [sample_tokens(own, sampling_metadata([0.5 + i], [10 * i], [0.9], [uniform]))]
+        )
+        expected.append(int(drawn[0] if drawn else own.argmax()))
+    found = choose(logits, rows)
+    assert found == expected
+    assert not forbids or all(found[i] != best[i] for i in (1, 3, 5))
+
+
+@pytest.mark.parametrize("token", [-1, WORDS, 10**9])
+def test_a_forbidden_token_outside_the_vocabulary(choose: Callable, token: int) -> None:
+    """SA-2: the tokenizer's end token may be none of the model's; of equal best tokens the first one is taken."""
+    logits = torch.zeros(3, WORDS)
+    logits[1, [7, 90, 149]] = 5.0
+    assert choose(logits, [sampling(forbidden=(token,))] * 3) == [0, 7, 0]
+
+
+def test_in_16_bits_the_choice_is_made_in_32(choose: Callable) -> None:
+    """SA-1: a penalty of a hundredth is below bfloat16's steps at these logits."""
+    logits = torch.zeros(1, WORDS)
+    logits[0, :2] = 8.0
+    assert choose(logits, [sampling(None, options_of((1, 0), 1, presence_penalty=0.01))]) == [1]
+
+
+def test_min_p_is_a_share_of_the_best_token_that_may_come(choose: Callable) -> None:
+    """SA-1: a forbidden token is excluded before `min_p` takes shares; otherwise no token at all would be left."""
+    logits = torch.zeros(1, WORDS)
+    logits[0, 3], logits[0, 5], logits[0, 8] = 30.0, 9.0, 8.875
+    options = options_of(min_p=0.5)
+    drawn = [choose(logits, [sampling(one, options, forbidden=(3,))])[0] for one in (0.0, 0.3, 0.7, 0.9999)]
+    assert drawn == [5, 5, 8, 8]
+
+
+def test_where_nothing_would_be_left_bad_words_are_ignored(choose: Callable) -> None:
+    """SA-1: bad words that exclude every token."""
+    logits, every = torch.arange(WORDS).float()[None].expand(2, -1), tuple((token,) for token in range(WORDS))
+    rows = [sampling(None, options_of(bad_words=every)), sampling(None, options_of(bad_words=every[1:]))]
+    assert choose(logits, rows) == [WORDS - 1, 0]
+
+
+def test_only_allowed_tokens_are_kept(choose: Callable) -> None:
+    """SA-3: a mask of three tokens at the borders of its bytes and numbers; the row beside it has none."""
+    bits = np.zeros(32 * MASK, dtype=np.uint8)
+    bits[[1, 31, 69]] = 1
+    options = dataclasses.replace(options_of(), allowed=np.packbits(bits, bitorder="little").tobytes())
+    logits = torch.arange(WORDS).float()[None].expand(2, -1)
+    assert choose(logits, [sampling(None, options), sampling()]) == [69, WORDS - 1]
+    uniforms = [(i + 0.5) / 30 for i in range(10)]
+    flat = torch.zeros(10, WORDS)
+    assert {choose(flat, [sampling(3 * one, options)] * 10)[0] for one in uniforms} == {1, 31, 69}
+
+
+def test_bad_words_are_looked_for_in_the_answer() -> None:
+    """SA-1: a word whose first token ends the prompt may still begin there."""
+    for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
+        assert options_of((4, 5), prompt, ((5, 6),)).ruled_out == ruled_out, f"a prompt of {prompt}"
+
+
+# Costs
+
+
+def test_rows_that_ask_for_nothing_are_not_processed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rows with options are copied, and only by the processors that change one of them."""
+    seen = []
+    process = runner_sampler.process_logits
+
+    def noted(logits: Tensor, parts: object, processors: list) -> Tensor:
+        seen.append((len(logits), [one.apply.__name__ for one in processors]))
+        return process(logits, parts, processors)
+
+    monkeypatch.setattr(runner_sampler, "process_logits", noted)
+    logits, plain = torch.zeros(4, WORDS), sampling(0.5)
+    Eager().choose(logits, [plain] * 4)
+    assert not seen
+    Eager().choose(logits, [plain, sampling(0.5, options_of(min_p=0.2)), plain, sampling(forbidden=(3,))])
+    Eager().choose(logits, [sampling(None, options_of((1, 2), 1, frequency_penalty=0.2))] * 4)
+    Eager().choose(logits, [sampling(None, options_of((1, 2), 2, frequency_penalty=0.2))] * 4)  # nothing generated
+    assert seen == [(2, ["forbid", "drop_improbable"]), (4, ["penalize"])]
+
+
+def test_drawn_logits_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator reads the model's own logits, whether or not some rows are greedy."""
+    seen = []
+
+    def watch(given: Tensor, *rest: object) -> Tensor:
+        seen.append(given.data_ptr())
+        return sample_tokens(given, *rest)
+
+    monkeypatch.setattr(runner_sampler, "sample_tokens", watch)
+    logits = torch.zeros(6, WORDS)
+    for mix in ("all drawn", "mixed", "all greedy"):
+        Eager().choose(logits, [sampling(one) for one in MIXES[mix]])
+    assert seen == [logits.data_ptr()] * 2
+
+
+def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SE-2: scores and draws take no more memory than stated, for any rows; nothing else changes."""
+    sizes = []
+    for module, name in ((reference, "draw_sorted"), (graph_sampler, "log_probs_of")):
+        function = getattr(module, name)
+
+        def noted(logits: Tensor, *rest: object, function: object = function) -> object:
+            sizes.append(len(logits))
+            return function(logits, *rest)
+
+        monkeypatch.setattr(module, name, noted)
+    monkeypatch.setattr(scoring, "SCORING_BYTES", 5 * 12 * WORDS)
+    rows, logits = rows_of(3), logits_of(3)
+    with SAMPLING.forced("reference"):
+        captured = Captured()
+        sizes.clear()
+        found, expected = captured.choose(logits, rows), Eager().choose(logits, rows)
+    assert (found.tokens, found.generated) == (expected.tokens, expected.generated)
+    assert sizes == [1] * ROWS + [5, 5, 2]
+
+
+# Captured steps alone
+
+
+@pytest.mark.parametrize("name", TOKEN_LISTS)
+def test_each_list_matters(name: str) -> None:
+    """The negative control: with a list left empty some token is another one."""
+    captured, place = Captured(), list(TOKEN_LISTS).index(name)
+    captured.choose(logits_of(1), rows_of(1))
+    differing = 0
+    for seed in range(8):
+        rows = rows_of(seed)
+        expected = captured.choose(logits_of(seed), rows).tokens
+        captured.buffers.parts(captured.masked)["used"][place] = 0
+        captured.graphs.run(sampler_needs_of(rows))
+        found = captured.fetch(rows, is_scored=True).tokens
+        differing += sum(found[one] != expected[one] for one in expected)
+    assert differing
+
+
+def test_masks_matter() -> None:
+    """The negative control: with every token allowed some token is another one."""
+    captured, rows = Captured(), rows_of(2, masks=True)
+    guided = captured.choose(logits_of(2), rows).tokens
+    captured.buffers.parts(captured.masked)["masks"].fill_(-1)
+    captured.graphs.run(sampler_needs_of(rows))
+    assert captured.fetch(rows, is_scored=True).tokens != guided
+
+
+@pytest.mark.parametrize("one", PROCESSORS, ids=lambda one: one.apply.__name__)
+def test_neutral_inputs_change_nothing(one: object) -> None:
+    """CU-4: rows without options keep their logits in every processor."""
+    captured = Captured()
+    arrays = captured.buffers.open(captured.masked)
+    write_logits_inputs([sampling(0.5)] * (ROWS - 1) + [None], WORDS, arrays)
+    parts = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    logits = logits_of(5)[[0, 1, 2, 3, 5]].repeat(3, 1)[:ROWS]
+    assert torch.equal(runner_sampler.process_logits(logits, parts, [one]), logits)
+
+
+def test_two_steps_are_the_same_program() -> None:
+    """CU-5: processed, drawn and scored, whatever is asked; nothing is read back and nothing comes from the host."""
+    with SAMPLING.forced("reference"):
+        captured, programs = Captured(), []
+        for seed in (1, 3):
+            rows = rows_of(seed, masks=True)
+            captured.write(rows)
+            needs = sampler_needs_of(rows)
+            assert all(needs)
+            programs.append(ProgramRecorder())
+            with programs[-1]:
+                captured.graphs.run(needs)
+    first, second = programs
+    assert len(first.operations) > 50
+    assert not differences(first, second)
+    assert not first.unfit
+
+
+def test_what_no_row_asks_for_is_neither_sent_nor_computed_nor_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-5: the lists stay here, one graph runs, the tokens alone come back."""
+    captured, sent, fetched = Captured(graphs := ReplayedGraphs()), [], []
+    send, fetched_by = captured.buffers.send, captured.outputs.fetch
+    monkeypatch.setattr(captured.buffers, "send", lambda layout, **rest: (sent.append(layout), send(layout, **rest)))
+    monkeypatch.setattr(captured.outputs, "fetch", lambda count: (fetched.append(count), fetched_by(count))[1])
+    for kinds in ({"processed": False, "scored": False}, {}):
+        graphs.replayed = 0
+        captured.choose(logits_of(2), rows_of(2, **kinds))
+        fetched.append(graphs.replayed)
+    assert sent == [BASE, captured.processed]
+    assert fetched == [ROWS, 1, captured.output.count, 2]
+
+
+def test_room_of_a_captured_step() -> None:
+    """CU-5: tokens that came count as often as they came, those of prompts for repetition alone."""
+
+    def has_room(one: Sampling, count: int, rows: int) -> bool:
+        needed, room = entry_counts([one] * count, WORDS), room_for(rows)
+        return all(needed[name] <= room[name] for name in room)
+
+    def long(**params: object) -> Sampling:
+        return sampling(0.5, options_of((1,) * 9000, 6000, presence_penalty=0.5, **params))
+
+    assert has_room(long(), 1, 1)
+    assert not has_room(long(), 2, 1)
+    assert has_room(long(), 2, 2)
+    assert not has_room(long(repetition_penalty=1.1), 1, 1)
+    assert not has_room(sampling(forbidden=tuple(range(65))), 1, 1)
+    biases = TokenBiases.of(dict.fromkeys(range(513), 1.0))
+    assert not has_room(long(logit_bias=biases), 1, 1)
