@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -113,17 +113,16 @@ def test_failures_and_suspensions_count_no_token_twice(warm, oracle):
     warm.engine.resume()
     warm.run()
     record = warm.records[1]
-    assert warm.model.books[1].matched == [3, 6, 0]
+    assert warm.matched[1] == [3, 6, 0]
     assert record.skipped_prefill_token_count == 48
     assert record.prefill_reasons == {"not_cached": 128 - 48, "partial_block": 10}
     assert record.recomputed_token_count > 108
     assert_equals_oracle(warm, 1, oracle)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prompt_log_probs(get_caching_driver, oracle, policy):
+def test_prompt_log_probs(get_caching_driver, oracle):
     """EX-5: asked for, nothing is skipped, and every value is right; what was computed serves others, in any order."""
-    driver = get_caching_driver(policy=policy, max_tokens=40)
+    driver = get_caching_driver(max_tokens=40)
     driver.add(0, PROMPT, num_tokens_to_generate=20)
     driver.step()
     driver.step()

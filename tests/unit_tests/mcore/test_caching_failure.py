@@ -1,4 +1,7 @@
-"""EX-8, KV-5: aborts at every stage and forwards that raise, among requests that share blocks."""
+"""KV-5, EX-8: aborts at every stage, forwards that raise and preemptions, among requests that share blocks and states.
+
+Cases without a kind have both, in a hybrid model.
+"""
 
 from __future__ import annotations
 
@@ -8,175 +11,83 @@ import pytest
 
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver, failing_scan
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(4 * BLOCK + 5)
-TURN = [*PROMPT[: 2 * BLOCK], *make_prompt(30, seed=1)]
+LONG = [*PROMPT, *make_prompt(100, seed=1)]
+FAILING = {"attention_only": failing_forward, "hybrid": failing_scan}
 
 
-def abort(driver: CachingDriver, request_id: int) -> None:
-    """Abort the request: its own blocks are free at once; shared ones lose one reference each."""
-    request = driver.engine.get_request(request_id)
-    table, pool = list(request.block_table), driver.scheduler.blocks
-    before = {block: pool.references(block) for block in table}
-    cached = driver.scheduler.cache.use().blocks_cached
-    driver.engine.abort_request(request_id)
-    driver.engine.check()
-    assert {block: pool.references(block) for block in table} == {block: n - 1 for block, n in before.items()}
-    assert (request.block_table, request.sequence.running_slot) == ((), None)
-    assert request_id not in driver.scheduler.pending_blocks.requests()
-    assert driver.scheduler.cache.use().blocks_cached <= cached  # nothing half-computed was published
-
-
-def finish(driver: CachingDriver, oracle: object, aborted: int, skipped: list[int]) -> None:
-    driver.run()
-    assert driver.records[aborted].status is Status.ABORTED
-    others = sorted(set(driver.records) - {aborted})
-    assert driver.skipped(*others) == skipped
-    for request_id in others:
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-class TestAbort:
-    """EX-8, stage by stage; the requests beside the aborted one share its prefix."""
-
-    def test_waiting(self, get_caching_driver, oracle, policy):
-        driver = get_caching_driver(policy=policy, max_requests=1)
-        for request_id in range(3):
-            driver.add(request_id, PROMPT)
-        driver.step()
-        abort(driver, 1)
-        finish(driver, oracle, 1, [0, 64])  # what the other waited for is kept for it
-
-    def test_follower(self, get_caching_driver, oracle, policy):
-        driver = get_caching_driver(policy=policy)
-        for request_id in range(3):
-            driver.add(request_id, PROMPT)
-        driver.step()
-        assert driver.engine.get_request(1).timeline.has_waited_for_prefix
-        abort(driver, 1)
-        finish(driver, oracle, 1, [0, 64])
-
-    def test_leader_in_mid_prefill(self, get_caching_driver, oracle, policy):
-        """KV-6: the first follower takes over, from what the leader had completed if that is still there."""
-        driver = get_caching_driver(policy=policy, max_tokens=40)
-        for request_id in range(3):
-            driver.add(request_id, PROMPT)
-        driver.step()
-        assert [r.request_id for r in driver.scheduler.queues.running] == [0]
-        abort(driver, 0)
-        finish(driver, oracle, 0, [32 if policy == "lru" else 0, 64])
-        assert driver.records[0].computed_prefill_token_count == 40
-
-    def test_mid_prefill_on_shared_blocks(self, get_caching_driver, oracle, policy):
-        """Shared blocks stay unharmed with their owner; the blocks that the request began are gone."""
-        driver = get_caching_driver(policy=policy, max_tokens=40)
-        driver.add(0, PROMPT, num_tokens_to_generate=20)
-        driver.step()
-        driver.step()
-        driver.add(1, [*PROMPT, *make_prompt(100, seed=1)])
-        driver.step()
-        assert driver.engine.get_request(1).computed_end == 64 + 39
-        abort(driver, 1)
-        driver.add(2, [*PROMPT, *make_prompt(100, seed=1)])
-        finish(driver, oracle, 1, [0, 96 if policy == "lru" else 64])
-
-    def test_decoding_owner_of_shared_blocks(self, get_caching_driver, oracle, policy):
-        """The request that computed the blocks leaves; those that share them read on."""
-        driver = get_caching_driver(policy=policy)
-        driver.add(0, PROMPT, num_tokens_to_generate=40)
-        driver.step()
-        driver.add(1, PROMPT, num_tokens_to_generate=20)
-        driver.step()
-        driver.step()
-        abort(driver, 0)
-        driver.add(2, TURN)
-        driver.add(3, make_prompt(70, seed=4))  # takes over what is free
-        finish(driver, oracle, 0, [64, 32, 0])
-
-    def test_paused(self, get_caching_driver, oracle, policy):
-        driver = get_caching_driver(policy=policy, block_count=6)
-        prompt = PROMPT[: 3 * BLOCK]
-        driver.add(0, prompt, num_tokens_to_generate=20)
-        driver.add(1, prompt, num_tokens_to_generate=20)
-        driver.add(2, prompt[:20], num_tokens_to_generate=20)
-        while not len(driver.scheduler.queues.paused):
-            driver.step()
-        assert [request.request_id for request in driver.scheduler.queues.paused] == [2]
-        abort(driver, 2)
-        finish(driver, oracle, 2, [0, 47])
-
-
-def in_flight(driver: CachingDriver) -> CachingDriver:
-    """Start requests: one decodes, one prefills on blocks of the first, one waits for the second, one is unrelated."""
+def in_flight(get_oracle, kind: str) -> CachingDriver:
+    """Start requests: one decodes, one prefills on the first's blocks, one waits for the second, one is unrelated."""
+    driver = build_driver(get_oracle, kind, max_tokens=40)
     driver.add(0, PROMPT, num_tokens_to_generate=20)
     driver.step()
     driver.step()
-    driver.add(1, [*PROMPT, *make_prompt(100, seed=1)])
-    driver.add(2, [*PROMPT, *make_prompt(100, seed=1), 5])
+    driver.add(1, LONG)
+    driver.add(2, [*LONG[:150], 5])
     driver.add(3, make_prompt(30, seed=2))
     driver.step()
     assert [request.computed_end for request in driver.scheduler.queues.running] == [70, 103]
     return driver
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_forward_that_raises(get_caching_driver, oracle, policy, layer):
-    """KV-5: a failed forward publishes and leaks nothing; earlier blocks are found, and all requests succeed."""
-    driver = in_flight(get_caching_driver(policy=policy, max_tokens=40))
-    lifetime, skipped = driver.engine.lifetime_prefill_token_count, driver.engine.lifetime_skipped_token_count
-    with failing_forward(layer), pytest.raises(Broken):
-        driver.step()
+def assert_nothing_is_held(driver: CachingDriver) -> None:
+    """No block is in use, no request leads another, and no slot is reserved."""
     driver.engine.check()
-    assert driver.scheduler.cache.use().blocks_cached == (6 if policy == "lru" else 0)
     assert driver.free_blocks == driver.scheduler.blocks.total
     assert driver.scheduler.pending_blocks.requests() == set()
+    if isinstance(driver, HybridDriver):
+        assert driver.states.obtainable_count == driver.states.total
+
+
+def finish(driver: CachingDriver, get_oracle, kind: str = "hybrid") -> dict[int, int]:
+    """Run to the end; completed requests equal the oracle. Return the skipped tokens of each."""
+    records = driver.run()
+    completed = {name: one for name, one in records.items() if one.status is Status.COMPLETED}
+    for request_id in completed:
+        assert_equals_oracle(driver, request_id, get_oracle(kind))
+    return {name: completed[name].skipped_prefill_token_count for name in sorted(completed)}
+
+
+# A step of the hybrid model has 4 scans: two layers, each of one decode and one prefill call.
+@pytest.mark.parametrize(("kind", "call"), [("attention_only", 0), ("attention_only", 1), ("hybrid", 0), ("hybrid", 3)])
+def test_a_forward_that_raises(get_oracle, kind, call):
+    """KV-5: a failed forward publishes and leaks nothing; earlier blocks and snapshots are found, and all succeed."""
+    driver = in_flight(get_oracle, kind)
+    lifetime, skipped = driver.engine.lifetime_prefill_token_count, driver.engine.lifetime_skipped_token_count
+    with FAILING[kind](call), pytest.raises(Broken):
+        driver.step()
+    assert_nothing_is_held(driver)
+    assert driver.scheduler.cache.use().blocks_cached == 6
     assert [request.request_id for request in driver.scheduler.queues.waiting] == [0, 1, 2, 3]
     assert driver.engine.lifetime_prefill_token_count == lifetime
     assert driver.engine.lifetime_skipped_token_count == skipped
-    driver.run()
-    # The first finds its own blocks again, if they are kept; the second those, or the first one's after that.
-    lru = policy == "lru"
-    assert [driver.model.books[i].matched for i in range(4)] == [[0, 4 if lru else 0], [4, 6 if lru else 4], [10], [0]]
-    assert driver.skipped(0, 1, 2, 3) == [0, 64, 160, 0]
-    assert driver.records[0].recomputed_token_count == (70 - 64 if lru else 70)
+    if kind == "hybrid":
+        assert driver.snapshots_of(LONG) == [64]
+        with FAILING[kind](1), pytest.raises(Broken):  # a step without a decode
+            driver.step()
+        assert_nothing_is_held(driver)
+    assert finish(driver, get_oracle, kind) == {0: 0, 1: 64, 2: 144, 3: 0}
+    assert driver.records[0].recomputed_token_count == 70 - 64
     assert "ERROR_TRANSIENT" in driver.events(1)
-    for request_id in range(4):
-        assert_equals_oracle(driver, request_id, oracle)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_first_forward_that_raises(get_caching_driver, oracle, policy):
-    """KV-5, KV-13: matched blocks are released, not harmed; hits of the same prompt are skipped tokens once."""
-    driver = get_caching_driver(policy=policy)
-    driver.add(0, PROMPT, num_tokens_to_generate=1)
-    driver.run()
-    driver.add(1, PROMPT)
-    with failing_forward(), pytest.raises(Broken):
-        driver.step()
-    driver.engine.check()
-    driver.add(2, TURN)
-    driver.run()
-    assert driver.skipped(0, 1, 2) == ([0, 64, 32] if policy == "lru" else [0, 0, 32])
-    assert driver.records[1].recomputed_token_count == 0
-    for request_id in range(3):
-        assert_equals_oracle(driver, request_id, oracle)
-
-
-@pytest.mark.parametrize("moment", ["stage", "sample"])
-def test_failing_while_staging_or_again_and_again(get_caching_driver, oracle, monkeypatch, moment):
-    """KV-5: the cache is unchanged by any error, however often."""
-    driver = in_flight(get_caching_driver(max_tokens=40))
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("megatron_ext.mcore.context.stage_step", id="states_are_restored_already"),
+        pytest.param("megatron_ext.mcore.controller.choose_tokens", id="the_forward_has_succeeded"),
+    ],
+)
+def test_failing_before_and_after_the_forward(get_oracle, monkeypatch, target):
+    """KV-5: the slots were written, but no request can find them, however often it fails."""
+    driver = in_flight(get_oracle, "hybrid")
     cached = driver.scheduler.cache.use().blocks_cached
-    target: Callable | str = {
-        "stage": "megatron_ext.mcore.context.stage_step",
-        "sample": "megatron_ext.mcore.controller.choose_tokens",  # the whole forward has succeeded
-    }[moment]
 
     def fail(*_: object, **__: object) -> None:
         raise Broken
@@ -186,9 +97,117 @@ def test_failing_while_staging_or_again_and_again(get_caching_driver, oracle, mo
         for _ in range(3):
             with pytest.raises(Broken):
                 driver.step()
-            driver.engine.check()
+            assert_nothing_is_held(driver)
+            assert driver.snapshots_of(LONG) == [64]
             assert driver.scheduler.cache.use().blocks_cached == cached
+    assert finish(driver, get_oracle) == {0: 0, 1: 64, 2: 144, 3: 0}
+
+
+def test_failing_when_the_only_slot_was_to_be_written(get_oracle):
+    """The slot's content is lost with the failed step; the request computes all tokens, and leaves it again."""
+    driver = build_driver(get_oracle, slots=1)
+    driver.sight(0, PROMPT)
+    driver.add(1, LONG)
+    with failing_scan(), pytest.raises(Broken):
+        driver.step()
+    assert_nothing_is_held(driver)
+    assert driver.states.used_count == 0
     driver.run()
-    assert driver.skipped(0, 1, 2, 3) == [0, 64, 160, 0]
-    for request_id in range(4):
-        assert_equals_oracle(driver, request_id, oracle)
+    assert driver.matched[1] == [4, 4]
+    assert driver.seen[1].chunks[0][0] == 0
+    assert driver.sight(2, LONG) == 64  # where the match ended: the most useful one came first
+    assert finish(driver, get_oracle).keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_retried_admissions_count_once(get_oracle, kind):
+    """KV-13: a warm prompt whose steps fail skips its prefix once in the books."""
+    driver = build_driver(get_oracle, kind)
+    driver.add(0, PROMPT)
+    driver.run()
+    driver.add(1, PROMPT)
+    for _ in range(3):
+        with FAILING[kind](), pytest.raises(Broken):
+            driver.step()
+    assert finish(driver, get_oracle, kind) == {0: 0, 1: 64}
+    assert driver.engine.lifetime_skipped_token_count == 64
+    assert driver.engine.lifetime_prefill_token_count == 69 + 5
+    assert driver.records[1].recomputed_token_count == 0
+
+
+def until(driver: CachingDriver, request_id: int, computed: int) -> None:
+    while driver.engine.get_request(request_id).computed_end < computed:
+        driver.step()
+
+
+# What is done before the abort, the aborted request, and the tokens that the others skip.
+ABORTS: dict[str, tuple[Callable[[CachingDriver], None], int, dict[int, int]]] = {
+    "waiting": (lambda driver: None, 3, {0: 0, 1: 64, 2: 144}),
+    "follower": (lambda driver: None, 2, {0: 0, 1: 64, 3: 0}),
+    "leader_in_mid_prefill": (lambda driver: None, 1, {0: 0, 2: 64, 3: 0}),  # it resumes as the leader did
+    "leader_that_has_passed_the_position": (lambda driver: until(driver, 1, 145), 1, {0: 0, 2: 144, 3: 0}),
+    "decoding_owner_of_shared_blocks": (lambda driver: None, 0, {1: 64, 2: 144, 3: 0}),
+    "decoding_after_a_boundary": (lambda driver: until(driver, 0, 81), 0, {1: 64, 2: 144, 3: 0}),
+}
+
+
+@pytest.mark.parametrize("stage", ABORTS)
+@pytest.mark.parametrize("kind", FAILING)
+def test_aborts(get_oracle, kind, stage):
+    """EX-8: own blocks, reserved slots, pins and the running slot are free at once; what was published stays."""
+    prepare, victim, skipped = ABORTS[stage]
+    driver = in_flight(get_oracle, kind)
+    prepare(driver)
+    request, pool = driver.engine.get_request(victim), driver.scheduler.blocks
+    references = {block: pool.references(block) for block in request.block_table}
+    use = driver.scheduler.cache.use()
+    driver.engine.abort_request(victim)
+    driver.engine.check()
+    assert {block: pool.references(block) for block in references} == {b: n - 1 for b, n in references.items()}
+    assert (request.block_table, request.sequence.running_slot) == ((), None)
+    assert victim not in driver.scheduler.pending_blocks.requests()
+    after = driver.scheduler.cache.use()
+    assert (after.blocks_cached, after.slots_used) == (use.blocks_cached, use.slots_used)
+    if kind == "hybrid":
+        others = [one for request in driver.scheduler.queues for one in request.sequence.snapshots]
+        assert driver.states.total - driver.states.obtainable_count == len(others)
+    found = finish(driver, get_oracle, kind)
+    assert driver.records[victim].status is Status.ABORTED
+    if kind == "attention_only" and stage == "leader_in_mid_prefill":
+        skipped = skipped | {2: 96}  # the leader's blocks, which need no states
+    assert found == skipped
+
+
+def test_a_paused_request_is_aborted(get_oracle):
+    driver = build_driver(get_oracle, "attention_only", block_count=6)
+    prompt = PROMPT[: 3 * BLOCK]
+    for request_id, length in enumerate((48, 48, 20)):
+        driver.add(request_id, prompt[:length], num_tokens_to_generate=20)
+    while not len(driver.scheduler.queues.paused):
+        driver.step()
+    assert [request.request_id for request in driver.scheduler.queues.paused] == [2]
+    driver.engine.abort_request(2)
+    driver.engine.check()
+    assert finish(driver, get_oracle, "attention_only") == {0: 0, 1: 47}
+
+
+@pytest.mark.parametrize("slots", [100, 0])
+def test_a_preempted_request_resumes_from_its_snapshot(get_oracle, slots):
+    """Its blocks were kept as evictable: only tokens after its snapshot are computed again."""
+    driver = build_driver(get_oracle, slots=slots, block_count=6)
+    driver.add(0, make_prompt(60), num_tokens_to_generate=18)
+    driver.add(1, make_prompt(20, seed=1), num_tokens_to_generate=20)
+    finish(driver, get_oracle)
+    assert "EVICT" in driver.events(1)
+    starts = [start for start, end in driver.seen[1].chunks if end - start > 1]
+    assert starts == [0, 16 if slots else 0]
+
+
+def test_paused_requests_keep_their_states(get_oracle):
+    """Paused requests decode on, though others need the blocks that they share and those of their snapshots."""
+    driver = build_driver(get_oracle, slots=2, block_count=6)
+    prompt = make_prompt(3 * BLOCK)
+    for request_id, length in enumerate((48, 49, 20)):
+        driver.add(request_id, [*prompt, 7][:length], num_tokens_to_generate=20)
+    assert finish(driver, get_oracle)[1] > 0
+    assert driver.scheduler.counters.pauses > 0

@@ -1,4 +1,4 @@
-"""EX-4: blocks from before a reset, or of other weights, are not matched; requests in flight publish nothing."""
+"""EX-4, FX-1: blocks and states from before a reset, or of other weights, are not matched, nor published later."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
+from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(6 * BLOCK + 4)
+SHORT = make_prompt(4 * BLOCK + 5)
+LONG = [*SHORT, *make_prompt(61, seed=1)]
 
 FORGET: dict[str, Callable[[CachingDriver], None]] = {
     "reset_prefix_cache": lambda driver: driver.engine.reset_prefix_cache(),
@@ -30,23 +33,22 @@ def forget(request) -> Callable[[CachingDriver], None]:
     return FORGET[request.param]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 class TestForgetting:
     """The weights stay as they are here, so that every request equals the oracle."""
 
-    def test_of_what_nobody_uses(self, get_caching_driver, oracle, policy, forget):
-        driver = get_caching_driver(policy=policy)
+    def test_of_what_nobody_uses(self, get_caching_driver, oracle, forget):
+        driver = get_caching_driver()
         for request_id in range(4):
             if request_id == 2:
                 forget(driver)
             driver.add(request_id, PROMPT)
             driver.run()
             assert_equals_oracle(driver, request_id, oracle)
-        assert driver.skipped(0, 1, 2, 3) == ([0, 96, 0, 96] if policy == "lru" else [0] * 4)
+        assert driver.skipped(0, 1, 2, 3) == [0, 96, 0, 96]
 
-    def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, policy, forget):
+    def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, forget):
         """Running requests go on, unharmed and unshared; the first request after the reset publishes again."""
-        driver = get_caching_driver(policy=policy, max_tokens=40)
+        driver = get_caching_driver(max_tokens=40)
         driver.add(0, PROMPT, num_tokens_to_generate=40)
         for _ in range(3):
             driver.step()
@@ -63,9 +65,9 @@ class TestForgetting:
         for request_id in range(4):
             assert_equals_oracle(driver, request_id, oracle)
 
-    def test_while_followers_wait(self, get_caching_driver, oracle, policy, forget):
+    def test_while_followers_wait(self, get_caching_driver, oracle, forget):
         """The leader publishes nothing any more: the first follower leads the others."""
-        driver = get_caching_driver(policy=policy, max_tokens=40)
+        driver = get_caching_driver(max_tokens=40)
         for request_id in range(3):
             driver.add(request_id, PROMPT)
         driver.step()
@@ -75,9 +77,9 @@ class TestForgetting:
         for request_id in range(3):
             assert_equals_oracle(driver, request_id, oracle)
 
-    def test_an_evicted_request_comes_back_to_an_empty_cache(self, get_caching_driver, oracle, policy, forget):
+    def test_an_evicted_request_comes_back_to_an_empty_cache(self, get_caching_driver, oracle, forget):
         """The request publishes again, since all its KV is computed after the reset."""
-        driver = get_caching_driver(policy=policy, block_count=3, paused_buffer_size_gb=0)
+        driver = get_caching_driver(block_count=3, paused_buffer_size_gb=0)
         driver.add(0, PROMPT[:20], num_tokens_to_generate=10)
         driver.add(1, make_prompt(BLOCK, seed=1), num_tokens_to_generate=20)
         driver.step()
@@ -88,14 +90,14 @@ class TestForgetting:
             driver.step()
         driver.add(2, make_prompt(BLOCK, seed=1), num_tokens_to_generate=1)
         driver.run()
-        assert driver.model.books[1].matched == [0, 0]
+        assert driver.matched[1] == [0, 0]
         assert driver.skipped(2) == [15]
         for request_id in range(3):
             assert_equals_oracle(driver, request_id, oracle)
 
-    def test_a_request_that_starts_again_publishes_again(self, get_caching_driver, oracle, policy, forget):
+    def test_a_request_that_starts_again_publishes_again(self, get_caching_driver, oracle, forget):
         """A request of the batch at the reset shares its KV again after a failed step: all of it is computed anew."""
-        driver = get_caching_driver(policy=policy, max_tokens=40)
+        driver = get_caching_driver(max_tokens=40)
         driver.add(0, PROMPT)
         driver.step()
         forget(driver)
@@ -105,6 +107,125 @@ class TestForgetting:
         driver.run()
         assert driver.skipped(0, 1) == [0, 96]
         for request_id in range(2):
+            assert_equals_oracle(driver, request_id, oracle)
+
+
+# The same with recurrent layers, whose snapshots go too
+
+
+def restart(driver: HybridDriver) -> None:
+    driver.engine.suspend()
+    driver.engine.check()
+    driver.engine.resume()
+
+
+@pytest.fixture(params=["reset_prefix_cache", "suspend_and_resume"])
+def forget_states(request) -> Callable[[HybridDriver], None]:
+    return (FORGET | {"suspend_and_resume": restart})[request.param]
+
+
+def assert_empty(driver: HybridDriver) -> None:
+    driver.engine.check()
+    use = driver.scheduler.cache.use()
+    assert (use.blocks_cached, use.slots_used) == (0, 0)
+    assert driver.states.obtainable_count == driver.states.total
+
+
+def test_nothing_cached_before_is_used_after(get_oracle, forget_states):
+    """Section 9 A 3: a resumed engine has no stale snapshots."""
+    driver = build_driver(get_oracle)
+    driver.sight(0, SHORT)
+    assert driver.sight(1, SHORT) == 64
+    forget_states(driver)
+    assert_empty(driver)
+    assert driver.sight(2, SHORT) == 0
+    assert driver.records[2].matched_block_count == 0
+    assert driver.sight(3, SHORT) == 64
+    for request_id in range(4):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+def test_with_requests_at_every_stage(get_oracle, forget_states):
+    """The requests decode, prefill after a resume with a reserved slot, or wait for that slot."""
+    driver = build_driver(get_oracle, max_tokens=40)
+    driver.add(0, SHORT, num_tokens_to_generate=30)
+    for _ in range(2):
+        driver.step()
+    driver.add(1, LONG)
+    driver.add(2, [*LONG, 5])
+    driver.step()
+    assert driver.engine.get_request(1).computed_end == 64 + 39
+    assert [one.position for one in driver.engine.get_request(1).sequence.snapshots] == [128]
+    forget_states(driver)
+    assert_empty(driver)
+    driver.run()
+    assert driver.skipped(0, 1) == [0, 64]
+    assert driver.sight(3, LONG) == 128
+    for request_id in range(4):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+def test_requests_in_flight_publish_nothing(get_oracle):
+    """Neither blocks nor snapshots are published, in prefill or in decode; their states are outdated."""
+    driver = build_driver(get_oracle, max_tokens=40)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=40)
+    driver.add(1, LONG, num_tokens_to_generate=30)
+    driver.step()
+    driver.engine.reset_prefix_cache()
+    while driver.engine.has_unfinished_requests():
+        driver.step()
+        assert_empty(driver)
+    driver.run()
+    for request_id in (0, 1):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_free"])
+def test_suspend_frees_both_pools(get_oracle, kind):
+    """A suspended engine has no tensor of either pool left."""
+    driver = build_driver(get_oracle, kind)
+    driver.sight(0, SHORT)
+    driver.engine.suspend()
+    context = driver.context
+    assert context.pools is None
+    assert_empty(driver)
+    driver.engine.resume()
+    assert context.snapshots.conv.shape[1] == driver.states.total
+    assert driver.sight(1, SHORT) == 0
+    assert driver.sight(2, SHORT) == 64
+    assert_equals_oracle(driver, 2, get_oracle(kind))
+
+
+class TestIdleDummyStep:
+    """FX-1: the branch that resets the context in the base is forced."""
+
+    def test_between_requests_and_among_them(self, get_oracle):
+        driver, oracle = build_driver(get_oracle, "experts", max_tokens=40), get_oracle("experts")
+        driver.context.cuda_graph_batch_dimensions_list = [object()]
+
+        def idle() -> None:
+            before = (driver.engine.prefix_cache_statistics(), driver.engine.lifetime_prefill_token_count)
+            content = [pool.clone() for pool in (driver.context.snapshots.conv, driver.context.snapshots.ssm)]
+            driver.engine.controller.dummy_forward()
+            driver.engine.check()
+            assert (driver.engine.prefix_cache_statistics(), driver.engine.lifetime_prefill_token_count) == before
+            for pool, old in zip((driver.context.snapshots.conv, driver.context.snapshots.ssm), content, strict=True):
+                assert pool.allclose(old, equal_nan=True)
+
+        driver.add(0, SHORT, num_tokens_to_generate=20)
+        for _ in range(3):
+            idle()
+            driver.step()
+        driver.add(1, LONG)
+        driver.add(2, [*LONG, 5])
+        for _ in range(3):
+            driver.step()
+            idle()
+        driver.run()
+        idle()
+        assert driver.skipped(0, 1, 2) == [0, 64, 128]
+        assert driver.sight(3, LONG) == 128
+        for request_id in range(4):
             assert_equals_oracle(driver, request_id, oracle)
 
 

@@ -1,4 +1,4 @@
-"""KV-8, KV-9, EX-1, EX-3: sharing between requests: salts, requests that opt out, turns of a chat; and caching off."""
+"""KV-8, KV-9, EX-1, EX-3: salts, requests that opt out, turns of a chat, parameters on cached blocks; caching off."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pytest
 
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.scheduling.record import RequestRecord
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES
-from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.caching import BLOCK
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROMPT = make_prompt(3 * BLOCK + 7)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_salts(get_caching_driver, oracle, policy):
+def test_salts(get_caching_driver, oracle):
     """EX-3: equal prompts share within a tenant only; no salt and the empty one are two more tenants."""
-    driver = get_caching_driver(policy=policy)
+    driver = get_caching_driver()
     salts = ["a", "b", None, "", "aa"]
     for request_id, salt in enumerate(salts):
         driver.add(request_id, PROMPT, cache_salt=salt, num_tokens_to_generate=4)
@@ -33,10 +33,9 @@ def test_salts(get_caching_driver, oracle, policy):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_opting_out(get_caching_driver, oracle, policy):
+def test_opting_out(get_caching_driver, oracle):
     """KV-9: the request neither reads nor writes the cache, in prefill and in decode, beside requests that do."""
-    driver = get_caching_driver(policy=policy)
+    driver = get_caching_driver()
     driver.add(0, PROMPT, num_tokens_to_generate=30, enable_prefix_caching=False)
     driver.step()
     assert driver.scheduler.cache.use().blocks_cached == 0
@@ -72,10 +71,9 @@ def test_turns_of_a_chat(get_caching_driver, oracle):
     assert skipped == [0, *(length // BLOCK * BLOCK for length in computed)] == [0, 48, 80, 112]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracle, policy):
+def test_a_block_completed_in_decode_is_shared_at_once(get_caching_driver, oracle):
     """EX-1, KV-5: the block is shared as soon as its last token's KV is written, and not before."""
-    driver = get_caching_driver(policy=policy)
+    driver = get_caching_driver()
     driver.add(0, make_prompt(30), num_tokens_to_generate=40)
     request = driver.engine.get_request(0)
     while request.computed_end < 31:
@@ -104,6 +102,43 @@ def test_two_that_generate_the_same_share_it(get_caching_driver, oracle):
     driver.run()
     for request_id in range(2):
         assert_equals_oracle(driver, request_id, oracle)
+
+
+def beside_another(driver: Driver, **params: object) -> RequestRecord:
+    """The second of two requests with the same prompt."""
+    driver.add(0, PROMPT, num_tokens_to_generate=20)
+    driver.step()
+    driver.add(1, PROMPT, **({"num_tokens_to_generate": 12, "skip_prompt_log_probs": True} | params))
+    driver.run()
+    return driver.records[1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({"temperature": 0.8, "top_k": 20, "seed": 7}, id="sampled"),
+        pytest.param({"temperature": 1.0, "top_p": 0.9}, id="seeded_by_the_engine"),
+        pytest.param({"top_n_logprobs": 3}, id="alternatives"),
+        pytest.param({"stop_words": ("<13>",)}, id="stop_words"),
+        pytest.param({"return_log_probs": False}, id="no_log_probs"),
+    ],
+)
+def test_parameters(get_driver, get_caching_driver, params):
+    """KV-2: equal to the cache being off, with every kind of parameter."""
+    off = beside_another(get_driver("attention_only"), **params)
+    on = beside_another(get_caching_driver(), **params)
+    assert on.skipped_prefill_token_count == 48
+    assert (on.generated_tokens, on.generated_text, on.finish_reason) == (
+        off.generated_tokens,
+        off.generated_text,
+        off.finish_reason,
+    )
+    assert (on.generated_log_probs is None) == (off.generated_log_probs is None)
+    if on.generated_log_probs is not None:
+        assert on.generated_log_probs == pytest.approx(off.generated_log_probs, abs=1e-4, rel=1e-4)
+    if params.get("top_n_logprobs"):
+        for mine, theirs in zip(on.generated_top_n_log_probs, off.generated_top_n_log_probs, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
 
 
 class TestOff:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES, CachingDriver
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
@@ -29,10 +29,9 @@ def share(driver: CachingDriver) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_write_goes_to_a_block_of_ones_own(get_caching_driver, oracle, policy):
+def test_each_write_goes_to_a_block_of_ones_own(get_caching_driver, oracle):
     """KV-3: `KvWrites` sees each operator that writes to the pool, and refuses all but these."""
-    driver = get_caching_driver(policy=policy, max_tokens=40)
+    driver = get_caching_driver(max_tokens=40)
     share(driver)
     assert driver.skipped(0, 1, 2, 3, 4) == [0, 63, 32, 47, 0]
     assert driver.writes.dropped == 2 * KINDS_OF_WRITES  # the last prompt tokens of 1 and 3

@@ -30,6 +30,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["hybrid", pytest.param("mamba1", marks=pytest.mark.kernels)])
 def test_kernels_in_an_engine_equal_a_recompute_with_the_cache_and_without(get_oracle, kind):
     """CU-1, CU-2, HY-4: tokens, logits, states and snapshots; a prompt, the same again, one that parts from it."""
@@ -57,6 +58,7 @@ def bf16_driver(backend: str, driver: type = HybridDriver, **settings: object):
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.kernels)])
 def test_tiles_of_ssd_in_an_engine_give_what_the_reference_gives(is_padded):
     """CU-1, CU-4, HY-4: bf16; a prompt in steps that end within a tile, then one that goes on from its snapshot."""

@@ -40,7 +40,7 @@ def test_other_states_would_be_seen(get_oracle, oracle):
     driver = build_driver(get_oracle)
     first, second = prompts(2)
     driver.sight(0, first)
-    slot = driver.states.find(driver.model.block_hash((None, tuple(SYSTEM[: 8 * BLOCK]))))
+    slot = driver.slot_of(SYSTEM[: 8 * BLOCK])
     driver.context.snapshots.ssm[:, slot] += 0.5
     assert driver.sight(1, second) == 8 * BLOCK
     with pytest.raises(AssertionError):
@@ -49,7 +49,7 @@ def test_other_states_would_be_seen(get_oracle, oracle):
 
 def test_with_few_slots_the_others_keep_theirs(get_oracle, oracle):
     """Two slots: the end of the prompt has one, a guess the other, and it goes first."""
-    driver = build_driver(get_oracle, slots=2, is_exact=False)
+    driver = build_driver(get_oracle, slots=2)
     first, second = prompts(2)
     driver.sight(0, first, num_tokens_to_generate=1)
     assert driver.snapshots_of(first) == [11 * BLOCK]

@@ -1,7 +1,7 @@
 """KV-6, HY-4, EX-2 to EX-4: random requests to a model whose states must be restored, checked by contents.
 
-The machine is that of attention-only models. It takes admissions and their positions from the plan, but the slot that a
-request restores must hold the states after exactly the tokens that it skips.
+The machine is that of attention-only models. It takes admissions from the plan, but a request resumes at the last
+snapshot in its match, and the slot that it restores must hold the states after exactly the tokens that it skips.
 """
 
 from __future__ import annotations
@@ -61,14 +61,19 @@ class HybridMachine(CachingMachine):
         for one in plan.admissions:
             owner, chunk = self.owner_of(one.request), one.chunk
             matched = len(self.world.match(owner)) if owner.reads else 0
-            assert chunk.start % self.limits.block_size == 0
-            assert chunk.start <= min(matched * self.limits.block_size, len(owner.tokens) - 1)
+            assert chunk.start == self.resume_point(owner, matched), "not the last snapshot in its match"
             assert (one.restore is None) == (chunk.start == 0)
             outcomes[owner.name] = ("admit", matched, one.new_blocks, chunk.start, chunk.end)
         for one in plan.deferrals:
             following = ("defer", one.resource, one.needed, one.available)
             outcomes[one.request.request_id] = following if one.wait_for is None else ("follow", one.wait_for)
         return outcomes
+
+    def resume_point(self, owner: Owner, matched: int) -> int:
+        """HY-3: the largest boundary below the end, within so many blocks, whose states are in a visible slot."""
+        hashes = self.requests[owner].block_hashes[: min(matched, (len(owner.tokens) - 1) // self.limits.block_size)]
+        found = [self.scheduler.cache.states.find(block_hash) is not None for block_hash in hashes]
+        return max((i + 1 for i, is_there in enumerate(found) if is_there), default=0) * self.limits.block_size
 
     def write(self, chunks: tuple[Chunk, ...]) -> None:
         """Restores are copied before anything is written."""

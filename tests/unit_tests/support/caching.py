@@ -1,27 +1,34 @@
-"""A driver with the prefix cache on: matches, skips, accounts and KV writes are checked in every step."""
+"""A driver with the prefix cache on: KV writes are checked in every step, and matched blocks are noted.
+
+Which blocks match and where a request resumes is checked by `tests/unit_tests/scheduling/caching_machine.py`, against
+brute force over token lists.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megatron_ext.config import CacheConfig, EvictionPolicyName
+from megatron_ext.config import CacheConfig
 from megatron_ext.mcore.layers import attention
+from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.record import RequestRecord
-from tests.unit_tests.support.cache_model import CacheModel
+from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.kv_writes import KvWrites
 
 BLOCK = 16  # tokens; the default of `Driver`
-# What `flops` chooses the state machines of the cache judge; to an engine it is `lru` with other victims.
-POLICIES = [EvictionPolicyName.LRU.value, EvictionPolicyName.REF_ZERO.value]
 
 
 class CachingDriver(Driver):
     """See the module. Prompt log-probs are not asked for unless a request says so: they turn skipping off.
+
+    Attributes:
+        matched: Blocks that were matched at each admission, by request id.
 
     Args:
         policy: "lru" or "ref_zero".
@@ -29,25 +36,29 @@ class CachingDriver(Driver):
     """
 
     def __init__(self, *args: object, policy: str = "lru", **kwargs: object) -> None:
-        self.policy = EvictionPolicyName(policy)
-        super().__init__(*args, cache=CacheConfig(eviction_policy=policy), **kwargs)
+        super().__init__(*args, **({"cache": CacheConfig(eviction_policy=policy)} | kwargs))
 
     def watch_scheduler(self) -> None:
         super().watch_scheduler()
-        self.model = CacheModel(self.scheduler, self.policy)
-        self.writes = KvWrites(self.context, self.engine.scheduler, self.model.shared_blocks)
+        self.matched: dict[int, list[int]] = defaultdict(list)
+        self.writes = KvWrites(self.context, self.engine.scheduler, self._shared_blocks)
+        admit = self.scheduler._admit
+
+        def admit_watched(admission: Admission) -> None:
+            self.matched[admission.request.request_id].append(len(admission.matched))
+            admit(admission)
+
+        self.scheduler._admit = admit_watched
+
+    def _shared_blocks(self, request: Request) -> set[int]:
+        """Blocks that `request` found in the cache when it was admitted."""
+        return set(request.block_table[: self.matched[request.request_id][-1]])
 
     def _run_forward(self, forward, inputs):
         return self.writes.watch(forward, inputs)
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object) -> asyncio.Future[RequestRecord]:
         return super().add(request_id, prompt, **({"skip_prompt_log_probs": True} | params))
-
-    def step(self) -> dict:
-        result = super().step()
-        for record in result["finished_request_records"]:
-            self.model.check(record)
-        return result
 
     def run(self) -> dict[int, RequestRecord]:
         records = super().run()

@@ -1,8 +1,4 @@
-"""A driver of hybrid models with the prefix cache on: resume points and snapshots are checked in every step.
-
-The rules are computed by brute force on token lists; see `CacheModel`, whose contents name blocks and, here, the states
-after their last token.
-"""
+"""A driver of hybrid models with the prefix cache on, and what it says of snapshots."""
 
 from __future__ import annotations
 
@@ -13,192 +9,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
 
-from megatron_ext.config import CacheConfig, EvictionPolicyName
+from megatron_ext.config import CacheConfig
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
-from megatron_ext.scheduling.request import Request
-from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain
+from megatron_ext.prefix_cache.state_index import SlotId
 from tests.unit_tests.support.caching import Broken, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
-from tests.unit_tests.support.kv_writes import KvWrites
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.oracle import Oracle
 
-PLENTY = 100  # slots: none is ever given up, and the model knows every snapshot
-
-
-class HybridBook(Book):
-    """Ledger of EX-2, with tokens that are computed though their block is cached."""
-
-    def _reason(self, position: int) -> str:
-        params = self.request.params
-        reads = params.enable_prefix_caching and not params.wants_prompt_log_probs
-        in_match = position < self.matched[-1] * self.block_size
-        if reads and in_match and position < self.request.prompt_length - 1:
-            return "no_snapshot"
-        return super()._reason(position)
-
-
-class HybridModel(CacheModel):
-    """Reference cache model for models with recurrent layers.
-
-    Args:
-        is_exact: If true, slots and blocks suffice, so every snapshot that was ever wanted exists; otherwise each
-            existing snapshot must have been wanted.
-    """
-
-    def __init__(self, driver: HybridDriver, *, is_exact: bool) -> None:
-        super().__init__(driver.scheduler, driver.policy)
-        self.is_exact = is_exact
-        self._states = driver.scheduler.cache.states
-        self._is_aligned = driver.mode == "align"
-        self._of_hash: dict[BlockHash, Contents] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self.expected: set[Contents] = set()  # snapshots that were taken and should be there still
-        self._optional: set[Contents] = set()  # snapshots of decode that were not consumed
-        self._last_in_decode: dict[int, Contents] = {}
-        self._requested: dict[int, set[int]] = {}  # leader -> positions that followers wait for
-        self._of_hash.clear()
-
-    def visible(self) -> set[Contents]:
-        """Contents of which the engine has snapshots."""
-        return {self._of_hash[block_hash] for block_hash in self._states._visible}
-
-    def asked_for(self) -> set[Contents]:
-        """Contents of the visible snapshots that are not opportunistic."""
-        states = self._states
-        return {self._of_hash[block_hash] for block_hash in states._visible if not states.is_provisional(block_hash)}
-
-    def block_hash(self, contents: Contents) -> BlockHash:
-        """The engine's name of it."""
-        return next(block_hash for block_hash, known in self._of_hash.items() if known == contents)
-
-    def forget(self, contents: Contents) -> None:
-        """Drop a snapshot that is there; its block stays."""
-        block_hash = self.block_hash(contents)
-        assert self._states.find(block_hash) is not None, "there is no such snapshot"
-        self._states.drop(block_hash)
-        self.expected.discard(contents)
-
-    # What token lists say
-
-    def _in_use(self) -> set[Contents]:
-        """A request uses what it matched from its admission on, even where it has yet to compute its states."""
-        used = set()
-        for request in self._batch():
-            matched = self.books[request.request_id].matched[-1] * self.block_size
-            used |= set(self.contents(request, max(request.computed_end, matched)))
-        return used
-
-    def _drop_unused(self) -> None:
-        if self.policy is EvictionPolicyName.REF_ZERO:
-            self.expected &= self._in_use()
-
-    def check_snapshots(self) -> None:
-        asked_for = self.asked_for()
-        if self.is_exact:
-            assert self.scheduler.cache.use().blocks_evicted == 0, "not what an exact model is for"
-            self._drop_unused()
-            assert asked_for == self.expected
-        else:
-            assert asked_for <= self.expected
-
-    def _resume(self, length: int, matched: Sequence[Contents]) -> int:
-        """The largest boundary below the end, in the matched run, that has a snapshot."""
-        usable = [len(tokens) for salt, tokens in matched if (salt, tokens) in self._present and len(tokens) < length]
-        return max(usable, default=0)
-
-    def _positions(self, chunk: Chunk) -> Iterator[int]:
-        """HY-4: positions of a prefill chunk's snapshots; LA-1: its end, if the mode is `align`."""
-        if self._is_aligned:
-            return (position for position in [chunk.end] if position % self.block_size == 0)
-        length, size = len(chunk.request.tokens), self.block_size
-        wanted = {self.books[chunk.request.request_id].matched[-1] * size, length - length % size}
-        if length % size == 0:
-            wanted.add(length - size)
-        wanted |= self._requested.get(chunk.request.request_id, set())
-        return (position for position in wanted if chunk.start < position <= chunk.end)
-
-    # What the scheduler does
-
-    def schedule(self) -> StepPlan:
-        self.check_snapshots()
-        self._present = self.visible()
-        plan = super().schedule()
-        for deferral in plan.deferrals:
-            if deferral.snapshot is not None:
-                self._check_requested(deferral)
-        return plan
-
-    def _check_requested(self, deferral: Deferral) -> None:
-        """KV-6: the last boundary that follower and leader have in common, and that the follower can resume from."""
-        follower, wanted, size = deferral.request, deferral.snapshot, self.block_size
-        common = 0
-        while self.contents(follower, common + size)[-1:] == self.contents(wanted.request, common + size)[-1:]:
-            common += size
-            if common + size > min(len(follower.tokens), len(wanted.request.tokens)):
-                break
-        assert wanted.position == min(common, (len(follower.tokens) - 1) // size * size)
-        self._requested.setdefault(wanted.request.request_id, set()).add(wanted.position)
-
-    def _check_admission(
-        self, admission: Admission, leaders: dict[Contents, set[int]], bounds: tuple[int, int]
-    ) -> None:
-        """Matched is in bounds, and skipped is the rule's; see `design.md`."""
-        request, matched = admission.request, len(admission.matched)
-        min_blocks, max_blocks = bounds
-        assert min_blocks <= matched <= max_blocks, (
-            f"request {request.request_id} matched {matched}, not {min_blocks} to {max_blocks}"
-        )
-        run = self._wanted(request)[:matched]
-        start = self._resume(len(request.tokens), run)
-        skipped = admission.chunk.start
-        assert skipped == start, f"request {request.request_id} skipped {skipped}, not {start}"
-        assert (admission.restore is not None) == (start > 0)
-        if start:
-            self._optional.discard(run[start // self.block_size - 1])
-            self.expected.add(run[start // self.block_size - 1])  # though it was not requested
-        self._stale.discard(request.request_id)
-        self._requested.pop(request.request_id, None)
-        if request.params.enable_prefix_caching:
-            self._note_leader(leaders, request, matched * self.block_size)
-        book = self.books.setdefault(request.request_id, HybridBook(request, self.block_size))
-        book.admit(start, matched)
-
-    def advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
-        chunks = [Chunk(request, request.computed_end, end) for request, end in zip(requests, ends, strict=True)]
-        self._drop_unused()
-        super().advance(requests, ends)
-        batch = self._batch()
-        for chunk in chunks:
-            if chunk.request in batch:
-                self._note_snapshots(chunk)
-        self.check_snapshots()
-
-    def _note_snapshots(self, chunk: Chunk) -> None:
-        request, size = chunk.request, self.block_size
-        own = self.contents(request, chunk.end)
-        self._of_hash |= dict(zip(request.block_hashes, own, strict=False))
-        if self._states.total == 0:
-            return
-        if not chunk.is_decode:
-            self.expected |= {own[position // size - 1] for position in self._positions(chunk)}
-        elif chunk.end % size == 0 and own[-1] not in self.expected:
-            before = self._last_in_decode.get(request.request_id)
-            if before in self._optional and self.is_exact:
-                self.expected.discard(before)
-            self._optional.discard(before)
-            self._last_in_decode[request.request_id] = own[-1]
-            self._optional.add(own[-1])
-            self.expected.add(own[-1])
-
-    def reset(self) -> None:
-        super().reset()
-        self._clear()
+PLENTY = 100  # slots: none is ever given up
 
 
 class HybridDriver(CachingDriver):
@@ -207,30 +27,15 @@ class HybridDriver(CachingDriver):
     Args:
         policy: "lru" or "ref_zero".
         slots: For snapshots.
-        is_exact: True if the model knows every snapshot; by default, if there are plenty of slots, or zero.
         mode: "kernel" or "align".
         kwargs: Keywords of `Driver`.
     """
 
     def __init__(
-        self,
-        *args: object,
-        policy: str = "lru",
-        slots: int = PLENTY,
-        is_exact: bool | None = None,
-        mode: str = "kernel",
-        **kwargs: object,
+        self, *args: object, policy: str = "lru", slots: int = PLENTY, mode: str = "kernel", **kwargs: object
     ) -> None:
-        self.policy = EvictionPolicyName(policy)
-        self._is_exact = slots >= PLENTY or slots == 0 if is_exact is None else is_exact
-        self.mode = mode
         cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)
-        Driver.__init__(self, *args, cache=cache, **kwargs)
-
-    def watch_scheduler(self) -> None:
-        Driver.watch_scheduler(self)
-        self.model = HybridModel(self, is_exact=self._is_exact)
-        self.writes = KvWrites(self.context, self.engine.scheduler, self.model.shared_blocks)
+        super().__init__(*args, cache=cache, **kwargs)
 
     def _run_forward(self, forward, inputs):
         """Writes of decode are watched in the tests of models without recurrent layers."""
@@ -240,7 +45,7 @@ class HybridDriver(CachingDriver):
     def keep_snapshots(self, *, at_chunk_ends: bool) -> None:
         """Go over to the other mode, with what is cached."""
         limits = dataclasses.replace(self.scheduler.limits, aligned_chunks=at_chunk_ends)
-        self.scheduler.limits, self.model._is_aligned = limits, at_chunk_ends
+        self.scheduler.limits = limits
         self.context.plan = dataclasses.replace(self.context.plan, limits=limits)
         rules = self.context._staging_rules
         self.context._staging_rules = dataclasses.replace(rules, snapshots_in_prefill=not at_chunk_ends)
@@ -249,17 +54,31 @@ class HybridDriver(CachingDriver):
     def states(self):
         return self.scheduler.cache.states
 
+    def _hashes(self, tokens: Sequence[int], salt: str | None) -> Sequence[BlockHash]:
+        """Block hashes of the complete blocks of `tokens`."""
+        chain = HashChain(self.scheduler._keys._root(salt), self.scheduler.limits.block_size)
+        return chain.extend(list(tokens))
+
+    def slot_of(self, tokens: Sequence[int], salt: str | None = None) -> SlotId | None:
+        """Slot of the snapshot after all of `tokens`, which end at a boundary."""
+        return self.states.find(self._hashes(tokens, salt)[-1])
+
     def snapshots_of(self, tokens: Sequence[int], salt: str | None = None, *, opportunistic: bool = False) -> list[int]:
         """Positions in `tokens` at which there are requested snapshots, or opportunistic ones."""
-        found = self.model.asked_for()
-        if opportunistic:
-            found = self.model.visible() - found
-        return [end for end in range(1, len(tokens) + 1) if (salt, tuple(tokens[:end])) in found]
+        size = self.scheduler.limits.block_size
+        return [
+            index * size
+            for index, block_hash in enumerate(self._hashes(tokens, salt), start=1)
+            if self.states.find(block_hash) is not None and self.states.is_provisional(block_hash) == opportunistic
+        ]
 
     def forget(self, tokens: Sequence[int], positions: Collection[int], salt: str | None = None) -> None:
         """Drop the snapshots at these positions; their blocks stay."""
+        hashes = self._hashes(tokens, salt)
         for position in positions:
-            self.model.forget((salt, tuple(tokens[:position])))
+            block_hash = hashes[position // self.scheduler.limits.block_size - 1]
+            assert self.states.find(block_hash) is not None, "there is no such snapshot"
+            self.states.drop(block_hash)
 
     def sight(self, request_id: int, tokens: Sequence[int], **params: object) -> int:
         """Serve one prompt to its end: the tokens that it skipped."""
@@ -268,9 +87,10 @@ class HybridDriver(CachingDriver):
         return self.records[request_id].skipped_prefill_token_count
 
 
-def build_driver(get_oracle, kind: str = "hybrid", **kwargs: object) -> HybridDriver:
-    """Around the model of a kind."""
-    return HybridDriver(get_oracle(kind).model, CONFIGS[kind], **kwargs)
+def build_driver(get_oracle, kind: str = "hybrid", **kwargs: object) -> CachingDriver:
+    """Around the model of a kind; `HybridDriver` unless it has attention layers only."""
+    driver = CachingDriver if kind == "attention_only" else HybridDriver
+    return driver(get_oracle(kind).model, CONFIGS[kind], **kwargs)
 
 
 def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: int) -> None:
@@ -291,7 +111,7 @@ def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], o
     """
     positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
     for position in [*positions, *driver.snapshots_of(tokens, opportunistic=True)]:
-        slot = driver.states.find(driver.model.block_hash((None, tuple(tokens[:position]))))
+        slot = driver.slot_of(tokens[:position])
         for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
             name = f"snapshot after {position} tokens, layer {layer}"
             assert_states_close(pool.conv[layer, slot], conv, f"{name}, convolution")

@@ -1,0 +1,254 @@
+"""M1-1 to M1-4, LA-2: each kind of recurrent layer in the engine, cache on beside cache off; what is special to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.build import resolve_spec
+from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from tests.priority import TestPriority
+from tests.unit_tests.support.caching import BLOCK
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_states_equal_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
+from tests.unit_tests.support.models import GATED_DELTA_NET, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+KINDS = ["gated_delta_net", "mamba1", "mamba1_only", "side_by_side", "short_conv"]
+MODES = ["kernel", "align"]
+PROMPT = make_prompt(4 * BLOCK + 3)
+BRANCH = [*PROMPT[: 2 * BLOCK + 5], *make_prompt(30, seed=1)]
+
+
+def play(driver: Driver) -> Driver:
+    """A prompt, again beside one that parts from it, again when all have ended, and the next turn of the chat."""
+    driver.add(0, PROMPT, num_tokens_to_generate=20)
+    while not driver.seen[0].logits:
+        driver.step()
+    driver.add(1, PROMPT)
+    driver.add(2, BRANCH)
+    driver.add(3, make_prompt(3))
+    driver.run()
+    driver.add(4, BRANCH)
+    driver.add(5, [*PROMPT[: 2 * BLOCK + 1], *make_prompt(20, seed=3)])
+    driver.add(6, [*PROMPT, *driver.records[0].generated_tokens, *make_prompt(5, seed=2)])
+    driver.run()
+    return driver
+
+
+@functools.cache
+def play_off(get_driver: Callable[..., Driver], kind: str) -> Driver:
+    return play(get_driver(kind, max_requests=8, max_tokens=70))
+
+
+CASES = [(kind, mode, max_tokens) for kind in KINDS for mode, max_tokens in (("kernel", 21), ("align", 70))]
+CASES += [pytest.param(kind, mode, 400, marks=pytest.mark.long) for kind in KINDS for mode in MODES]
+CASES += [("gated_delta_net", "align", 21)]
+
+
+@pytest.mark.parametrize(("kind", "mode", "max_tokens"), CASES)
+def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, mode, max_tokens):
+    """M1-1, M1-3, LA-1, LA-2, HY-3, HY-4, HY-6, HY-7, EX-1: tokens, logits, states, snapshots, skipped tokens."""
+    driver = play(build_driver(get_oracle, kind, mode=mode, max_requests=8, max_tokens=max_tokens))
+    off = play_off(get_driver, kind)
+    assert driver.engine.geometry.kernel_chunk == off.engine.geometry.kernel_chunk  # M1-4
+    leaves_more = mode == "align" and max_tokens < 2 * BLOCK  # a snapshot at every boundary, as chunks end
+    assert driver.skipped(*range(7)) == [0, 64, 32 if leaves_more else 0, 0, 64, 32, 80]
+    for request_id in range(7):
+        assert_equals_oracle(driver, request_id, get_oracle(kind))
+        assert driver.records[request_id].generated_tokens == off.records[request_id].generated_tokens
+    assert assert_snapshots_equal_oracle(driver, PROMPT, get_oracle(kind))[-1] == 64
+    assert assert_snapshots_equal_oracle(driver, BRANCH, get_oracle(kind))[-2:] == [48 if leaves_more else 32, 64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_every_length(get_oracle, kind):
+    """HY-3, HY-8: second and third sighting of N*b + {-1, 0, 1, 2, 3, 4} tokens; a window less one is 2, 3 or 4."""
+    mode = MODES[KINDS.index(kind) % 2]
+    driver = build_driver(get_oracle, kind, mode=mode, max_requests=8, max_tokens=2 * BLOCK + 3)
+    for offset in (-1, 0, 1, 2, 3, 4):
+        prompt, first = make_prompt(3 * BLOCK + offset, seed=offset), 10 * (offset + 1)
+        assert driver.sight(first, prompt) == 0
+        assert driver.sight(first + 1, prompt) == (48 if offset > 0 else 32)
+        assert driver.sight(first + 2, [*prompt, *make_prompt(9, seed=7)]) == (32 if offset < 0 else 48)
+        for request_id in range(first, first + 3):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+
+@pytest.mark.parametrize("budget", [17, 64])
+def test_states_do_not_depend_on_where_prefill_was_cut(get_oracle, budget):
+    """HY-9, HY-7, FX-2, FX-4: chunks shorter than the convolution window among them."""
+    oracle = get_oracle("gated_delta_net")
+    driver = build_driver(get_oracle, "gated_delta_net", max_tokens=budget, max_requests=8)
+    prompts = [make_prompt(length, seed=length) for length in (1, 2, 33, 66, 129)]
+    for number, prompt in enumerate(prompts):
+        driver.add(number, prompt, num_tokens_to_generate=3)
+    driver.run()
+    for number, prompt in enumerate(prompts):
+        assert_states_equal_oracle(driver, number, oracle)
+        boundary = (len(prompt) - 1) // BLOCK * BLOCK
+        assert assert_snapshots_equal_oracle(driver, prompt, oracle)[-1:] == ([boundary] if boundary else [])
+
+
+@pytest.mark.parametrize("block", [48, 80])
+def test_snapshots_inside_one_prefill(get_oracle, block):
+    """HY-4, HY-12: snapshots are right for every block size; the kernel chunk does not depend on it."""
+    driver = build_driver(get_oracle, "gated_delta_net", block_size=block, max_tokens=1000)
+    assert driver.engine.geometry.kernel_chunk == 64
+    prompt = make_prompt(3 * block + 7)
+    for number, end in enumerate([2 * block + 9, len(prompt), len(prompt)]):
+        assert driver.sight(number, prompt[:end]) == [0, 2 * block, 3 * block][number]
+        assert_equals_oracle(driver, number, get_oracle("gated_delta_net"))
+    snapshots = assert_snapshots_equal_oracle(driver, prompt, get_oracle("gated_delta_net"))
+    assert snapshots == [2 * block, 3 * block]
+
+
+STACKS = {
+    "no attention": {"hybrid_override_pattern": "M-M-"},
+    "two in a row": {"hybrid_override_pattern": "MM*"},
+    "gated attention": {"attention_output_gate": True, "qk_layernorm": True, "apply_layernorm_1p": True}
+    | {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "gated shared experts": {"hybrid_override_pattern": "ME*E", "num_experts": 6, "moe_ffn_hidden_size": 20}
+    | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True, "swiglu": True},
+}
+
+
+@pytest.mark.parametrize("fields", STACKS.values(), ids=STACKS)
+def test_other_stacks(fields):
+    """LA-2: stacks without attention use blocks as bookkeeping only; others have attention and experts (Qwen3-Next)."""
+    config = dataclasses.replace(GATED_DELTA_NET, **fields)
+    oracle = Oracle(build_slow_decay(config))
+    driver = HybridDriver(oracle.model, config, max_tokens=40)
+    prompt = make_prompt(3 * BLOCK + 5)
+    assert [driver.sight(number, prompt) for number in range(2)] == [0, 48]
+    for number in range(2):
+        assert_equals_oracle(driver, number, oracle)
+
+
+class TestPools:
+    """HY-1, HY-2: pools and their sizes are what the mixers say."""
+
+    def test_blocks_of_a_model_without_attention_only_carry_the_index(self, get_oracle):
+        """M1-1: they take no memory; the budget is for states alone, and prompts are skipped nevertheless."""
+        driver = build_driver(get_oracle, "mamba1_only", block_count=None, buffer_size_gb=0.01, max_requests=4)
+        geometry = driver.engine.geometry
+        assert (geometry.block_bytes, geometry.state_in_kv_tokens) == (0, None)
+        channels, states, layers, window = 96, 8, 2, 3
+        assert geometry.state_bytes == layers * channels * (states + window - 1) * 4
+        assert geometry.blocks == 4 * 2048 // BLOCK
+        assert driver.sight(0, PROMPT) == 0
+        assert driver.sight(1, PROMPT) == 64
+
+    def test_of_a_layer_with_both(self, get_oracle):
+        """A layer side by side has a place in both pools; a short convolution has no recurrent state to keep."""
+        both = build_driver(get_oracle, "side_by_side").context
+        assert (len(both.pools.kv[0]), len(both.live_states.conv), len(both.live_states.ssm)) == (2, 2, 2)
+        short = build_driver(get_oracle, "short_conv")
+        assert (len(short.context.pools.kv[0]), short.context.snapshots.ssm.numel()) == (1, 0)
+        layers, channels, kept = 3, 48, 4
+        assert short.engine.geometry.state_bytes == layers * channels * kept * 4
+
+    def test_of_a_gated_delta_net(self, get_driver):
+        """Convolution state [80, 2] and recurrent matrix [4, 8, 12] of two layers, in fp32."""
+        geometry = get_driver("gated_delta_net").engine.geometry
+        assert geometry.state_bytes == 2 * 4 * (80 * 2 + 4 * 8 * 12)
+        narrow = get_driver("gated_delta_net", conv_states_dtype="bf16").engine.geometry
+        assert narrow.state_bytes == 2 * (2 * 80 * 2 + 4 * 4 * 8 * 12)
+
+
+class TestNegativeControls:
+    """Layers broken in one way must fail the comparison, or the numbers above show nothing."""
+
+    @pytest.mark.parametrize(("kind", "which"), [(k, w) for k in KINDS for w in ("conv", "ssm")][:-1])
+    def test_a_zeroed_slot(self, get_oracle, kind, which):
+        """Zero one kind of state of one layer in all snapshots."""
+        driver = build_driver(get_oracle, kind)
+        driver.sight(0, PROMPT)
+        getattr(driver.context.snapshots, which)[1] = 0.0
+        self.assert_is_seen(driver, get_oracle(kind))
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_keys_or_values_of_a_layer_that_has_states_too(self, get_oracle, which):
+        driver = build_driver(get_oracle, "side_by_side")
+        driver.sight(0, PROMPT)
+        driver.context.pools.kv[which, 1] = 0.0
+        self.assert_is_seen(driver, get_oracle("side_by_side"))
+
+    def test_a_state_of_a_chunk_before(self, get_oracle, monkeypatch):
+        """The scan gives each chunk the state at the end of the one before."""
+        with SELECTIVE_SCAN.backends.forced("reference"):
+            backend = SELECTIVE_SCAN.backends.choose(torch.empty(0))
+
+        def shifted(*args: object, **kwargs: object) -> object:
+            scanned = backend.scan(*args, **kwargs)
+            return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=0))
+
+        driver = build_driver(get_oracle, "mamba1")
+        with monkeypatch.context() as patch:
+            patch.setattr(SELECTIVE_SCAN, "backends", Backends("shifted", dataclasses.replace(backend, scan=shifted)))
+            driver.sight(0, PROMPT)
+        self.assert_is_seen(driver, get_oracle("mamba1"))
+
+    def test_a_state_of_a_token_before(self, get_oracle, monkeypatch):
+        """The convolution keeps the inputs before the last one."""
+        with PLAIN_CONV1D.backends.forced("reference"):
+            backend = PLAIN_CONV1D.backends.choose(torch.empty(0))
+
+        def shifted(x: Tensor, tokens: Tensor, *more: Tensor) -> Tensor:
+            return backend.states_after(x, tokens - 1, *more)
+
+        driver = build_driver(get_oracle, "short_conv")
+        with monkeypatch.context() as patch:
+            broken = dataclasses.replace(backend, states_after=shifted)
+            patch.setattr(PLAIN_CONV1D, "backends", Backends("shifted", broken))
+            driver.sight(0, PROMPT)
+        self.assert_is_seen(driver, get_oracle("short_conv"))
+
+    @staticmethod
+    def assert_is_seen(driver: HybridDriver, oracle) -> None:
+        assert_equals_oracle(driver, 0, oracle)
+        assert driver.sight(1, PROMPT) == 64
+        with pytest.raises(AssertionError, match=r"logits of token|^token"):
+            assert_equals_oracle(driver, 1, oracle)
+        difference = driver.seen[1].logits[len(PROMPT)][0] - oracle.logits(PROMPT)[-1]
+        assert not difference.abs().max() < 1e-3
+
+
+def test_a_spec_of_another_kind_is_refused():
+    """A model has one kind of recurrent layers: the pattern's M, whichever way it is named."""
+    own = "megatron_ext.mcore.layer_specs"
+    named = dataclasses.replace(GATED_DELTA_NET, spec=(own, "gated_delta_net_stack_spec"))
+    assert resolve_spec(named) == resolve_spec(GATED_DELTA_NET)
+    for kind, name in (("mamba2", "gated_delta_net_stack_spec"), ("gated_delta_net", "hybrid_stack_spec")):
+        config = dataclasses.replace(GATED_DELTA_NET, recurrent_layer=kind, spec=(own, name))
+        with pytest.raises(ConfigError, match=f"--spec {own} {name} .*--recurrent-layer is {kind}; give"):
+            resolve_spec(config)
+
+
+def test_training_has_gradients_everywhere():
+    """A served model trains: a forward with labels gives every parameter a finite gradient that is not zero."""
+    model = build_slow_decay(GATED_DELTA_NET).train()
+    tokens = torch.tensor([make_prompt(70), make_prompt(70, seed=1)])
+    loss = model(tokens, torch.arange(70).expand(2, -1), None, labels=tokens.roll(-1, 1)).mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_the_oracle_has_a_long_memory(get_oracle):
+    """States that the first block left decide the logits 130 tokens later, without any attention."""
+    oracle, tokens = get_oracle("mamba1_only"), make_prompt(150)
+    changed = [*make_prompt(BLOCK, seed=8), *tokens[BLOCK:]]
+    assert (oracle.logits(tokens)[-1] - oracle.logits(changed)[-1]).abs().max() > 1e-2
