@@ -22,7 +22,7 @@ from benchmarks.decode_step import MODEL, VOCABULARY, Ids
 from benchmarks.measuring import keep_figures, part_arguments
 from benchmarks.ranks import NEMOTRON_SHAPED
 from megatron_ext.config import BatchingConfig, ModelConfig, RequestParams
-from megatron_ext.engine import engine as engine_module
+from megatron_ext.engine import replica
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.result import StepResult
@@ -39,7 +39,7 @@ BLOCK, CONTEXT = 64, 1_000
 STEPS = 64  # as many as a block has tokens, so that every request begins one of its own
 HOST = {
     "plan": (Scheduler, "schedule"),
-    "describe": (engine_module, "describe_step"),
+    "describe": (replica, "describe_step"),
     "stage": (InferenceContext, "stage"),
     "commit": (Scheduler, "commit"),
     "output": (EngineCore, "report"),

@@ -71,18 +71,6 @@ def test_files_that_are_named_are_there():
     assert sorted((name, one) for name, one in named if not exists(one, known)) == []
 
 
-def test_the_design_is_short():
-    """The design document can be read in one sitting; details belong beside the code."""
-    assert len(text_of("docs/design.md").splitlines()) <= 340
-
-
-def test_each_question_is_answered_within_three_files():
-    rows = text_of("docs/design.md").split("## Where is it?")[1].split("\n## ")[0].splitlines()[3:]
-    answers = {row.split(" | ")[0]: set(FILE.findall(row)) | set(FOLDER.findall(row)) for row in rows if row}
-    assert len(answers) >= 10
-    assert {question: files for question, files in answers.items() if not 1 <= len(files) <= 3} == {}
-
-
 def test_each_flag_of_the_readme_is_there():
     parsers = build_parser(), build_server_parser(), build_coordinator_parser()
     options = {option for parser in parsers for action in parser._actions for option in action.option_strings}

@@ -114,6 +114,11 @@ def test_packages():
 def test_this_project_reports(pytestconfig):
     """The plugin is in place, and `make test` is not so quiet that nothing is printed."""
     assert pytestconfig.pluginmanager.has_plugin("durations")
-    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\ntest:")[2].partition("\n\n")[0]
-    assert "pytest" in recipe
-    assert " -q" not in recipe
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    command = makefile.partition("\nPYTEST = ")[2].partition("\n\n")[0]
+    assert "pytest" in command
+    assert " -q" not in command
+    for target in ("test", "test-all"):
+        recipe = makefile.partition(f"\n{target}: ")[2].partition("\n\n")[0]
+        assert "\t$(PYTEST)" in recipe
+        assert " -q" not in recipe

@@ -40,21 +40,6 @@ def test_the_tables_are_those_of_the_formulas(name):
     assert scale.tables()[name] in DOCUMENT
 
 
-def test_the_numbers_between_the_tables():
-    config = scale.MODELS["8B"]
-    (share,) = scale.shares(config, scale.TP_8)
-    token, state = scale.kv_bytes_per_token(config, share, 2), scale.state_bytes(config, share, 2)
-    skipped = scale.SKIPPED**2 / scale.PROMPT**2
-    said = (
-        f"{scale.PROMPT:,} tokens is {scale.PROMPT // scale.BLOCK} blocks",
-        f"{40 * scale.GIB // (token * scale.BLOCK):,} blocks, or {40 * scale.GIB // token:,} tokens",
-        f"{10 * scale.GIB // state:,} snapshots on each rank",
-        f"{100 * (1 - skipped):.1f} %",
-        f"{scale.SKIPPED:,} (31 x 1,024",
-    )
-    assert [one for one in said if one not in DOCUMENT.replace("\n", " ")] == []
-
-
 def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> ParallelConfig:
     return ParallelConfig(
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert
