@@ -8,11 +8,21 @@ without saying so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 
 import pytest
 
 LONG = "long"
 MARKS = (LONG, "kernels")
+
+
+def long_except(kept: Container[object], values: Iterable[object]) -> list[object]:
+    """Return arguments of `parametrize`, tuples where it has several names: `values`, long unless they are `kept`."""
+    return [value if value in kept else _long(value) for value in values]
+
+
+def _long(value: object) -> object:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
 
 
 def is_named(mark: str, expression: str) -> bool:

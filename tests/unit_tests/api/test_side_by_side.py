@@ -114,6 +114,7 @@ class TestWorld:
         assert torch.distributed.is_initialized()
         assert torch.distributed.group.WORLD is group
 
+    @pytest.mark.long
     def test_what_nobody_had_begun_ends_with_the_last_engine(self):
         """PY-7: groups that an engine began end with the last engine, in a process of its own."""
         code = """

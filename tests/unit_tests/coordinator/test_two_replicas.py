@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import openai
+import pytest
 
 from benchmarks.replicas import CHATS, TURNS, ask_all, memory, talk
 from tests.unit_tests.support.fleet import coordinator
@@ -20,6 +21,7 @@ def client(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=SECONDS)
 
 
+@pytest.mark.long
 async def test_two_replicas_skip_what_one_with_twice_the_memory_does_and_survive_each_other(tmp_path):
     """32 chats of 4 turns, one request at a time, in an order of its own each turn; beside round robin in the same run.
 

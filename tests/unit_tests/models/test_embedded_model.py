@@ -99,6 +99,7 @@ def test_the_tokenizer_knows_the_markers(shipped: LoadedModel, script: ModuleTyp
     assert shipped.tokenizer.eod == script.END_OF_DOCUMENT == 0
 
 
+@pytest.mark.long
 def test_no_held_out_paragraph_is_trained_on() -> None:
     held_out, training = corpus.held_out_documents(), corpus.training_documents()
     assert not {document.name for document in held_out} & {document.name for document in training}

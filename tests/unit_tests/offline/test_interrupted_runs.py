@@ -214,6 +214,7 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
     assert not Path(f"{output}.partial.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_process_of_its_own(tmp_path):
     """Sent by another process while requests run; a launcher's second signal follows at once. One line, no stack."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -126,6 +126,7 @@ def test_no_control_character_reaches_a_terminal(capfd):
     assert r"--load no\x1b[2Jwhere does not exist" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_process_whose_reader_leaves(output):
     """The process runs to its end, where Python flushes its buffers."""
     reader, writer = os.pipe()

@@ -34,7 +34,11 @@ def wrapped(embedded):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"), [(RECURSIVE, "recurses beyond"), (ENDLESS, "5 s of CPU time")], ids=["recursion", "loop"]
+    ("template", "said"),
+    [
+        pytest.param(RECURSIVE, "recurses beyond", id="recursion"),
+        pytest.param(ENDLESS, "5 s of CPU time", id="loop", marks=pytest.mark.long),
+    ],
 )
 def test_templates(embedded, monkeypatch, caplog, template, said):
     with monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.ops.paged_attention import windowed
 from megatron_ext.ops.paged_attention.reference import attend_gathered
 from megatron_ext.scheduling.record import RequestRecord
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import dense_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -63,6 +64,9 @@ def test_logits_and_greedy_tokens_equal(name: str, denses) -> None:
     assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 12) == generated
 
 
+WARM = ("llama, biases of attention, yarn", "mistral, window", "qwen3 moe")
+
+
 def play(driver: Driver) -> None:
     """A prompt, the same again, another end, the next turn of the chat, and others that want memory meanwhile."""
     prompt = oracle.prompt(100, seed=1)
@@ -77,7 +81,7 @@ def play(driver: Driver) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", long_except(WARM, NAMES))
 def test_warm_starts_in_little_memory_equal_transformers(name: str, denses) -> None:
     """FA-1, EX-1: chunked, with the cache on and off; some requests give up their blocks and begin again."""
     theirs, directory = denses(name)
@@ -139,7 +143,7 @@ def _differences(warm: list[RequestRecord], cold: list[RequestRecord]) -> torch.
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", long_except(("qwen3", "mixtral"), NARROW))
 def test_sixteen_bits(name: str, denses) -> None:
     """FA-1: cache on and off agree within the limits in bf16, with no more rounding than in transformers."""
     theirs, directory = denses(name)
@@ -254,6 +258,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_tensor(control: str, denses) -> None:
@@ -265,6 +270,7 @@ def test_comparison_sees_one_wrong_tensor(control: str, denses) -> None:
     assert excess(ours, theirs) > 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", SETTINGS)
 def test_comparison_sees_one_wrong_setting(control: str, denses) -> None:
     """Flags win over the checkpoint; these have no weights that could contradict them."""

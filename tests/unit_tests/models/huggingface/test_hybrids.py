@@ -17,6 +17,7 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.offline.comparison import FP32_TOLERANCE, MAX_TOLERANCE, P95_TOLERANCE, compare
 from megatron_ext.scheduling.record import RequestRecord
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import hybrid_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -63,8 +64,8 @@ def test_logits_and_greedy_tokens_equal(name: str, hybrids) -> None:
     assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 10) == generated
 
 
-@pytest.mark.parametrize("mode", ["kernel", "align"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
+@pytest.mark.parametrize("name", long_except(LAST, NAMES))
 def test_warm_starts_equal_transformers(name: str, mode: str, hybrids) -> None:
     """FA-1, HY-3, HY-4, LA-1: chunked prefill and cached beginnings, beside full forwards of transformers."""
     theirs, directory = hybrids(name)
@@ -76,8 +77,8 @@ def test_warm_starts_equal_transformers(name: str, mode: str, hybrids) -> None:
         assert engine_excess(driver, request_id, theirs) <= 1
 
 
-@pytest.mark.parametrize("mode", ["kernel", "align"])
-@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
+@pytest.mark.parametrize("name", long_except(LAST[:1], LAST))
 def test_every_boundary(name: str, mode: str, hybrids) -> None:
     """FA-1, HY-3: a snapshot at each boundary of one prompt, and a sighting that resumes from each of them."""
     theirs, directory = hybrids(name)
@@ -92,7 +93,7 @@ def test_every_boundary(name: str, mode: str, hybrids) -> None:
         assert engine_excess(driver, 10 + number, theirs) <= 1
 
 
-@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("name", long_except(LAST[:1], LAST))
 def test_under_pressure(name: str, hybrids) -> None:
     """FA-1, HY-5: too few blocks for all, one slot: requests are preempted and resume; tokens are those without."""
     theirs, directory = hybrids(name)
@@ -122,7 +123,7 @@ def serve(loaded: LoadedModel, prompts: Sequence[Sequence[int]], *, is_cached: b
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("name", long_except(LAST[:1], LAST))
 def test_cache_on_beside_off(name: str, bf16: bool, hybrids) -> None:
     """FA-1, HY-14: greedy tokens are equal in fp32, and within the documented limits in 16 bits."""
     loaded = load_hf(hybrids(name)[1], bf16)
@@ -155,7 +156,7 @@ def test_saved_and_loaded(name: str, hybrids, tmp_path: Path) -> None:
 STATES = [(name, which) for name in LAST for which in ("conv", "ssm") if which == "conv" or "lfm2" not in name]
 
 
-@pytest.mark.parametrize(("name", "which"), STATES)
+@pytest.mark.parametrize(("name", "which"), long_except(STATES[:1], STATES))
 def test_the_comparison_sees_a_lost_state(name: str, which: str, hybrids) -> None:
     """The comparison fails if one layer of all snapshots is zero."""
     theirs, directory = hybrids(name)
@@ -215,6 +216,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_tensor(control: str, hybrids) -> None:
@@ -244,6 +246,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "override"), SETTINGS, ids=str)
 def test_comparison_sees_one_wrong_setting(name: str, override: dict, hybrids) -> None:
     """Flags win over the checkpoint; these have no weights that could contradict them."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.models.load import LoadedModel, load_model
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import mamba_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -75,7 +76,7 @@ def play(driver: HybridDriver) -> list[int]:
     return driver.skipped(*range(5))
 
 
-@pytest.mark.parametrize("mode", ["kernel", "align"])
+@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_warm_starts_equal_transformers(name: str, mode: str, mambas) -> None:
     """M1-1, HY-3, HY-4, LA-2: logits of the engine with the cache on are those of full forwards of transformers."""
@@ -113,6 +114,7 @@ CONTROLS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_tensor(control: str, mambas) -> None:

@@ -188,6 +188,7 @@ CONTROLS: dict[str, tuple[str, Callable[[nn.Module], object]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_part(control: str, oracles) -> None:

@@ -116,6 +116,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_tensor(control: str, oracles) -> None:

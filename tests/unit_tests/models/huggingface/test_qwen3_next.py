@@ -13,6 +13,7 @@ from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.hf_checkpoint import translate
 from megatron_ext.models.load import LoadedModel, load_model, save_model
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface import qwen3_next_oracle
@@ -53,7 +54,7 @@ def test_logits_and_greedy_tokens_equal(name: str, qwens) -> None:
     assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 16) == generated
 
 
-@pytest.mark.parametrize("mode", ["kernel", "align"])
+@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
 @pytest.mark.parametrize("name", NAMES)
 def test_warm_starts_equal_transformers(name: str, mode: str, qwens) -> None:
     """LA-2, HY-3, HY-4, EX-1: an implementation that we did not write computes the whole prompt."""
@@ -146,6 +147,7 @@ CONTROLS = {  # of shape "experts": rows q [16], k [16], v [48], gate [48], beta
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
 def test_comparison_sees_one_wrong_tensor(control: str, qwens) -> None:
