@@ -74,28 +74,6 @@ def _captured_wait() -> object:
         return float(x.sum())
 
 
-def _captured_copy() -> object:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        return torch.tensor([1]).to(CUDA, non_blocking=True)
-
-
-def _sync_mode() -> object:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return torch.ones(1, device=CUDA).item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def _replayed() -> object:
-    place, graph = torch.ones(3, device=CUDA), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        answer = place * 2
-    place.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    graph.replay()
-    return answer.tolist()
-
-
 # In an engine
 
 
@@ -178,33 +156,14 @@ def _memory_of(size: int) -> int:
     return before
 
 
-def _cpu(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.int64)
-
-
 FAULTS: dict[str, Callable[[], object]] = {
     "two devices": lambda: torch.ones(2, device=CUDA) + torch.ones(2),
-    "a number of the host": lambda: (torch.ones(2, device=CUDA) + torch.tensor(2.0)).tolist(),
-    "index_select by the host": lambda: torch.ones(2, device=CUDA).index_select(0, _cpu(1)),
-    "embedding by the host": lambda: torch.nn.functional.embedding(_cpu(1), torch.ones(2, 2, device=CUDA)),
-    "numpy of the device": lambda: torch.ones(2, device=CUDA).numpy(),
     "new memory": lambda: bool(torch.empty(5, device=CUDA).isnan().all().item()),
     "item": lambda: wait_noted(lambda: torch.ones(1, device=CUDA).item()),
-    "tolist": lambda: wait_noted(lambda: torch.ones(3, device=CUDA).tolist()),
-    "if": lambda: wait_noted(lambda: bool(torch.ones(1, device=CUDA) > 0)),
-    "mask": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[torch.ones(2, device=CUDA) > 0]),
-    "mask that is filled": lambda: wait_noted(lambda: torch.ones(2, device=CUDA).masked_fill_(_mask(), 0.0)),
-    "index of the host": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[_cpu(1)]),
-    "list": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[[0, 1]]),
-    "tensor": lambda: wait_noted(lambda: torch.tensor([1], device=CUDA)),
     "written in time": _written_early,
     "written early": _without_waiting(_written_early),
-    "read in time": _read_early,
     "read early": _without_waiting(_read_early),
     "wait while captured": _captured_wait,
-    "copy while captured": _captured_copy,
-    "sync debug mode": _sync_mode,
-    "replayed": _replayed,
     "suspended": _suspended,
     "one after the other": _one_after_the_other,
     "too large": _too_large,
@@ -214,7 +173,3 @@ FAULTS: dict[str, Callable[[], object]] = {
     "engine: wait in a program": _wait_in_a_program,
     "engine: places written early": _places_written_early,
 }
-
-
-def _mask() -> torch.Tensor:
-    return torch.ones(2, dtype=torch.bool, device=CUDA)
