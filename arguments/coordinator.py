@@ -31,6 +31,12 @@ COORDINATOR = FlagGroup(
         Flag("replicas_file", "File with the URLs of replicas, one a line; read again when it changes", metavar="FILE"),
         Flag("launch", "Replicas to start here, with the flags of run_server.py that are given beside these"),
         Flag("replica_timeout", "Seconds without a sign of life after which a replica is dead"),
+        Flag(
+            "allowed_event_sources",
+            "Places besides a replica's own host where it may publish KV events: hosts, * for any, or directories of "
+            "sockets on this machine as ipc:///DIRECTORY",
+            metavar="HOST",
+        ),
         Flag("shutdown_timeout", "Seconds that running requests have after a signal to stop"),
         Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it is over"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.checks import require
-from megatron_ext.config.hosts import parse_origin
+from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import LOG_LEVELS
@@ -25,6 +26,8 @@ class CoordinatorConfig(AccessConfig):
     replicas_file: str | None = None  # file with more URLs, one a line; read again when it changes
     launch: int = 0  # replicas to start on this machine
     replica_timeout: float = 30.0  # without a response, until a replica counts as dead
+    # Where replicas may publish KV events besides their own hosts: hosts, `*` for any, `ipc:///DIRECTORY`.
+    allowed_event_sources: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True
@@ -45,12 +48,30 @@ class CoordinatorConfig(AccessConfig):
             problem = replica_problem(url)
             require(problem is None, f"--replica {url!r} {problem}")
         require(len(set(self.replica)) == len(self.replica), "--replica has one URL twice; each is one replica")
+        for place in self.allowed_event_sources:
+            require(
+                is_event_place(place),
+                f"--allowed-event-sources {place!r} is no place of KV events; give hosts such as events.example, "
+                f"10.0.0.5 or [::1], {ANY_HOST} for any, or directories such as ipc:///run/events",
+            )
         for name, seconds, least in (
             ("--replica-timeout", self.replica_timeout, "more than zero"),
             ("--shutdown-timeout", self.shutdown_timeout, "zero or more"),
         ):
             fits = 0 <= seconds <= LONGEST_WAIT and (seconds > 0 or least == "zero or more")
             require(fits, f"{name} {seconds} must be {least} and at most {LONGEST_WAIT:g} seconds")
+
+
+def is_event_place(text: str) -> bool:
+    """Return whether a text can stand in `--allowed-event-sources`."""
+    host = parse_host(text)
+    return text == ANY_HOST or socket_directory(text) is not None or (host is not None and host.port is None)
+
+
+def socket_directory(text: str) -> Path | None:
+    """Return the directory that `ipc:///DIRECTORY` names; None if the text is anything else."""
+    path = Path(text.removeprefix("ipc://"))
+    return path if text.startswith("ipc:///") and path.parts[1:] and ".." not in path.parts else None
 
 
 def replica_problem(url: str) -> str | None:

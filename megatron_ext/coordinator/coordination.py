@@ -12,7 +12,6 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from megatron_ext.config.coordinator import CoordinatorConfig
-from megatron_ext.config.hosts import is_loopback
 from megatron_ext.config.routing import RoutingPolicyName
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
 from megatron_ext.coordinator.event_reader import EventReader
@@ -21,9 +20,10 @@ from megatron_ext.coordinator.forwarding import Forwarder
 from megatron_ext.coordinator.member import Member, Source
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.prompt_tokens import Prompts
-from megatron_ext.coordinator.replica_client import CallFailed, Headers, Whole, fetch
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Headers, Whole, fetch, not_json
 from megatron_ext.coordinator.replicas_file import ReplicasFile
-from megatron_ext.coordinator.retries import no_replica
+from megatron_ext.coordinator.retries import bad_answer, no_replica
+from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import ReplicaView, Router
 from megatron_ext.server.api_keys import Keys, load_keys
 
@@ -70,8 +70,9 @@ class Coordination:
         self.settings = settings
         self.keys = keys or load_keys(settings)
         self.router = Router(settings.routing)
-        self.fleet = Fleet(self.router, settings.replica_timeout)
-        self.metrics = FleetMetrics(self.fleet)
+        self.supervisor = Supervisor()
+        self.fleet = Fleet(self.router, settings.replica_timeout, self.supervisor, settings.allowed_event_sources)
+        self.metrics = FleetMetrics(self.fleet, self.supervisor)
         self._prefix_index: dict[str, ApproximatePrefixIndex] = {}
         self._readers: dict[str, EventReader] = {}
         self.fleet.on_join, self.fleet.on_leave = self._joined, self._left
@@ -87,14 +88,7 @@ class Coordination:
         """Track the cache of a new replica: by its events, or by its answers."""
         beat = member.beat
         assert beat is not None, "it has answered"
-        can_be_read = is_loopback(member.address.host) or not any(one.is_of_this_machine for one in beat.events)
-        if not can_be_read:
-            logger.warning(
-                "replica %s publishes its KV events over ipc://, which only its own machine can read: what it holds is "
-                "guessed from its answers; give it a tcp:// endpoint",
-                member.url,
-            )
-        if beat.events and can_be_read:
+        if beat.events:
             self._readers[member.url] = EventReader(self.router, member.url, beat.events)
         else:
             self._prefix_index[member.url] = ApproximatePrefixIndex(
@@ -113,7 +107,7 @@ class Coordination:
             self.fleet.add(url, Source.FLAG)
         if self._file is not None:
             self._file.join()
-            self._watching = asyncio.get_running_loop().create_task(self._file.run())
+            self._watching = self.supervisor.start("replicas file", str(self.settings.replicas_file), self._file.run)
 
     async def close(self) -> None:
         """Stop all heartbeats and event readers."""
@@ -129,19 +123,28 @@ class Coordination:
             self._prefix_index[url].cleared()
 
     async def anybody(self, method: str, target: str, headers: Headers, body: bytes) -> Whole:
-        """Return the answer of the first replica that answers.
+        """Return the answer of the first replica that answers with JSON.
 
         Raises:
-            ApiError: No replica answers.
+            ApiError: 503 if no replica answers, 502 if what they answer is not JSON.
         """
+        bad: BadAnswer | None = None
         for member in sorted(self.fleet.answering(), key=lambda one: len(one.calls)):
             try:
-                return await fetch(
+                answer = await fetch(
                     member.address, method, target, headers, body, patience=self.settings.replica_timeout
                 )
+            except BadAnswer as error:
+                bad = error
             except CallFailed as error:
                 self.fleet.note_silence(member, str(error))
-        raise no_replica()
+            else:
+                if answer.is_json:
+                    return answer
+                bad = not_json(answer)
+            if bad is not None:
+                self.fleet.note_bad_answer(member, bad)
+        raise no_replica() if bad is None else bad_answer(bad)
 
     async def everybody(self, method: str, target: str, headers: Headers, body: bytes) -> dict[str, Whole | CallFailed]:
         """Return the answers of all replicas that can be called, by URL.
@@ -155,11 +158,15 @@ class Coordination:
 
         async def ask(member: Member) -> Whole | CallFailed:
             try:
-                return await fetch(member.address, method, target, headers, body, patience=EVERYBODY)
+                answer = await fetch(member.address, method, target, headers, body, patience=EVERYBODY)
             except CallFailed as error:
                 return error
+            return answer if answer.is_json else not_json(answer)
 
         answers: Sequence[Whole | CallFailed] = await asyncio.gather(*map(ask, members))
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, BadAnswer):
+                self.fleet.note_bad_answer(member, answer)
         return {member.url: answer for member, answer in zip(members, answers, strict=True)}
 
     def rows(self) -> list[dict[str, object]]:
@@ -173,7 +180,7 @@ class Coordination:
             url=member.url,
             source=member.source.value,
             status=member.status.value,
-            problem=member.problem,
+            problem=member.problem or ("" if beat is None else beat.events_problem),
             model=None if beat is None else beat.model,
             in_flight=len(member.calls),
             load_tokens=0 if view is None else view.load,

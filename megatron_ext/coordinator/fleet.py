@@ -6,16 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from megatron_ext.coordinator.heartbeat import OK, PATH, Heartbeat
+from megatron_ext.coordinator.bounds import STATUS_BYTES
+from megatron_ext.coordinator.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
-from megatron_ext.coordinator.replica_client import CallFailed, fetch
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
+from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
 BEATS = 4  # heartbeats in `--replica-timeout`
 LONGEST_INTERVAL = 1.0  # seconds between two heartbeats
+LONGEST_PROBE = 2.0  # seconds for the answer to a heartbeat; a replica that takes longer is avoided
 
 
 class Fleet:
@@ -24,28 +28,47 @@ class Fleet:
     Args:
         router: Router that is told of joining and leaving replicas.
         timeout: Seconds without a sign of life after which a replica is dead.
+        supervisor: Supervisor of the heartbeats' tasks.
+        allowed_event_sources: Places besides a replica's own host where it may publish KV events.
     """
 
-    def __init__(self, router: Router, timeout: float) -> None:
+    def __init__(
+        self,
+        router: Router,
+        timeout: float,
+        supervisor: Supervisor | None = None,
+        allowed_event_sources: tuple[str, ...] = (),
+    ) -> None:
         self.router = router
         self.timeout = timeout
+        self._supervisor = supervisor or Supervisor()
+        self._allowed_event_sources = allowed_event_sources
         self.members: dict[str, Member] = {}
         self.on_join: Callable[[Member], None] = lambda member: None  # added to the router
         self.on_leave: Callable[[Member], None] = lambda member: None  # removed from the router
         self.on_removed: Callable[[Member], None] = lambda member: None  # removed from the fleet
         self.in_flight: set[int] = set()  # numbers of the requests in the router
         self._interval = min(LONGEST_INTERVAL, timeout / BEATS)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
 
     # Membership
 
-    def add(self, url: str, source: Source) -> Member:
-        """Add a replica, or cancel its removal if it is about to leave."""
+    def add(self, url: str, source: Source, sockets: Path | None = None) -> Member:
+        """Add a replica, or cancel its removal if it is about to leave.
+
+        Args:
+            url: URL of the replica.
+            source: Source that named it.
+            sockets: Directory in which it may publish KV events, made by the coordinator that launched it.
+        """
         member = self.members.get(url)
         if member is None:
             logger.info("replica %s is to join (%s)", url, source.value)
-            member = self.members[url] = Member(url, source)
-            self._tasks[url] = asyncio.get_running_loop().create_task(self._watch(member))
+            member = self.members[url] = Member(url, source, sockets)
+            self._tasks[url] = [
+                self._supervisor.start("heartbeats", url, lambda: self._watch(member)),
+                self._supervisor.start("signs of life", url, lambda: self._sweep(member)),
+            ]
         member.leaves_when_idle = False
         if member.is_draining:
             self.drain(url, is_draining=False)
@@ -64,7 +87,8 @@ class Fleet:
         """Remove a replica: its requests in flight are retried elsewhere, or end."""
         member = self.members.pop(url)
         logger.info("replica %s leaves", url)
-        self._tasks.pop(url).cancel()
+        for task in self._tasks.pop(url):
+            task.cancel()
         self._forget(member, "the replica has been taken away")
         self.on_removed(member)
 
@@ -88,7 +112,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop all heartbeats."""
-        tasks = list(self._tasks.values())
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,28 +125,31 @@ class Fleet:
 
     async def _watch(self, member: Member) -> None:
         """Send heartbeats to a replica until it is removed."""
-        sweeping = asyncio.get_running_loop().create_task(self._sweep(member))
-        try:
-            while True:
-                member.poked.clear()
+        while True:
+            member.poked.clear()
+            try:
                 await self._probe(member)
+            except Exception:
+                self.note_silence(member, "its heartbeat could not be processed")
+                raise
+            finally:
                 member.probed.set()
-                try:
-                    await asyncio.wait_for(member.poked.wait(), self._interval)
-                except asyncio.TimeoutError:
-                    continue
-                await asyncio.sleep(self._interval / BEATS)  # repeated pokes must not cause heartbeats without a pause
-        finally:
-            sweeping.cancel()
+            try:
+                await asyncio.wait_for(member.poked.wait(), self._interval)
+            except asyncio.TimeoutError:
+                continue
+            await asyncio.sleep(self._interval / BEATS)  # repeated pokes must not cause heartbeats without a pause
 
     async def _probe(self, member: Member) -> None:
-        address = member.address
+        address, patience = member.address, min(LONGEST_PROBE, self.timeout / 2)
+        places = EventPlaces(address.host, self._allowed_event_sources, member.sockets)
         try:
-            answer = await fetch(address, "GET", PATH, patience=self.timeout / 2)
+            answer = await fetch(address, "GET", PATH, patience=patience, limit=STATUS_BYTES)
             if answer.status != 200:
-                raise ValueError(f"GET {PATH} was answered with {answer.status}")
-            beat = Heartbeat.of(answer.json(), address.host)
-        except (CallFailed, ValueError) as error:
+                raise BadHeartbeat(f"GET {PATH} is answered with status {answer.status}")
+            beat = Heartbeat.of(answer.json(), places)
+        except (CallFailed, BadHeartbeat) as error:
+            member.refused += isinstance(error, BadHeartbeat | BadAnswer)
             self.note_silence(member, str(error))
             return
         self._note_beat(member, beat)
@@ -133,11 +160,20 @@ class Fleet:
             logger.warning("replica %s: %s", member.url, problem)
         member.problem, member.is_silent = problem, True
 
+    def note_bad_answer(self, member: Member, error: BadAnswer) -> None:
+        """Log and count an answer that cannot be used; the replica is alive."""
+        member.refused += 1
+        logger.warning("replica %s: %s", member.url, error)
+
     def _note_beat(self, member: Member, beat: Heartbeat) -> None:
         last = member.beat
         if last is not None and last.instance != beat.instance and member.is_known:
             logger.warning("replica %s has been restarted", member.url)
             self._forget(member, "the replica was restarted")
+        if beat.events_problem:
+            member.refused += 1
+            if last is None or last.events_problem != beat.events_problem:
+                logger.warning("replica %s: its KV events are not read: %s", member.url, beat.events_problem)
         member.take_beat(beat)
         if not member.is_known and member.stuck is None:
             states = beat.has_states

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
+from megatron_ext.coordinator.bounds import EVENT_BYTES
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Member
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.proxied_request import ProxiedRequest
-from megatron_ext.coordinator.replica_client import CallFailed, Whole
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Whole, not_json
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision
@@ -25,7 +26,7 @@ from megatron_ext.server.api_errors import FAULT, ApiError
 from megatron_ext.server.openai.streaming import event
 
 _END = b"\n\n"  # of a server-sent event
-_GENERATED = re.compile(rb'"completion_tokens": ?(\d+)')
+_GENERATED = re.compile(rb'"completion_tokens": ?(\d{1,18})')
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class Forwarder:
             proxied = self._begin(routed, decision)
             try:
                 answer = await self._sent(routed, proxied)
+            except BadAnswer as error:
+                proxied.end()
+                self._refuse(proxied.member, retries, error)
+                continue
             except CallFailed as error:
                 proxied.end()
                 self._moved(proxied.member, "lost")
@@ -77,11 +82,21 @@ class Forwarder:
                 raise
             if isinstance(answer, Streamed):
                 return answer
+            if not answer.is_json:
+                proxied.end()
+                self._refuse(proxied.member, retries, not_json(answer))
+                continue
             self._ended(routed, proxied, answer)
             if not retries.goes_elsewhere(proxied.member.url, answer):
                 return answer
             self._moved(proxied.member, "full" if answer.status == 429 else "failed")
         return retries.verdict()
+
+    def _refuse(self, member: Member, retries: Retries, error: BadAnswer) -> None:
+        """Record an answer that cannot be passed on."""
+        self._moved(member, "invalid")
+        self._fleet.note_bad_answer(member, error)
+        retries.answered_badly(member.url, error)
 
     def _moved(self, member: Member, reason: str) -> None:
         member.moved += 1
@@ -110,7 +125,7 @@ class Forwarder:
         is_stream = call.status == 200 and dict(call.headers).get(b"content-type", b"").startswith(b"text/event-stream")
         if not is_stream:
             return Whole(call.status, call.headers, await call.body())
-        events = whole_events(call.chunks())
+        events = whole_events(call.chunks(), EVENT_BYTES)
         first = await anext(events, None)
         if first is None:
             raise CallFailed("a stream without an event", has_reached=True)
@@ -130,8 +145,11 @@ class Forwarder:
                 proxied.generated(some.count(_END))
         except CallFailed as error:
             self._moved(proxied.member, "broken")
-            self._fleet.note_silence(proxied.member, str(error))
-            proxied.member.poked.set()
+            if isinstance(error, BadAnswer):
+                self._fleet.note_bad_answer(proxied.member, error)
+            else:
+                self._fleet.note_silence(proxied.member, str(error))
+                proxied.member.poked.set()
             yield event(broken_off(error).to_dict())
         else:
             self._computed(routed, proxied.member)
@@ -143,7 +161,7 @@ class Forwarder:
         found = _GENERATED.search(answer.body) if answer.status == 200 else None
         if answer.status == 200:
             self._computed(routed, proxied.member)
-        proxied.end(None if found is None else int(found[1]))
+        proxied.end(None if found is None else min(int(found[1]), routed.new_tokens))
 
     def _computed(self, routed: RoutedRequest, member: Member) -> None:
         """Add the prompt to the replica's approximate prefix index, if it has one."""
@@ -156,16 +174,26 @@ def broken_off(error: CallFailed) -> ApiError:
     return ApiError(503, f"the replica that answered was lost: {error}", kind=FAULT, code="replica_lost")
 
 
-async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def whole_events(chunks: AsyncIterator[bytes], limit: int = EVENT_BYTES) -> AsyncIterator[bytes]:
     """Yield whole server-sent events, one or several at once.
 
+    Args:
+        chunks: Parts of the stream.
+        limit: Maximum size of an event in bytes.
+
     Raises:
+        BadAnswer: An event is longer.
         CallFailed: The stream ends in the middle of an event.
     """
-    rest = b""
+    rest = bytearray()
     async for chunk in chunks:
-        complete, mark, rest = (rest + chunk).rpartition(_END)
-        if mark:
-            yield complete + mark
+        start = max(0, len(rest) - len(_END) + 1)  # the end of an event may be cut
+        rest += chunk
+        end = rest.rfind(_END, start)
+        if end >= 0:
+            yield bytes(rest[: end + len(_END)])
+            del rest[: end + len(_END)]
+        if len(rest) > limit:
+            raise BadAnswer(f"an event of the stream has more than {limit} bytes")
     if rest:
         raise CallFailed("the stream ended within an event", has_reached=True)

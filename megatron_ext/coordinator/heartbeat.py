@@ -1,12 +1,35 @@
-"""Heartbeat of a replica: the answer of `GET /replica`."""
+"""Heartbeat of a replica: the answer of `GET /replica`, and the one place where it is validated.
+
+A replica may be faulty, of another version, or not a replica at all. Nothing of its answer is used before all of it has
+the expected types and bounds, so that it cannot fail requests of others. Addresses of KV events at other places than
+the replica's own are left out, and the replica counts as one without events.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.config.coordinator import socket_directory
+from megatron_ext.config.hosts import ANY_HOST, is_loopback
+from megatron_ext.config.kv_events import LONGEST_SOCKET_PATH, IpcEndpoint, TcpEndpoint, parse_endpoint
+from megatron_ext.coordinator.bounds import (
+    MAX_BLOCK_SIZE,
+    MAX_COUNT,
+    MAX_EVENT_SOURCES,
+    MAX_NAME,
+    MAX_SHOWN,
+)
 
 PATH = "/replica"
 OK, ASLEEP, FAILING = "ok", "asleep", "failing"
+_ALL_NETWORKS = ("*", "0.0.0.0", "[::]")
+
+
+class BadHeartbeat(ValueError):
+    """Answer that a replica does not give; the message names the field."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +46,61 @@ class EventSource:
     replay: str | None
     topic: str
 
-    @property
-    def is_of_this_machine(self) -> bool:
-        """True if the addresses are reachable on their own machine only."""
-        return any(one is not None and one.startswith("ipc://") for one in (self.endpoint, self.replay))
+
+@dataclass(frozen=True)
+class EventPlaces:
+    """Places where a replica may publish KV events: its own host, and what the coordinator allows.
+
+    Attributes:
+        host: Host of the replica, which replaces a wildcard in its addresses.
+        allowed: Other hosts, `*` for any, and directories of sockets as `ipc:///DIRECTORY`.
+        sockets: Directory that a coordinator made for the replica's sockets when it launched it; None without one.
+    """
+
+    host: str
+    allowed: tuple[str, ...] = ()
+    sockets: Path | None = None
+
+    def address(self, text: object) -> str:
+        """Return the address to connect to.
+
+        Raises:
+            BadHeartbeat: It is not an address of this replica.
+        """
+        endpoint = parse_endpoint(text) if isinstance(text, str) and len(text) <= MAX_NAME else None
+        if endpoint is None:
+            raise BadHeartbeat(f"{_shown(text)} is no address of KV events")
+        return self._socket(endpoint) if isinstance(endpoint, IpcEndpoint) else self._tcp(endpoint)
+
+    def _tcp(self, endpoint: TcpEndpoint) -> str:
+        if not endpoint.port:
+            raise BadHeartbeat(f"tcp://{endpoint.host}:0 has no port")
+        if endpoint.host in _ALL_NETWORKS:
+            return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{endpoint.port}"
+        if not self._has_host(endpoint.host):
+            raise BadHeartbeat(
+                f"tcp://{endpoint.host}:{endpoint.port} is not on the replica's own host {self.host}; "
+                f"--allowed-event-sources {endpoint.host} allows it"
+            )
+        return f"tcp://{endpoint.host}:{endpoint.port}"
+
+    def _has_host(self, host: str) -> bool:
+        hosts = {one.strip("[]").lower() for one in (self.host, *self.allowed)}
+        name = host.strip("[]").lower()
+        return name in hosts or ANY_HOST in hosts or (is_loopback(name) and is_loopback(self.host))
+
+    def _socket(self, endpoint: IpcEndpoint) -> str:
+        path = Path(endpoint.path)
+        directories = [one for one in map(socket_directory, self.allowed) if one is not None]
+        if self.sockets is not None:
+            directories.append(self.sockets)
+        is_allowed = is_loopback(self.host) and any(one in path.parents for one in directories)
+        if ".." in path.parts or not is_allowed or len(os.fsencode(endpoint.path)) > LONGEST_SOCKET_PATH:
+            raise BadHeartbeat(
+                f"{_shown(f'ipc://{endpoint.path}')} is not in a directory that a coordinator made for this replica; "
+                "give the replica a tcp:// endpoint, or --allowed-event-sources ipc:///DIRECTORY on this machine"
+            )
+        return f"ipc://{endpoint.path}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +109,7 @@ class Heartbeat:
 
     Attributes:
         instance: Identifier of the process; changes with a restart.
+        model: Name that the model is served under.
         status: `OK`, `ASLEEP` or `FAILING`.
         has_keys: Whether the replica needs API keys, and binds salts to them.
         block_size: Tokens of a block.
@@ -46,6 +121,7 @@ class Heartbeat:
         skipped: Prompt tokens skipped through the cache since the start; None if hidden.
         computed: Prompt tokens computed since the start; None if hidden.
         events: Event sources, one for each data-parallel rank of the replica's world; empty without events.
+        events_problem: Reason why the event sources that the replica names are left out; empty if they are not.
     """
 
     instance: str
@@ -61,58 +137,111 @@ class Heartbeat:
     skipped: int | None
     computed: int | None
     events: tuple[EventSource, ...]
+    events_problem: str = ""
 
     @classmethod
-    def of(cls, content: object, host: str) -> Heartbeat:
-        """Parse an answer.
+    def of(cls, content: object, places: EventPlaces) -> Heartbeat:
+        """Validate an answer.
 
         Args:
-            content: Parsed JSON.
-            host: Host of the replica, which replaces a wildcard in its addresses.
+            content: Parsed JSON; None if the answer is not JSON.
+            places: Places where the replica may publish KV events.
 
         Raises:
-            ValueError: The content is not the answer of a replica.
+            BadHeartbeat: The content is not the answer of a replica.
         """
         try:
-            assert isinstance(content, dict)
-            tokens = content["prompt_tokens"] or {}
+            fields = _Fields.of(content, "the answer")
+            tokens = fields.optional("prompt_tokens")
+            events, problem = _events(fields, places)
             return cls(
-                instance=str(content["instance"]),
-                model=str(content["model"]),
-                status=str(content["status"]),
-                has_keys=bool(content["has_keys"]),
-                block_size=_positive(content["block_size"]),
-                blocks=_positive(content["blocks"]),
-                has_states=bool(content["has_states"]),
-                capacity=_positive(content["capacity"]),
-                living=int(content["living"]),
-                steps=int(content["steps"]),
-                skipped=tokens.get("skipped"),
-                computed=tokens.get("computed"),
-                events=tuple(_source(one, host) for one in content.get("kv_events") or ()),
+                instance=fields.text("instance"),
+                model=fields.text("model"),
+                status=fields.choice("status", (OK, ASLEEP, FAILING)),
+                has_keys=fields.flag("has_keys"),
+                block_size=fields.number("block_size", 1, MAX_BLOCK_SIZE),
+                blocks=fields.number("blocks", 1),
+                has_states=fields.flag("has_states"),
+                capacity=fields.number("capacity", 1),
+                living=fields.number("living"),
+                steps=fields.number("steps"),
+                skipped=None if tokens is None else tokens.number("skipped"),
+                computed=None if tokens is None else tokens.number("computed"),
+                events=events,
+                events_problem=problem,
             )
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"GET {PATH} does not answer as a replica does ({type(error).__name__}: {error})"
-            ) from None
+        except BadHeartbeat as error:
+            raise BadHeartbeat(f"GET {PATH} does not answer as a replica does: {error}") from None
 
 
-def _positive(value: object) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no positive number")
-    return value
+def _events(fields: _Fields, places: EventPlaces) -> tuple[tuple[EventSource, ...], str]:
+    """Return the event sources, or none of them and the problem of the first wrong one."""
+    named = fields.items("kv_events", MAX_EVENT_SOURCES)
+    try:
+        return tuple(_source(_Fields.of(one, "kv_events"), places) for one in named), ""
+    except BadHeartbeat as error:
+        return (), str(error)
 
 
-def _source(events: Mapping[str, object], host: str) -> EventSource:
-    endpoint, replay = str(events["endpoint"]), events.get("replay")
+def _source(fields: _Fields, places: EventPlaces) -> EventSource:
+    replay = fields.content.get("replay")
     return EventSource(
-        reachable(endpoint, host), None if not replay else reachable(str(replay), host), str(events.get("topic") or "")
+        endpoint=places.address(fields.content.get("endpoint")),
+        replay=None if replay is None else places.address(replay),
+        topic=fields.text("topic", least=0),
     )
 
 
-def reachable(endpoint: str, host: str) -> str:
-    """Return the address to connect to for a bound endpoint: `tcp://*:5557` is on the host of its server."""
-    for every in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"):
-        if endpoint.startswith(every):
-            return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.removeprefix(every)}"
-    return endpoint
+@dataclass(frozen=True)
+class _Fields:
+    """Fields of a JSON object from a replica. Each method raises `BadHeartbeat` for another type or value."""
+
+    content: Mapping[str, object]
+
+    @classmethod
+    def of(cls, content: object, name: str) -> _Fields:
+        if not isinstance(content, dict):
+            raise BadHeartbeat(f"{name} is {_shown(content)}, and must be an object")
+        return cls(content)
+
+    def optional(self, name: str) -> _Fields | None:
+        found = self.content.get(name)
+        return None if found is None else _Fields.of(found, name)
+
+    def items(self, name: str, most: int) -> list[object]:
+        found = self.content.get(name)
+        if found is not None and (not isinstance(found, list) or len(found) > most):
+            raise BadHeartbeat(f"{name} must be a list of at most {most}")
+        return found or []
+
+    def text(self, name: str, least: int = 1) -> str:
+        found = self.content.get(name)
+        if not isinstance(found, str) or not least <= len(found) <= MAX_NAME:
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a text of {least} to {MAX_NAME} characters")
+        return found
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        found = self.content.get(name)
+        if not isinstance(found, str) or found not in choices:
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be one of {', '.join(choices)}")
+        return found
+
+    def flag(self, name: str) -> bool:
+        found = self.content.get(name)
+        if not isinstance(found, bool):
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be true or false")
+        return found
+
+    def number(self, name: str, least: int = 0, most: int = MAX_COUNT) -> int:
+        found = self.content.get(name)
+        if type(found) is not int or not least <= found <= most:
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a whole number of {least} to {most}")
+        return found
+
+
+def _shown(value: object) -> str:
+    """Return a wrong value for a message; containers, which may be long, as their type."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -14,12 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Source
+from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
@@ -133,11 +135,15 @@ class Launcher:
     Args:
         plan: Replicas to start.
         on_failure: Called when the replicas cannot be started at all; `failure` has the reason.
+        supervisor: Supervisor of the tasks that run the replicas.
     """
 
-    def __init__(self, plan: LaunchPlan, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, plan: LaunchPlan, on_failure: Callable[[], None] = lambda: None, supervisor: Supervisor | None = None
+    ) -> None:
         self._plan = plan
         self.on_failure = on_failure
+        self._supervisor = supervisor or Supervisor()
         self.failure: ConfigError | None = None
         self.pids: dict[int, int] = {}  # of running processes, by replica number
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,8 +151,11 @@ class Launcher:
 
     def start(self, fleet: Fleet) -> None:
         """Start the tasks that run the replicas."""
-        create_task = asyncio.get_running_loop().create_task
-        self._tasks = [create_task(self._keep_running(index, fleet)) for index in range(self._plan.count)]
+        start = self._supervisor.start
+        self._tasks = [
+            start("launches", f"replica {index}", partial(self._keep_running, index, fleet))
+            for index in range(self._plan.count)
+        ]
 
     async def all_ready(self) -> None:
         """Wait until each replica has been ready once, or cannot be started."""
@@ -204,7 +213,7 @@ class Launcher:
             found = _READY.match(line)
             if found is not None:
                 urls.append(found[1])
-                fleet.add(found[1], Source.LAUNCH)
+                fleet.add(found[1], Source.LAUNCH, events)
                 self._is_ready[index].set()
 
         assert process.stdout is not None, "it is a pipe"

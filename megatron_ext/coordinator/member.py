@@ -6,6 +6,7 @@ import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_ext.coordinator.heartbeat import ASLEEP, FAILING, Heartbeat
 from megatron_ext.coordinator.replica_client import Address, Call
@@ -39,6 +40,7 @@ class Member:
     Attributes:
         url: URL and name of the replica.
         source: Source that named the replica.
+        sockets: Directory in which the replica may publish KV events; None if no coordinator made one.
         beat: Last heartbeat; None before the first.
         alive_at: Time of the last sign of life: an answer, with a step in between if a request waits for one.
         is_silent: Whether the last heartbeat failed.
@@ -54,6 +56,7 @@ class Member:
 
     url: str
     source: Source
+    sockets: Path | None = None
     beat: Heartbeat | None = None
     alive_at: float = field(default_factory=time.monotonic)
     is_silent: bool = False
@@ -65,6 +68,7 @@ class Member:
     calls: set[Call] = field(default_factory=set)
     sent: int = 0  # requests since the replica joined
     moved: int = 0  # requests among them that were retried on another replica
+    refused: int = 0  # answers that were not valid
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     poked: asyncio.Event = field(default_factory=asyncio.Event)
 

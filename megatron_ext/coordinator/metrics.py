@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 import megatron_ext
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import Decision
 
 PREFIX = "megatron_ext_coordinator"
@@ -23,10 +24,12 @@ class FleetMetrics(Collector):
 
     Args:
         fleet: Fleet to be measured.
+        supervisor: Supervisor of the coordinator's tasks.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, supervisor: Supervisor) -> None:
         self._fleet = fleet
+        self._supervisor = supervisor
         self._registry = registry = CollectorRegistry()
         self._taken: dict[str, tuple[int, float]] = {}  # decisions and their seconds, by replica
         self._decisions = Histogram(
@@ -41,7 +44,7 @@ class FleetMetrics(Collector):
         )
         self._moved = Counter(
             f"{PREFIX}_requests_moved",
-            "Requests that a replica did not answer: lost, failed, full, or broken (a stream that had begun)",
+            "Requests that a replica did not answer: lost, failed, full, invalid, or broken (a stream that had begun)",
             [_REPLICA, "reason"],
             registry=registry,
         )
@@ -89,6 +92,14 @@ class FleetMetrics(Collector):
         computed = CounterMetricFamily(
             f"{PREFIX}_prompt_tokens_computed", "Prompt tokens that the replica computed", labels=[_REPLICA]
         )
+        refused = CounterMetricFamily(
+            f"{PREFIX}_answers_refused", "Answers of the replica that were not valid", labels=[_REPLICA]
+        )
+        restarts = CounterMetricFamily(
+            f"{PREFIX}_task_restarts", "Tasks of the coordinator that failed and were started again", labels=["task"]
+        )
+        for kind, count in self._supervisor.restarts.items():
+            restarts.add_metric([kind], count)
         for url, member in self._fleet.members.items():
             view, beat = views.get(url), member.beat
             up.add_metric([url], float(member.status is Status.READY))
@@ -96,10 +107,11 @@ class FleetMetrics(Collector):
             load.add_metric([url], 0 if view is None else view.load)
             blocks.add_metric([url], 0 if view is None else view.blocks)
             sent.add_metric([url], member.sent)
+            refused.add_metric([url], member.refused)
             if beat is not None and beat.skipped is not None and beat.computed is not None:
                 skipped.add_metric([url], beat.skipped)
                 computed.add_metric([url], beat.computed)
-        yield from (up, flying, load, blocks, sent, skipped, computed)
+        yield from (up, flying, load, blocks, sent, refused, restarts, skipped, computed)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

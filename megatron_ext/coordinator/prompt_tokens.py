@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Member
-from megatron_ext.coordinator.replica_client import CallFailed, Headers, fetch
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Headers, fetch
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller, caller_of
@@ -88,6 +88,9 @@ class Prompts:
                 answer = await fetch(
                     member.address, "POST", "/tokenize", headers, question, patience=self._fleet.timeout / 2
                 )
+            except BadAnswer as error:
+                self._fleet.note_bad_answer(member, error)
+                continue
             except CallFailed as error:
                 self._fleet.note_silence(member, str(error))
                 continue

@@ -16,6 +16,10 @@ from urllib.parse import urlsplit
 
 import h11
 
+from megatron_ext.coordinator.bounds import ANSWER_BYTES, MAX_SHOWN, SMALL_ANSWER_BYTES
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.body import parse_json
+
 Headers = Sequence[tuple[bytes, bytes]]
 
 _READ = 1 << 16  # bytes at once
@@ -33,6 +37,17 @@ class CallFailed(Exception):
     def __init__(self, message: str, *, has_reached: bool) -> None:
         super().__init__(message)
         self.has_reached = has_reached
+
+
+class BadAnswer(CallFailed):
+    """Answer that cannot be used: not JSON, or longer than the bound. The message has the reason.
+
+    Args:
+        message: Text for people.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, has_reached=True)
 
 
 @dataclass(frozen=True)
@@ -124,13 +139,23 @@ class Call:
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
 
-    async def body(self) -> bytes:
+    async def body(self, limit: int = ANSWER_BYTES) -> bytes:
         """Return the answer's whole body.
 
+        Args:
+            limit: Maximum size in bytes; a longer body is not read further.
+
         Raises:
+            BadAnswer: The body is longer.
             CallFailed: The connection broke off.
         """
-        return b"".join([chunk async for chunk in self.chunks()])
+        body = bytearray()
+        async for chunk in self.chunks():
+            if len(body) + len(chunk) > limit:
+                self.close()
+                raise BadAnswer(f"the answer has more than {limit} bytes")
+            body += chunk
+        return bytes(body)
 
     async def _next(self) -> h11.Event:
         try:
@@ -172,31 +197,54 @@ class Whole:
     headers: Headers
     body: bytes
 
-    def json(self) -> object:
-        """Return the parsed body; None if it is not JSON."""
+    @property
+    def is_json(self) -> bool:
+        """True if the body is JSON."""
         try:
-            content: object = json.loads(self.body)
-        except ValueError:
+            json.loads(self.body)
+        except (ValueError, RecursionError):
+            return False
+        return True
+
+    def json(self) -> object:
+        """Return the parsed body; None if it is not JSON, nested too deeply, or has too many lists and objects."""
+        try:
+            return parse_json(self.body)
+        except ApiError:
             return None
-        return content
+
+
+def not_json(answer: Whole) -> BadAnswer:
+    """Return the error of an answer that is not JSON."""
+    kind = dict(answer.headers).get(b"content-type", b"-").decode("latin-1")[:MAX_SHOWN]
+    return BadAnswer(f"the answer ({answer.status}, {len(answer.body)} bytes of {kind}) is not JSON")
 
 
 async def fetch(
-    address: Address, method: str, target: str, headers: Headers = (), body: bytes = b"", *, patience: float
+    address: Address,
+    method: str,
+    target: str,
+    headers: Headers = (),
+    body: bytes = b"",
+    *,
+    patience: float,
+    limit: int = SMALL_ANSWER_BYTES,
 ) -> Whole:
     """Fetch a small answer from a replica.
 
     Args:
         patience: Seconds for the whole call; the other arguments are those of `Call.start`.
+        limit: Maximum bytes of the answer.
 
     Raises:
+        BadAnswer: The answer is longer.
         CallFailed: No answer arrived.
     """
     call = Call(address)
 
     async def ask() -> Whole:
         await call.start(method, target, headers, body, patience=patience)
-        return Whole(call.status, call.headers, await call.body())
+        return Whole(call.status, call.headers, await call.body(limit))
 
     with contextlib.closing(call):
         try:

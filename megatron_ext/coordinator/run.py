@@ -36,7 +36,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
     effective_max_connections(config.limits)
     launcher = None
     if config.launch:
-        launcher = Launcher(plan_of(settings, server_script))
+        launcher = Launcher(plan_of(settings, server_script), supervisor=coordination.supervisor)
     with bind(config.host, config.port) as listener:
         run_until_signal(build_coordinator(coordination, announce, launcher), listener)
     if launcher is not None and launcher.failure is not None:

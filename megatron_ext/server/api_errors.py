@@ -26,6 +26,7 @@ INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
     "rate_limit_error",
     "server_error",
 )
+REQUEST_FAILED = "request_failed"  # code of a 500 whose cause is the request: another server would fail as well
 
 
 class ApiError(Exception):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.server.api_errors import FAULT, ApiError
+from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
 from megatron_ext.server.client.request_handle import RequestHandle
 
 
@@ -51,7 +51,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
     assert record is not None, "the request has not ended"
     if record.status is Status.FAILED:
         error = record.error or "the request failed"
-        raise ApiError(500, error, kind=FAULT) if record.is_fault else ApiError(400, error)
+        raise ApiError(500, error, kind=FAULT, code=REQUEST_FAILED) if record.is_fault else ApiError(400, error)
     if record.status is Status.ABORTED:
         raise ApiError(500, "the request was aborted", kind=FAULT)
     return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.coordinator.heartbeat import Heartbeat
+from megatron_ext.coordinator.heartbeat import EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source
 from megatron_ext.coordinator.replica_client import Address, Call
 from tests.unit_tests.support.fleet import FakeReplica
@@ -13,7 +13,7 @@ URL = "http://127.0.0.1:1"
 
 
 def beat(**fields: object) -> Heartbeat:
-    return Heartbeat.of(FakeReplica(beat={"instance": "one", "living": 1} | fields).beat, "127.0.0.1")
+    return Heartbeat.of(FakeReplica(beat={"instance": "one", "living": 1} | fields).beat, EventPlaces("127.0.0.1"))
 
 
 class Noted(Call):

@@ -10,12 +10,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.heartbeat import Heartbeat, reachable
-from megatron_ext.coordinator.member import Member, Source, Status
+from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.replicas_file import ReplicasFile, read_replicas
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
@@ -142,31 +139,6 @@ class TestJoining:
             assert "does not answer as a replica does" in told["problem"]
             assert (await front.http.get("/health")).status_code == 503
         await strange.stop()
-
-    def test_where_events_are_published(self):
-        assert reachable("tcp://*:5557", "10.0.0.5") == "tcp://10.0.0.5:5557"
-        assert reachable("tcp://0.0.0.0:5557", "::1") == "tcp://[::1]:5557"
-        assert reachable("tcp://127.0.0.1:5557", "x") == "tcp://127.0.0.1:5557"
-        fake = FakeReplica(beat={"kv_events": [{"endpoint": "tcp://*:1", "replay": None, "topic": "t"}]})
-        (source,) = Heartbeat.of(fake.beat, "host").events
-        assert (source.endpoint, source.replay, source.topic) == ("tcp://host:1", None, "t")
-        for wrong in ({"block_size": "4"}, {"prompt_tokens": 5}, {"kv_events": [{}]}, {"steps": None}):
-            with pytest.raises(ValueError, match="does not answer as a replica does"):
-                Heartbeat.of(fake.beat | wrong, "host")
-
-    @pytest.mark.parametrize(("host", "is_read"), [("127.0.0.1", True), ("10.0.0.5", False)])
-    async def test_socket_files_are_read_on_their_machine(self, caplog, host, is_read):
-        """SE-8: a path means nothing on another machine; what that replica holds is guessed, with a warning."""
-        url = f"http://{host}:8000"
-        events = [{"endpoint": "ipc:///nowhere/events", "replay": "ipc:///nowhere/replay", "topic": "t"}]
-        beat = Heartbeat.of(FakeReplica(beat={"kv_events": events}).beat, host)
-        coordination = Coordination(CoordinatorConfig(replica=(url,)))
-        member = coordination.fleet.members[url] = Member(url, Source.FLAG, beat)
-        coordination.router.join(url, beat.block_size)
-        coordination.fleet.on_join(member)
-        assert coordination.rows()[0]["has_events"] == is_read
-        assert ("give it a tcp:// endpoint" in caplog.text) != is_read
-        coordination.fleet.on_leave(member)
 
 
 class TestObserving:

@@ -109,6 +109,8 @@ class FakeReplica:
     requests: list[Exchange] = field(default_factory=list)  # those that generate
     others: list[Exchange] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)  # of other paths; 200 unless said
+    status_body: bytes | None = None  # answer to GET /replica in place of `beat`
+    other_body: bytes | None = None  # answer to other calls that do not generate
     left: int = 0  # clients that went before the answer
     url: str = ""
 
@@ -194,8 +196,16 @@ class FakeReplica:
             await asyncio.sleep(0.01)
         if is_generation:
             await self.behave(self, exchange)
+        elif exchange.path == "/replica" and self.status_body is not None:
+            exchange.head(200)
+            exchange.data(self.status_body)
+            exchange.end()
         elif exchange.path == "/replica":
             exchange.answer(self.beat)
+        elif self.other_body is not None:
+            exchange.head(200, "text/html")
+            exchange.data(self.other_body)
+            exchange.end()
         elif exchange.path == "/tokenize":
             text = json.dumps(exchange.body.get("messages", exchange.body.get("prompt")))
             exchange.answer({"tokens": [ord(one) for one in text]})

@@ -1,0 +1,16 @@
+"""Bounds on what a replica may answer: bytes, lengths and numbers. Bounds of KV events are with their reader."""
+
+from __future__ import annotations
+
+# Bytes of answers
+STATUS_BYTES = 2**18  # GET /replica
+SMALL_ANSWER_BYTES = 2**24  # token ids, lists of models, administrators' routes
+ANSWER_BYTES = 2**28  # a whole generated answer; 20 log-probs for each of 100,000 tokens have about 2**27
+EVENT_BYTES = 2**26  # one server-sent event; the first may have the scores of the whole prompt
+
+# Fields of GET /replica
+MAX_NAME = 512  # characters of a model's name and of identifiers
+MAX_BLOCK_SIZE = 2**20  # tokens
+MAX_COUNT = 2**63 - 1  # counters, blocks, requests
+MAX_EVENT_SOURCES = 2**10  # data-parallel ranks
+MAX_SHOWN = 100  # characters of a wrong value in a message
