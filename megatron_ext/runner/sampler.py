@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -57,6 +58,7 @@ def sampler_needs_of(rows: Sequence[Sampling | None]) -> SamplerNeeds:
     )
 
 
+@lru_cache(maxsize=1024)
 def sampling_layout(rows: int) -> Layout:
     """Return the layout of the sampling options of R rows."""
     fractions = frozenset(name for name, neutral in GREEDY.items() if isinstance(neutral, float))
@@ -108,25 +110,25 @@ def _choose(logits: Tensor, options: SamplingMetadata | None) -> Tensor:
 
 def eager_sampler_input(rows: Sequence[Sampling], words: int, device: torch.device) -> SamplerInput:
     """Return the sampler's input for rows of a step, in one copy; greedy rows without processors need none."""
-    needs, processed = sampler_needs_of(rows), [i for i, one in enumerate(rows) if needs_processing(one)]
+    is_drawn = any(one.uniform is not None for one in rows)
+    processed = [i for i, one in enumerate(rows) if needs_processing(one)]
     asked = [rows[i] for i in processed]
-    parts = []
-    if needs.is_drawn:
-        parts.append(sampling_layout(len(rows)))
+    parts = [sampling_layout(len(rows))] if is_drawn else []
     if asked:
-        parts.append(logits_layout(len(asked), entry_counts(asked, words), words, has_mask=needs.has_mask))
+        has_mask = any(map(needs_mask, asked))
+        parts.append(logits_layout(len(asked), entry_counts(asked, words), words, has_mask=has_mask))
     if not parts:
         return SamplerInput(None)
     layout = parts[0] if len(parts) == 1 else parts[0] | parts[1]
     whole = torch.empty(layout.count, dtype=torch.int64)
     arrays = {name: one.numpy() for name, one in layout.parts(whole).items()}
-    if needs.is_drawn:
+    if is_drawn:
         write_sampling_options(rows, arrays)
     processors = asked_processors(arrays, write_logits_inputs(asked, words, arrays)) if asked else ()
     staged = layout.parts(to_device(whole, device))
-    host = {name: arrays[name] for name in GREEDY} if needs.is_drawn else None
+    host = {name: arrays[name] for name in GREEDY} if is_drawn else None
     return SamplerInput(
-        SamplingMetadata.of(staged, host) if needs.is_drawn else None,
+        SamplingMetadata.of(staged, host) if is_drawn else None,
         processors,
         staged,
         None if len(asked) == len(rows) else np.asarray(processed),
