@@ -20,7 +20,8 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
 from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.model_input import ModelInput, StagingRules, stage_step
+from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep

@@ -73,7 +73,7 @@ class CudaGraphRunner:
         self._rules = context.staging_rules
         plan = context.plan
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
-        self._writer = InputBatch(self._rules, buckets, self._spare)
+        self._writer = InputBatch(self._rules, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._vocabulary = size = controller.vocabulary_size
         self._processed, self._guided = (

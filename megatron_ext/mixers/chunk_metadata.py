@@ -51,6 +51,8 @@ def cut_chunks(
 def cut_between(start: int, length: int, chunk_size: int, stops: Sequence[int]) -> list[int]:
     """Cut the tokens [start, start + length) of one sequence at `stops`, and evenly between them.
 
+    Used in the prefill of a step. Results do not depend on where chunks end, so no other boundaries are needed (HY-9).
+
     Args:
         start: Absolute position of the first token, that is, tokens of the sequence done before.
         length: Tokens to cut, at least 1.
@@ -72,28 +74,3 @@ def cut_between(start: int, length: int, chunk_size: int, stops: Sequence[int]) 
         pieces += [least + 1] * longer + [least] * (count - longer)
         start = end
     return pieces
-
-
-def cut_prefill(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    chunk_size: int,
-    stops: Sequence[Sequence[int]],
-    device: torch.device | str | None,
-) -> PackedChunks:
-    """Cut the prefill of a step: a chunk ends where a state is kept; between those ends, chunks are evenly sized.
-
-    Results do not depend on where chunks end, so no other boundaries are needed (HY-9).
-
-    Args:
-        starts: See `cut_chunks`.
-        lengths: See `cut_chunks`.
-        chunk_size: Maximum number of tokens of a chunk.
-        stops: Positions in each sequence whose states are kept; see `cut_between`.
-        device: See `cut_chunks`.
-    """
-    cuts = [
-        cut_between(start, length, chunk_size, wanted)
-        for start, length, wanted in zip(starts, lengths, stops, strict=True)
-    ]
-    return pack_chunks(cuts, device)

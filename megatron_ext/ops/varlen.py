@@ -6,7 +6,7 @@ T tokens of the packed step, S sequences, n chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -97,23 +97,32 @@ def pack_sequences(lengths: Sequence[int], device: torch.device | str | None) ->
 
 def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | None) -> PackedChunks:
     """Lay out sequences that are already cut: pieces[i] are the lengths (tokens, at least 1) of sequence i's chunks."""
-    counts = tuple(len(cut) for cut in pieces)
-    chunk_lengths = tuple(int(length) for cut in pieces for length in cut)
-    assert min(chunk_lengths) >= 1, "every chunk holds a token"
-    lengths = tuple(sum(int(length) for length in cut) for cut in pieces)
-    arrays = _sequence_arrays(lengths) | {
-        "cu_chunk_seqlens": starts(chunk_lengths),
+    assert min(map(min, pieces)) >= 1, "every chunk holds a token"
+    return packed_chunks(pieces, stage_arrays(chunk_arrays(pieces), device))
+
+
+def chunk_arrays(pieces: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Return the arrays of `packed_chunks`; `pieces` are the tokens of each sequence's chunks, 0 for empty chunks."""
+    counts = [len(cut) for cut in pieces]
+    return _sequence_arrays([sum(cut) for cut in pieces]) | {
+        "cu_chunk_seqlens": starts([length for cut in pieces for length in cut]),
         "chunk_seq_idx": np.repeat(np.arange(len(counts)), counts),
         "last_chunk_indices": np.cumsum(counts) - 1,
     }
-    staged = stage_arrays(arrays, device)
+
+
+def packed_chunks(
+    pieces: Sequence[Sequence[int]], staged: Mapping[str, Tensor], resumes: Resumes | None = None
+) -> PackedChunks:
+    """Return the metadata of sequences cut into `pieces`, whose arrays, see `chunk_arrays`, are on the device."""
     return PackedChunks(
-        sequences=_sequences(lengths, staged),
-        chunk_lengths=chunk_lengths,
-        chunk_counts=counts,
+        sequences=_sequences(tuple(int(sum(cut)) for cut in pieces), staged),
+        chunk_lengths=tuple(int(length) for cut in pieces for length in cut),
+        chunk_counts=tuple(len(cut) for cut in pieces),
         cu_chunk_seqlens=staged["cu_chunk_seqlens"],
         chunk_seq_idx=staged["chunk_seq_idx"],
         last_chunk_indices=staged["last_chunk_indices"],
+        resumes=resumes,
     )
 
 
@@ -129,10 +138,10 @@ def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _sequence_arrays(lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _sequence_arrays(lengths: Sequence[int]) -> dict[str, np.ndarray]:
     assert min(lengths) >= 1, "every sequence holds a token"
     return {"cu_seqlens": starts(lengths), "seq_idx": np.repeat(np.arange(len(lengths)), lengths)}
 
 
-def _sequences(lengths: tuple[int, ...], staged: dict[str, Tensor]) -> PackedSequences:
+def _sequences(lengths: tuple[int, ...], staged: Mapping[str, Tensor]) -> PackedSequences:
     return PackedSequences(lengths, staged["cu_seqlens"], staged["seq_idx"])

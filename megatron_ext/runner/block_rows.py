@@ -18,14 +18,17 @@ class BlockRows:
     from is kept, so an identical tuple means that the row is up to date. The array has as many rows as running state
     slots and the width of the longest table so far; nothing else bounds or empties it, which is not needed.
 
+    Args:
+        padding: Block id after a table's end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = 0) -> None:
+        self._padding = padding
         self._written: list[Table] = []  # by running state slot
         self._rows = np.zeros((0, 0), dtype=np.int64)
 
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
-        """Return a copy of the tables in these running state slots, [R, W] int64, zero after a table's end."""
+        """Return a copy of the tables in these running state slots, [R, W] int64, padded after a table's end."""
         width = max(map(len, tables))
         self._ensure_capacity(max(slots) + 1, width)
         written = self._written
@@ -37,7 +40,7 @@ class BlockRows:
     def _write(self, slot: int, table: Table) -> None:
         row = self._rows[slot]
         row[: len(table)] = table
-        row[len(table) :] = 0
+        row[len(table) :] = self._padding
         self._written[slot] = table
 
     def _ensure_capacity(self, count: int, width: int) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.batching import MIXED_STEPS
-from megatron_ext.mixers.chunk_metadata import cut_between
 from megatron_ext.ops.static_chunks import ChunkGrid
+from megatron_ext.runner.input_writer import cut_chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
@@ -128,12 +128,9 @@ class Buckets:
     def _holds_cuts(self, prefills: Sequence[ScheduledChunk], bucket: Bucket) -> bool:
         grid = bucket.grid(self._kernel_chunk)
         kept = sum(len(chunk.snapshots) for chunk in prefills)
-        return kept <= bucket.snapshots and all(len(self.cut(chunk, grid)) <= grid.chunks for chunk in prefills)
-
-    def cut(self, chunk: ScheduledChunk, grid: ChunkGrid) -> list[int]:
-        """Return the number of tokens of each kernel chunk of a prefill."""
-        inside = chunk.snapshots if self._snapshots_in_prefill else ()
-        return cut_between(chunk.start, chunk.length, grid.places, sorted({one.position for one in inside}))
+        inside = self._snapshots_in_prefill
+        cuts = [cut_chunk(chunk, self._kernel_chunk, snapshots_in_prefill=inside) for chunk in prefills]
+        return kept <= bucket.snapshots and all(len(cut) <= grid.chunks for cut in cuts)
 
 
 def why_eager(step: ScheduledStep) -> str | None:

@@ -20,9 +20,10 @@ from megatron_ext.ops.static_chunks import ChunkGrid, static_chunks
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets
+from megatron_ext.runner.cuda_graphs.buckets import Bucket
+from megatron_ext.runner.input_writer import KEPT, StagingRules, cut_chunk, input_arrays
 from megatron_ext.runner.layout import Layout, Shape
-from megatron_ext.runner.model_input import ModelInput, StagingRules, stage_tokens
+from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.sampler import sampling_layout, write_sampling_options
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -62,7 +63,7 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
 
 
 def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
-    kept = dict.fromkeys(("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens"), (bucket.snapshots,))
+    kept = dict.fromkeys(KEPT, (bucket.snapshots,))
     sequences: dict[str, Shape] = dict.fromkeys(("has_state", "restore_from", "restore_to"), (grid.sequences,))
     places: dict[str, Shape] = dict.fromkeys(("place_tokens", "place_is_padding"), (grid.count * grid.places,))
     per_token: dict[str, Shape] = dict.fromkeys(("seq_idx", "place_of_token"), (grid.tokens,))
@@ -75,15 +76,13 @@ class InputBatch:
 
     Args:
         rules: Constants of pools and model.
-        buckets: Sizes that steps are padded to.
         spare: Slots for padding rows.
     """
 
-    def __init__(self, rules: StagingRules, buckets: Buckets, spare: SpareSlots) -> None:
+    def __init__(self, rules: StagingRules, spare: SpareSlots) -> None:
         self._rules = rules
-        self._buckets = buckets
         self._spare = spare
-        self._block_rows = BlockRows()
+        self._block_rows = BlockRows(rules.dummy_block)
         self._dummy = (BlockId(rules.dummy_block),)
 
     def pad(self, step: ScheduledStep, bucket: Bucket) -> tuple[ScheduledChunk, ...]:
@@ -110,29 +109,33 @@ class InputBatch:
             copies: Running states that become snapshots after the forward, as (running state slot, snapshot slot); at
                 most `bucket.copies` pairs.
         """
-        rules, slots = self._rules, [chunk.running_slot for chunk in chunks]
-        tables = [chunk.block_ids for chunk in chunks]
-        table = self._block_rows.of(slots, tables)
-        begins, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
-        firsts = starts([chunk.length for chunk in chunks])
-        total = int(firsts[-1])
-        staged = stage_tokens(chunks, table, begins, firsts, rules)
-        nothing = {"input_ids": 0, "position_ids": 0, "slot_mapping": rules.dummy_block * rules.block_size}
-        for name, padding in nothing.items():
-            arrays[name][:total] = staged[name][:total]
-            arrays[name][total:] = padding
-        used = np.asarray([len(one) for one in tables])[:, None] > np.arange(table.shape[1])
-        arrays["block_table"][:, : table.shape[1]] = np.where(used, table, rules.dummy_block)
-        arrays["block_table"][:, table.shape[1] :] = rules.dummy_block
-        arrays["cu_seqlens_q"][:] = firsts
-        arrays["seqlens_k"][:] = ends
-        arrays["sample_tokens"][:] = firsts[1:] - 1
+        rules, prefills, cuts = self._rules, chunks[bucket.decodes :], []
+        if rules.has_states and prefills:
+            most = bucket.grid(rules.kernel_chunk).chunks
+            for chunk in prefills:
+                pieces = cut_chunk(chunk, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill)
+                cuts.append([*pieces, *[0] * (most - len(pieces))])
+        written = input_arrays(chunks, bucket.decodes, cuts, rules, self._block_rows)
+        written["sample_tokens"] = written["cu_seqlens_q"][1:] - 1
+        self._fill(written, bucket, arrays)
         write_sampling_options([chunk.sampling for chunk in chunks], arrays)
         if rules.has_states:
-            arrays["slots"][:] = slots
             self._write_pairs(arrays, "copy_from", "copy_to", copies)
-            if bucket.prefills:
-                self._write_prefills(chunks[bucket.decodes :], bucket, arrays)
+            if prefills:
+                restores = [(one.restore.slot, one.running_slot) for one in prefills if one.restore is not None]
+                self._write_pairs(arrays, "restore_from", "restore_to", restores)
+                write_grid(np.asarray(cuts), bucket.grid(rules.kernel_chunk), arrays)
+
+    def _fill(self, written: Arrays, bucket: Bucket, arrays: Arrays) -> None:
+        """Copy the arrays of a step's chunks and pad them; surplus kept states are those of sequence 0's last chunk."""
+        rules, padding = self._rules, dict.fromkeys(written, 0)
+        padding["block_table"], padding["slot_mapping"] = rules.dummy_block, rules.dummy_block * rules.block_size
+        if "cu_seqlens" in written:
+            kept = self._spare.snapshot, 0, bucket.grid(rules.kernel_chunk).chunks - 1, int(written["cu_seqlens"][1])
+            padding |= dict(zip(KEPT, kept, strict=True)) | {"seq_idx": bucket.prefills - 1}
+        for name in written.keys() & arrays.keys():
+            width = written[name].shape[-1]
+            arrays[name][..., :width], arrays[name][..., width:] = written[name], padding[name]
 
     @staticmethod
     def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
@@ -142,47 +145,12 @@ class InputBatch:
         numbers = np.asarray([*pairs, *[_NO_COPY] * missing], dtype=np.int64)
         arrays[sources][:], arrays[targets][:] = numbers[:, 0], numbers[:, 1]
 
-    def _write_prefills(self, prefills: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays) -> None:
-        grid = bucket.grid(self._rules.kernel_chunk)
-        restores = [(one.restore.slot, one.running_slot) for one in prefills if one.restore is not None]
-        self._write_pairs(arrays, "restore_from", "restore_to", restores)
-        lengths = [one.length for one in prefills]
-        total = sum(lengths)
-        arrays["has_state"][:] = [one.start > 0 for one in prefills]
-        arrays["cu_seqlens"][:] = starts(lengths)
-        arrays["seq_idx"][:total] = np.repeat(np.arange(len(prefills)), lengths)
-        arrays["seq_idx"][total:] = len(prefills) - 1
-        cuts = np.zeros((grid.sequences, grid.chunks), dtype=np.int64)
-        for row, chunk in zip(cuts, prefills, strict=True):
-            pieces = self._buckets.cut(chunk, grid)
-            row[: len(pieces)] = pieces
-        write_grid(cuts, grid, arrays)
-        self._write_kept(prefills, cuts, grid, arrays)
-
-    def _write_kept(
-        self, prefills: Sequence[ScheduledChunk], cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays
-    ) -> None:
-        """Write the states to keep inside prefills, each a chunk's end; spare entries keep sequence 0's last chunk."""
-        firsts, ends = arrays["cu_seqlens"], cuts.cumsum(1)
-        kept: list[tuple[int, int, int, int]] = []
-        if self._rules.snapshots_in_prefill:
-            for i, chunk in enumerate(prefills):
-                for one in chunk.snapshots:
-                    length = one.position - chunk.start
-                    piece = i * grid.chunks + int(np.searchsorted(ends[i], length))
-                    kept.append((one.slot, i, piece, int(firsts[i]) + length))
-        kept += [(self._spare.snapshot, 0, grid.chunks - 1, int(firsts[1]))] * (len(arrays["kept_slots"]) - len(kept))
-        names = ("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens")
-        for name, numbers in zip(names, zip(*kept, strict=True), strict=True):
-            arrays[name][:] = numbers
-
 
 def write_grid(cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays) -> None:
     """Write the padded places of each chunk's tokens; `cuts` [S, m] are chunk lengths, zeros after the last chunk."""
     lengths = cuts.reshape(-1, 1)
     firsts, offsets = starts(lengths.ravel()), np.arange(grid.places)
     is_padding = offsets >= lengths
-    arrays["cu_chunk_seqlens"][:] = firsts
     arrays["place_tokens"][:] = (firsts[:-1, None] + np.minimum(offsets, lengths - 1)).reshape(-1)
     arrays["place_is_padding"][:] = is_padding.reshape(-1)
     found = np.flatnonzero(~is_padding)
@@ -231,7 +199,7 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
         parts["place_of_token"],
         Resumes(rules.block_size, parts["seqlens_k"][bucket.decodes :]),
     )
-    kept = SnapshotPlaces(parts["kept_slots"], parts["kept_sequences"], parts["kept_chunks"], parts["kept_tokens"])
+    kept = SnapshotPlaces(*(parts[name] for name in KEPT))
     snapshots = kept if rules.snapshots_in_prefill else None
     slots = StateSlots(parts["slots"][bucket.decodes :], parts["has_state"].bool(), snapshots)
     return RecurrentStep(bucket.decodes, decode_slots, chunks, slots)

@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 
-from megatron_ext.runner.model_input import StagingRules, stage_step
+from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.model_input import stage_step
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt

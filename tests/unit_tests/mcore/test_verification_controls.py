@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.prefix_cache.matching import Restore
-from megatron_ext.runner import model_input
+from megatron_ext.runner import input_writer
 from megatron_ext.scheduling import step
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode import drafts
@@ -73,23 +73,23 @@ def _keeps_the_state_of_a_rejected_token(patch: pytest.MonkeyPatch) -> None:
 
 def _goes_on_from_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
     """Give the preceding snapshot, if there is one, the name of the right one."""
-    write = model_input._stage_snapshots
+    write = input_writer._kept_states
 
     def shifted(prefill: list, *rest: object) -> object:
         moved = [_shift(chunk, lambda one: len(one.block_hash) < 32) for chunk in prefill]
         return write(moved, *rest)
 
-    patch.setattr(model_input, "_stage_snapshots", shifted)
+    patch.setattr(input_writer, "_kept_states", shifted)
 
 
 def _takes_the_snapshot_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
-    write = model_input._stage_snapshots
+    write = input_writer._kept_states
 
     def shifted(prefill: list, *rest: object) -> object:
         moved = [_shift(chunk, lambda one: len(one.block_hash) == 32) for chunk in prefill]
         return write(moved, *rest)
 
-    patch.setattr(model_input, "_stage_snapshots", shifted)
+    patch.setattr(input_writer, "_kept_states", shifted)
 
 
 def _shift(chunk: step.ScheduledChunk, is_shifted: Callable[[object], bool]) -> step.ScheduledChunk:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.mixers.chunk_metadata import cut_between, cut_chunks, cut_lengths, cut_prefill
+from megatron_ext.mixers.chunk_metadata import cut_between, cut_chunks, cut_lengths
+from megatron_ext.ops.varlen import pack_chunks
 
 
 def test_example_of_a_continuation() -> None:
     """M1-2: 1866 tokens done, 1100 more, a state wanted at 2048: 182 up to there, 918 follow."""
-    chunks = cut_prefill([1866], [1100], 2048, [[2048]], "cpu")
+    chunks = pack_chunks([cut_between(1866, 1100, 2048, [2048])], "cpu")
     assert chunks.chunk_lengths == (182, 918)
     assert chunks.chunk_counts == (2,)
     assert chunks.cu_chunk_seqlens.tolist() == [0, 182, 1100]
@@ -111,7 +112,7 @@ def test_wanted_states_are_ends_and_chunks_are_few(data, start: int, length: int
 
 def test_the_prefill_of_a_step() -> None:
     """HY-9: every sequence by itself."""
-    chunks = cut_prefill([0, 3, 8], [9, 6, 1], 4, [[8], [], []], "cpu")
+    chunks = pack_chunks([cut_between(0, 9, 4, [8]), cut_between(3, 6, 4, []), cut_between(8, 1, 4, [])], "cpu")
     assert chunks.chunk_lengths == (4, 4, 1, 3, 3, 1)
     assert chunks.chunk_counts == (3, 2, 1)
     assert chunks.last_chunk_indices.tolist() == [2, 4, 5]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
+from megatron_ext.mixers.chunk_metadata import cut_between
 from megatron_ext.ops import static_chunks as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -14,6 +14,7 @@ from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.varlen import pack_chunks, starts
 from megatron_ext.runner.cuda_graphs.input_batch import write_grid
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
@@ -58,7 +59,7 @@ def padded_chunks():
         start, length, stops = prefill
         pieces = cut_between(start, length, GRID.places, stops)
         row[: len(pieces)] = pieces
-    sizes = {"cu_chunk_seqlens": GRID.count + 1, "place_of_token": GRID.tokens}
+    sizes = {"place_of_token": GRID.tokens}
     sizes |= dict.fromkeys(("place_tokens", "place_is_padding"), GRID.count * GRID.places)
     arrays = {name: np.full(size, 77, dtype=np.int64) for name, size in sizes.items()}
     write_grid(cuts, GRID, arrays)
@@ -67,11 +68,16 @@ def padded_chunks():
         GRID,
         torch.tensor([0, 100, 103, 104]),
         torch.tensor([0] * 100 + [1] * 3 + [2] * 47),
-        staged["cu_chunk_seqlens"],
+        torch.from_numpy(starts(cuts.ravel())),
         staged["place_tokens"],
         staged["place_is_padding"].bool(),
         staged["place_of_token"],
     )
+
+
+def exact_chunks():
+    """The same chunks without padding."""
+    return pack_chunks([cut_between(*one[:2], 64, one[2]) for one in zip(STARTS, LENGTHS, STOPS, strict=True)], None)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -93,7 +99,7 @@ def test_prefills_in_a_grid_of_chunks(name):
     live = normal(4, *shape)
     tokens = inputs if name != "convolution" else (*inputs, weight, None)
     found = []
-    for chunks in (padded_chunks(), cut_prefill(STARTS, LENGTHS, 64, STOPS, None)):
+    for chunks in (padded_chunks(), exact_chunks()):
         piece = 0 if len(chunks.chunk_lengths) == GRID.count else int(np.cumsum(chunks.chunk_lengths).searchsorted(57))
         kept = SnapshotPlaces(torch.tensor([1]), torch.tensor([0]), torch.tensor([piece]), torch.tensor([57]))
         slots = StateSlots(torch.tensor([2, 0, 3]), torch.tensor([True, False, False]), kept)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_ext.runner.block_rows import BlockRows
-from megatron_ext.runner.model_input import StagingRules, stage_step
+from megatron_ext.runner.input_writer import StagingRules
+from megatron_ext.runner.model_input import stage_step
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.unit_tests.scheduling.test_step import play
 
@@ -34,7 +35,7 @@ def differing_steps(seeds: range) -> int:
 
 
 def equal(step: ScheduledStep, rows: BlockRows) -> bool:
-    shared, alone = stage_step(step, RULES, None, rows), stage_step(step, RULES)
+    shared, alone = stage_step(step, RULES, rows), stage_step(step, RULES)
     return torch.equal(shared.slot_mapping, alone.slot_mapping) and torch.equal(
         shared.paged_batch.block_table, alone.paged_batch.block_table
     )

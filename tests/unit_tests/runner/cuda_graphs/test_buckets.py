@@ -14,8 +14,8 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, decode_sizes, why_eager
 from megatron_ext.runner.cuda_graphs.input_batch import layout_of
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
+from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
-from megatron_ext.runner.model_input import StagingRules
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot

@@ -1,0 +1,127 @@
+"""Writer of the input arrays of a step's forward, for eager and captured steps alike.
+
+It writes the chunks that it is given. An eager step has its own chunks, in arrays of exact sizes; a captured one has
+dummy requests beside them, and pads the arrays to its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+import numpy as np
+import torch
+
+from megatron_ext.mixers.chunk_metadata import cut_between
+from megatron_ext.ops.varlen import chunk_arrays, starts
+from megatron_ext.runner.block_rows import BlockRows
+from megatron_ext.scheduling.step import ScheduledChunk
+
+KEPT: Final = ("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens")
+"""Arrays of the states that are kept inside prefills; see `ops.state_slots.SnapshotPlaces`."""
+Cuts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class StagingRules:
+    """Constants of pools and model that staging needs.
+
+    Attributes:
+        block_size: Tokens of a block.
+        dummy_block: Block for K/V that must not be written to the cache.
+        kernel_chunk: Maximum number of tokens of a kernel chunk.
+        has_states: True if this rank has recurrent layers.
+        token_rounder: The packed token count is padded to a multiple of this.
+        snapshots_in_prefill: True if mixers keep states inside a prefill; otherwise the caller copies running states.
+        device: Device of the tensors.
+    """
+
+    block_size: int
+    dummy_block: int
+    kernel_chunk: int
+    has_states: bool
+    token_rounder: int
+    snapshots_in_prefill: bool
+    device: torch.device
+
+
+def input_arrays(
+    chunks: Sequence[ScheduledChunk], num_decode: int, cuts: Cuts, rules: StagingRules, block_rows: BlockRows
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a step's chunks, integers, in one pass over them.
+
+    Args:
+        chunks: Chunks in the order of the token axis: R of N tokens, the decodes first.
+        num_decode: Number of decodes.
+        cuts: Tokens of each kernel chunk of each prefill, see `cut_chunk`; zeros for chunks without tokens.
+        rules: Constants of pools and model.
+        block_rows: Block table rows of this step and of previous ones.
+
+    Returns:
+        Token ids, positions and slot mapping [N]; block table [R, W]; `cu_seqlens_q` [R + 1], `seqlens_k` and `slots`
+        [R]; and those of the prefills, if there are any and this rank has recurrent layers.
+    """
+    begins, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
+    slots, tables = [chunk.running_slot for chunk in chunks], [chunk.block_ids for chunk in chunks]
+    table = block_rows.of(slots, tables)
+    assert (np.asarray([len(one) for one in tables]) * rules.block_size >= ends).all(), "keys nowhere"
+    firsts = starts([end - begin for begin, end in zip(begins, ends, strict=True)])
+    arrays = _token_arrays(chunks, table, np.asarray(begins), firsts, rules) | {
+        "block_table": table,
+        "cu_seqlens_q": firsts,
+        "seqlens_k": np.asarray(ends),
+        "slots": np.asarray(slots),
+    }
+    if rules.has_states and num_decode < len(chunks):
+        arrays |= _prefill_arrays(chunks[num_decode:], cuts, rules)
+    return arrays
+
+
+def _token_arrays(
+    chunks: Sequence[ScheduledChunk], table: np.ndarray, begins: np.ndarray, firsts: np.ndarray, rules: StagingRules
+) -> dict[str, np.ndarray]:
+    """Return the arrays with an entry per packed token.
+
+    KV goes to the token's place in its block; KV that shared blocks already hold goes to the dummy block (KV-3).
+    """
+    total, lengths = int(firsts[-1]), np.diff(firsts)
+    token_ids = np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, total)
+    positions = np.arange(total) + np.repeat(begins - firsts[:-1], lengths)
+    owners = np.repeat(np.arange(len(chunks)), lengths)
+    shared_ends = np.asarray([chunk.shared_end for chunk in chunks])
+    blocks, places = np.divmod(positions, rules.block_size)
+    blocks = np.where(positions < shared_ends[owners], rules.dummy_block, table[owners, blocks])
+    return {"input_ids": token_ids, "position_ids": positions, "slot_mapping": blocks * rules.block_size + places}
+
+
+def _prefill_arrays(prefill: Sequence[ScheduledChunk], cuts: Cuts, rules: StagingRules) -> dict[str, np.ndarray]:
+    """Return the arrays of the sequences and their kernel chunks, and of the k states kept inside them."""
+    arrays = chunk_arrays(cuts) | {"has_state": np.asarray([chunk.start > 0 for chunk in prefill])}
+    return arrays | dict(zip(KEPT, _kept_states(prefill, arrays["cu_chunk_seqlens"], rules), strict=True))
+
+
+def _kept_states(prefill: Sequence[ScheduledChunk], chunk_ends: np.ndarray, rules: StagingRules) -> np.ndarray:
+    """Return slot, sequence, kernel chunk and tokens of the states kept inside prefills: [4, k].
+
+    Each is the end of a kernel chunk (HY-9). States of prefills that keep none inside are copied after the forward.
+    """
+    kept = []
+    first_token = 0
+    for i, chunk in enumerate(prefill):
+        for snapshot in chunk.snapshots if _keeps_inside(chunk, rules.snapshots_in_prefill) else ():
+            kept.append((snapshot.slot, i, first_token + snapshot.position - chunk.start))
+        first_token += chunk.length
+    slots, sequences, tokens = np.asarray(kept, dtype=np.int64).reshape(-1, 3).T
+    return np.stack([slots, sequences, np.searchsorted(chunk_ends[1:], tokens), tokens])
+
+
+def cut_chunk(chunk: ScheduledChunk, kernel_chunk: int, *, snapshots_in_prefill: bool) -> list[int]:
+    """Return the tokens of each kernel chunk of a prefill; one ends wherever a state is kept inside."""
+    inside = chunk.snapshots if _keeps_inside(chunk, snapshots_in_prefill) else ()
+    return cut_between(chunk.start, chunk.length, kernel_chunk, sorted({one.position for one in inside}))
+
+
+def _keeps_inside(chunk: ScheduledChunk, snapshots_in_prefill: bool) -> bool:
+    return snapshots_in_prefill or bool(chunk.target_sampling)
