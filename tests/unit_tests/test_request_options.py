@@ -29,7 +29,7 @@ class Made(RequestParams):
 
 
 def test_an_option_is_named_in_two_files_outside_the_step():
-    """What sets `min_p` derives it from the declaration; the schema of a body names its fields."""
+    """Every place that sets `min_p` follows its declaration; only the schema of a body names it again."""
     paths = [*python_files(ROOT / "arguments"), *python_files(PACKAGE)]
     others = [path for path in paths if path.relative_to(ROOT).parts[1] not in STEP]
     naming = {str(path.relative_to(PACKAGE)) for path in others if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
