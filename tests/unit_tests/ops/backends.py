@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron_ext.mcore import platform
@@ -26,3 +28,13 @@ def usable(backends: Backends) -> list[str]:
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
     """Marks of tests that are too long for Triton's interpreter: with its backend they need the mark `kernels`."""
     return (pytest.mark.kernels,) if name == triton.NAME and triton.is_interpreted() else ()
+
+
+def params(backends: Backends) -> list[Any]:
+    """Usable backends as parameters; a kernel under Triton's interpreter has the mark `long`."""
+    return [pytest.param(name, marks=interpreted(name)) for name in usable(backends)]
+
+
+def interpreted(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Mark `long` for the backend whose kernels run under Triton's interpreter."""
+    return (pytest.mark.long,) if name == triton.NAME and triton.is_interpreted() else ()

@@ -19,13 +19,13 @@ from megatron_ext.ops.gated_norm import (
     silu_gate,
 )
 from megatron_ext.ops.triton.kernel_registry import watch
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import interpreted, params, usable
 from tests.unit_tests.ops.oracles import assert_close
 
 COVERED = ("norm_rows", "gate_rows", "add_norm_rows")
 EPS = 1e-5
 DEVICE = platform.device()
-backends = pytest.mark.parametrize("backend", usable(GATED_NORM))
+backends = pytest.mark.parametrize("backend", params(GATED_NORM))
 sizes = pytest.mark.parametrize(
     ("tokens", "groups", "size"), [(1, 1, 1), (3, 2, 16), (40, 3, 7), (5, 2, 33), (300, 1, 64)]
 )
@@ -128,14 +128,17 @@ class Named(NamedNorm):
 
 
 @pytest.mark.skipif(triton.NAME not in usable(GATED_NORM), reason="no kernel runs here")
+@pytest.mark.parametrize("backend", [pytest.param(triton.NAME, marks=interpreted(triton.NAME))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "factor", "offset"), [(16, 1.0, 0.0), (1500, 0.3, 1.0), (5000, 1.0, 0.0)])
-def test_sums_and_the_norms_behind_them(dtype: torch.dtype, size: int, factor: float, offset: float) -> None:
+def test_sums_and_the_norms_behind_them(
+    backend: str, dtype: torch.dtype, size: int, factor: float, offset: float
+) -> None:
     """CU-1, CU-2: the sum as plain torch rounds it, and the norm of what was rounded; nothing is written over."""
     output, _, weight = inputs(3, size, dtype)
     residual = output.flip(0).contiguous()
     before = output.clone(), residual.clone()
-    with GATED_NORM.forced(triton.NAME), watch() as launches:
+    with GATED_NORM.forced(backend), watch() as launches:
         found = add_and_norm(output, residual, Named(weight, offset), factor)
         bare = add_and_norm(output, residual, Named(None, 0.0), factor)
     assert [one.kernel for one in launches] == ["add_norm_rows"] * 2
@@ -161,7 +164,7 @@ def test_sums_and_norms_that_are_no_kernels(backend: str) -> None:
         assert add_and_norm(y, y[:, :8], Named(weight, 0.0), 1.0) is None
 
 
-@backends
+@pytest.mark.parametrize("backend", usable(GATED_NORM))
 def test_one_launch_each_and_plain_torch_where_there_is_none(backend: str) -> None:
     """CU-1, CU-3: a gate of another type."""
     y, gate, weight = inputs(3, 32)

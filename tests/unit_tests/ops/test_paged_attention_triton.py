@@ -20,11 +20,12 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
 from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
 
 if triton.NAME not in usable(PAGED_ATTENTION):
     pytest.skip("no Triton here", allow_module_level=True)
+pytestmark = [*interpreted(triton.NAME)]
 kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
 COVERED = ("paged_decode_split", "merge_splits", "paged_prefill")  # here and in test_paged_attention.py
 SCALE = 0.3

@@ -14,7 +14,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 from megatron_ext.ops.rotary import ROTARY_WRITE, Heads, Rotation, rotate, rotate_and_write
 from megatron_ext.ops.triton.kernel_registry import watch
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import params
 
 COVERED = ("rotate_and_write",)
 DEVICE = platform.device()
@@ -23,7 +23,7 @@ BLOCK, BLOCKS = 4, 5
 SLOTS = [17, 0, 6, 19, 7]  # of five tokens, in blocks of four
 
 
-@pytest.fixture(autouse=True, params=usable(ROTARY_WRITE))
+@pytest.fixture(autouse=True, params=params(ROTARY_WRITE))
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every backend keeps the whole contract."""
     with ROTARY_WRITE.forced(request.param):

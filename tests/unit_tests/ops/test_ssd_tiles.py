@@ -16,12 +16,17 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, all_kernels, watch
 from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
+from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import recurrence
 
-pytestmark = pytest.mark.skipif(
-    triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        triton.problem(platform.device()) is not None,
+        reason=f"no kernel runs here: {triton.problem(platform.device())}",
+    ),
+    *interpreted(triton.NAME),
+]
 
 COVERED = ("chunk_cumsum", "state_passing", "chunk_scan")
 IN_ORDER = {"ssd_prefill"}

@@ -23,7 +23,7 @@ from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import (
     assert_close,
@@ -101,7 +101,11 @@ OPERATORS = {
     "selective_scan": SELECTIVE_SCAN,
     "gated_delta_rule": GATED_DELTA_RULE,
 }
-BACKENDS = [(name, backend) for name, operator in OPERATORS.items() for backend in usable(operator.backends)]
+BACKENDS = [
+    pytest.param(name, backend, marks=interpreted(backend))
+    for name, operator in OPERATORS.items()
+    for backend in usable(operator.backends)
+]
 
 
 class Pools:

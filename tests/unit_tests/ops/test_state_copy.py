@@ -12,7 +12,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_copy import STATE_COPY, copy_rows
 from megatron_ext.ops.triton.kernel_registry import watch
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import params
 
 COVERED = ("copy_states",)
 DEVICE = platform.device()
@@ -20,7 +20,7 @@ LAYERS, SLOTS, TARGETS = 3, 6, 5
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.fixture(autouse=True, params=usable(STATE_COPY))
+@pytest.fixture(autouse=True, params=params(STATE_COPY))
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every backend keeps the whole contract."""
     with STATE_COPY.forced(request.param):

@@ -8,11 +8,16 @@ import torch
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
+from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.triton_cases import DONE, LENGTHS, Steps
 
-pytestmark = pytest.mark.skipif(
-    triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        triton.problem(platform.device()) is not None,
+        reason=f"no kernel runs here: {triton.problem(platform.device())}",
+    ),
+    *interpreted(triton.NAME),
+]
 
 # Kernels and the operator through which they are tested, with the constant that its states' size chooses.
 COVERED = {

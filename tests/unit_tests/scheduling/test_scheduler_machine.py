@@ -345,7 +345,7 @@ COMMON = {
     "database": None,
 }
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+    max_examples=40, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
 )
 TestScheduler = SchedulerMachine.TestCase
 
