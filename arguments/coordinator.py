@@ -21,25 +21,29 @@ COORDINATOR = FlagGroup(
     CoordinatorConfig,
     (
         Flag("host", "Address to listen on"),
-        Flag("port", "Port to listen on; 0 is any free one"),
+        Flag("port", "Port to listen on; 0: any free port"),
         Flag(
             "replica",
-            "A server that runs, as http://HOST:PORT; may be given several times",
+            "Running server, as http://HOST:PORT; may be given several times",
             metavar="URL",
             is_repeated=True,
         ),
-        Flag("replicas_file", "File with the URLs of replicas, one a line; read again when it changes", metavar="FILE"),
-        Flag("launch", "Replicas to start here, with the flags of run_server.py that are given beside these"),
-        Flag("replica_timeout", "Seconds without a sign of life after which a replica is dead"),
+        Flag(
+            "replicas_file", "File with the URLs of replicas, one per line; read again when it changes", metavar="FILE"
+        ),
+        Flag(
+            "launch", "Number of replicas to start on this machine, with the flags of run_server.py that are also given"
+        ),
+        Flag("replica_timeout", "Seconds without a heartbeat after which a replica counts as dead"),
         Flag(
             "allowed_event_sources",
             "Places besides a replica's own host where it may publish KV events: hosts, * for any, or directories of "
             "sockets on this machine as ipc:///DIRECTORY",
             metavar="HOST",
         ),
-        Flag("shutdown_timeout", "Seconds that running requests have after a signal to stop"),
-        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
-        Flag("access_log", "Log a line for each request when it is over"),
+        Flag("shutdown_timeout", "Seconds after a stop signal before running requests are cancelled"),
+        Flag("log_level", "Lowest level of the lines that are logged", choices=LOG_LEVELS),
+        Flag("access_log", "Log a line for each request when it ends"),
     ),
 )
 ROUTING = FlagGroup(
@@ -48,13 +52,13 @@ ROUTING = FlagGroup(
     (
         Flag(
             "policy",
-            "How a replica is chosen",
+            "Policy that chooses the replica of a request",
             name=f"{_CACHING}-coordinator-policy",
             choices=tuple(one.value for one in RoutingPolicyName),
         ),
         Flag(
             "alpha",
-            "What affinity weighs beside load: 1 affinity alone, 0 load alone",
+            "Weight of cache affinity against load: 1 is affinity only, 0 is load only",
             name=f"{_CACHING}-routing-alpha",
         ),
     ),
@@ -77,8 +81,8 @@ def build_coordinator_parser(prog: str | None = None) -> CommandLine:
     """Return the parser of the coordinator's own flags. It raises `ConfigError` where argparse would exit."""
     parser = CommandLine(
         prog=prog,
-        description="An OpenAI server in front of replicas of run_server.py, which sends requests to where their "
-        "prefix is cached.",
+        description="OpenAI server in front of replicas of run_server.py that sends each request to a replica with "
+        "its prefix cached.",
         epilog="Other flags are those of run_server.py, for the replicas of --launch. "
         "Exit codes: 0 stopped by a signal, 2 bad usage.",
         allow_abbrev=False,
@@ -107,14 +111,14 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
     if not config.launch:
         if others:
             raise ConfigError(
-                unrecognized(others, parser.known, ()) + "; flags of run_server.py need --launch, with which it starts"
+                unrecognized(others, parser.known, ()) + "; flags of run_server.py need --launch, which starts it"
             )
         return CoordinatorSettings(config)
     flags = (*others, *_passed_on(values))
     try:
         replicas = parse_server_arguments(flags)
     except ConfigError as error:
-        raise ConfigError(f"of the replicas: {error}") from None
+        raise ConfigError(f"flags of the replicas: {error}") from None
     private_events = replicas.cache.enable_prefix_caching and replicas.server.kv_events.endpoint is None
     return CoordinatorSettings(config, flags, replicas.parallel.smallest_world, private_events)
 

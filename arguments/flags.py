@@ -208,7 +208,7 @@ def _parse(kind: FieldType, text: str) -> object:
     try:
         return tuple(kind.parse(part) for part in text.split(",")) if kind.is_tuple else kind.parse(text)
     except MismatchError as error:
-        expected = f"{kind.expected} with commas, as in 0,4,8" if kind.is_tuple else error
+        expected = f"{kind.expected} separated by commas, as in 0,4,8" if kind.is_tuple else error
         raise ValueError(f"{shown(text)} is not {expected}") from None
 
 

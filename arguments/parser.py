@@ -79,7 +79,7 @@ def build_server_parser(prog: str | None = None) -> CommandLine:
         SERVER_TABLE,
         prog,
         "Serve a model over HTTP as OpenAI's API does. Without flags: the embedded model on the loopback address.",
-        "SIGINT or SIGTERM: no new requests; those that run finish, a second signal does not wait for them. "
+        "SIGINT or SIGTERM: no new requests are admitted and running ones finish; a second signal cancels them. "
         "Exit codes: 0 stopped, 2 bad usage.",
     )
 

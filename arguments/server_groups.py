@@ -11,16 +11,14 @@ SERVER = FlagGroup(
     ServerConfig,
     (
         Flag("host", "Address to listen on"),
-        Flag("port", "Port to listen on; 0 is any free one"),
-        Flag("served_model_name", "Name of the model for clients; default: the checkpoint's", metavar="NAME"),
-        Flag("max_waiting_requests", "Requests that wait beside those that run; beyond them clients get a 429"),
-        Flag(
-            "shutdown_timeout", "Seconds that running requests have after a signal to stop, before they are cancelled"
-        ),
-        Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
-        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
-        Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
-        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
+        Flag("port", "Port to listen on; 0: any free port"),
+        Flag("served_model_name", "Model name for clients; default: the checkpoint's", metavar="NAME"),
+        Flag("max_waiting_requests", "Maximum number of waiting requests; further ones get a 429"),
+        Flag("shutdown_timeout", "Seconds after a stop signal before running requests are cancelled"),
+        Flag("inference_logging_step_interval", "Number of steps between two log lines; 0: no log lines"),
+        Flag("log_level", "Lowest level of the lines that are logged", choices=LOG_LEVELS),
+        Flag("access_log", "Log a line for each request when it ends: counts and times, never texts"),
+        Flag("profile", "Directory for a trace of the first 100 steps with named phases", metavar="DIR"),
     ),
 )
 
@@ -28,13 +26,16 @@ LIMITS = FlagGroup(
     "server limits",
     ServerLimits,
     (
-        Flag("max_body_mb", "Longest body of a request, in MB of 2**20 bytes; beyond it clients get a 413"),
-        Flag("max_connections", "Connections at once; fewer where `ulimit -n` says so"),
-        Flag("header_timeout", "Seconds that a client has for a request's headers"),
-        Flag("body_timeout", "Seconds that a client has for a request's body"),
-        Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
-        Flag("max_schema_kb", "Longest JSON schema or regular expression of a response_format, in KB of 2**10 bytes"),
-        Flag("grammar_timeout", "Seconds that compiling one may take; beyond them clients get a 400"),
+        Flag("max_body_mb", "Maximum size of a request body in MB of 2**20 bytes; larger ones get a 413"),
+        Flag("max_connections", "Maximum number of connections; lowered to fit `ulimit -n`"),
+        Flag("header_timeout", "Timeout in seconds for a request's headers"),
+        Flag("body_timeout", "Timeout in seconds for a request's body"),
+        Flag("idle_timeout", "Timeout in seconds of a connection between requests, and of a client that does not read"),
+        Flag(
+            "max_schema_kb",
+            "Maximum size of a response_format's JSON schema or regular expression, in KB of 2**10 bytes",
+        ),
+        Flag("grammar_timeout", "Timeout in seconds for compiling a response_format; longer ones get a 400"),
     ),
 )
 
@@ -44,18 +45,21 @@ KV_EVENTS = FlagGroup(
     (
         Flag(
             "kv_events_endpoint",
-            "Publish what is cached as it changes, token ids too, as in tcp://127.0.0.1:5557: vLLM's events over "
-            "ZeroMQ. A loopback address or * is listened to, another host connected to; ipc:///PATH is a socket file, "
-            "which only those read that can enter its directory. Default: nothing is published",
+            "Publish changes of the cache, token ids included, as vLLM's events over ZeroMQ, e.g. to "
+            "tcp://127.0.0.1:5557. The server binds a loopback address or *, and connects to any other host; "
+            "ipc:///PATH is a socket file, readable only with access to its directory. Default: no events",
             metavar="tcp://HOST:PORT",
         ),
-        Flag("kv_events_topic", "Topic of the events; those of recurrent states have .states behind it"),
+        Flag("kv_events_topic", "Topic of the events; events of recurrent states append .states"),
         Flag(
             "kv_events_replay_endpoint",
-            "Where subscribers ask for events that they have lost; default: nowhere",
+            "Address at which subscribers request lost events; default: no replay",
             metavar="tcp://HOST:PORT",
         ),
-        Flag("kv_events_buffer_steps", "Messages that are kept for them; beyond those they get all that is cached"),
+        Flag(
+            "kv_events_buffer_steps",
+            "Number of messages kept for replay; after a longer gap subscribers get the whole cache contents",
+        ),
     ),
 )
 
@@ -65,43 +69,43 @@ ACCESS = FlagGroup(
     (
         Flag(
             "api_key",
-            "What clients must send as Authorization: Bearer KEY; whoever sees the processes sees it here. "
-            "Default: the variable MEGATRON_EXT_API_KEY, else everybody is let in",
+            "Key that clients must send as Authorization: Bearer KEY; visible in the list of processes. "
+            "Default: the variable MEGATRON_EXT_API_KEY, else no key is required",
         ),
         Flag(
-            "api_key_file", "File with a key in each line; each key's clients have a cache of their own", metavar="FILE"
+            "api_key_file", "File with one key per line; the clients of each key have a separate cache", metavar="FILE"
         ),
         Flag(
             "admin_key_file",
-            "File with the only key for /prefix_cache and /reset_prefix_cache; default: a single API key opens them",
+            "File with the only key for /prefix_cache and /reset_prefix_cache; default: a single API key",
             metavar="FILE",
         ),
         Flag(
             "allowed_hosts",
-            "Names under which the server may be asked, * is any; default: the loopback names, with API keys any",
+            "Accepted Host names, * for any; default: the loopback names, with API keys any",
             metavar="HOST",
         ),
         Flag(
             "hide_cache_counts",
-            "Say of no prompt what was cached; counts and metrics are for the admin key",
+            "Hide how much of a prompt was cached; counts and metrics need the admin key",
         ),
         Flag(
             "chat_control_tokens",
-            "What special tokens are that a message of the system, a user or a tool spells: text, or the tokens",
+            "Treatment of special tokens spelled in messages of system, user or tool: text, or the tokens (parse)",
             choices=CONTROL_TOKENS,
         ),
         Flag(
             "cors_allowed_origins",
-            "Web pages of these origins may ask this server, * is any; default: none may",
+            "Origins whose web pages may send requests, * for any; default: none",
             metavar="ORIGIN",
         ),
         Flag(
             "enable_admin_routes",
-            "Routes to sleep, to wake up, to end requests and to read new weights; needs an admin key",
+            "Enable the routes that sleep, wake up, abort requests and update weights; needs an admin key",
         ),
         Flag(
             "weights_root",
-            "With --enable-admin-routes: new weights are read from directories below this one only",
+            "With --enable-admin-routes: directory that new weights must lie below",
             metavar="DIR",
         ),
     ),

@@ -13,29 +13,29 @@ SOURCE = FlagGroup(
     SourceConfig,
     (
         Flag(
-            "load", "Checkpoint to load; default: the embedded model, or --load-hf, or the model flags", metavar="DIR"
+            "load",
+            "Checkpoint to load; default: --load-hf, else the model flags, else the embedded model",
+            metavar="DIR",
         ),
         Flag("load_hf", "Hugging Face checkpoint to load: config.json and safetensors", metavar="DIR"),
-        Flag("save", "Where to save the model before it runs", metavar="DIR"),
-        Flag("model_config", "YAML file of flags; a flag on the command line decides over it", metavar="FILE.yaml"),
-        Flag("use_checkpoint_args", "What the checkpoint says of the model decides over flags, and is logged"),
-        Flag(
-            "model_provider", "Kind of model that the checkpoint, or --num-layers, must be of", choices=MODEL_PROVIDERS
-        ),
+        Flag("save", "Directory to save the model to before it runs", metavar="DIR"),
+        Flag("model_config", "YAML file of flags; flags on the command line override it", metavar="FILE.yaml"),
+        Flag("use_checkpoint_args", "Let the checkpoint's model settings override flags, and log the differences"),
+        Flag("model_provider", "Kind of model; the checkpoint or --num-layers must fit it", choices=MODEL_PROVIDERS),
         Flag("padded_vocab_size", "Rows of the embedding; default: the checkpoint's, else --vocab-size"),
         Flag(
             "generation_config",
-            "Take the sampling defaults of the model's generation_config.json, for what flags and requests do not say",
+            "auto: options that neither flags nor requests set are taken from the model's generation_config.json",
             choices=GENERATION_CONFIGS,
         ),
         Flag(
             "transformer_impl",
-            "Whose linear layers and norms: Transformer Engine's where it is installed, on CUDA; "
-            "inference_optimized is local",
+            "Implementation of linear layers and norms: Transformer Engine if it is installed, on CUDA; "
+            "inference_optimized means local",
             choices=TRANSFORMER_IMPLEMENTATIONS,
         ),
-        Flag("bf16", "Parameters in bfloat16"),
-        Flag("fp16", "Parameters in float16"),
+        Flag("bf16", "Use bfloat16 parameters"),
+        Flag("fp16", "Use float16 parameters"),
         Flag("seed", "Seed of random weights and of each request's random generator"),
     ),
 )
@@ -46,7 +46,7 @@ TOKENIZER = FlagGroup(
     (
         Flag(
             "tokenizer_type",
-            "Kind of tokenizer; default: what the checkpoint has. NullTokenizer: texts are token ids with spaces",
+            "Kind of tokenizer; default: the checkpoint's. NullTokenizer: texts are token ids separated by spaces",
             choices=TOKENIZER_TYPES,
         ),
         Flag(
@@ -54,13 +54,15 @@ TOKENIZER = FlagGroup(
             "Tokenizer's directory or file, or its name on the Hugging Face hub; default: the checkpoint's",
             metavar="PATH",
         ),
-        Flag("vocab_file", "Of a GPT2BPETokenizer: vocab.json", metavar="FILE"),
-        Flag("merge_file", "Of a GPT2BPETokenizer: merges.txt", metavar="FILE"),
-        Flag("tiktoken_pattern", "Of a TikTokenizer: how texts are cut; default: v2", choices=TIKTOKEN_PATTERNS),
-        Flag("tiktoken_num_special_tokens", "Of a TikTokenizer: ids before those of the file; default: 1000"),
+        Flag("vocab_file", "vocab.json of a GPT2BPETokenizer", metavar="FILE"),
+        Flag("merge_file", "merges.txt of a GPT2BPETokenizer", metavar="FILE"),
+        Flag(
+            "tiktoken_pattern", "Pattern by which a TikTokenizer splits texts; default: v2", choices=TIKTOKEN_PATTERNS
+        ),
+        Flag("tiktoken_num_special_tokens", "Number of ids of a TikTokenizer before those of its file; default: 1000"),
         Flag(
             "use_tokenizer_model_from_checkpoint_args",
-            "Where no tokenizer is beside the checkpoint: take the one that its arguments name, if it is there",
+            "Without a tokenizer beside the checkpoint, use the one that its arguments name, if it exists",
         ),
     ),
 )

@@ -11,21 +11,24 @@ SPECULATION = FlagGroup(
     (
         Flag(
             "speculative_method",
-            "Who drafts the next tokens: what came behind the same tokens before (ngram), or a smaller model",
+            "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), or a smaller model",
             choices=tuple(method.value for method in SpeculativeMethod),
         ),
-        Flag("num_speculative_tokens", "Drafts of a request that a step verifies, at most; 0 is off"),
-        Flag("speculative_load_hf", "Of the draft model: Hugging Face checkpoint", metavar="DIR"),
-        Flag("speculative_load", "Of the draft model: checkpoint as for --load", metavar="DIR"),
-        Flag("speculative_ngram_longest", "With ngram: tokens that are looked for, at most"),
-        Flag("speculative_ngram_shortest", "With ngram: at least"),
-        Flag("speculative_adaptive", "Draft as much as is worth it, by what was accepted and what verifying costs"),
+        Flag("num_speculative_tokens", "Maximum number of drafts of a request that a step verifies; 0: off"),
+        Flag("speculative_load_hf", "Hugging Face checkpoint of the draft model", metavar="DIR"),
+        Flag("speculative_load", "Checkpoint of the draft model, as for --load", metavar="DIR"),
+        Flag("speculative_ngram_longest", "With ngram: maximum length of the n-gram in tokens"),
+        Flag("speculative_ngram_shortest", "With ngram: minimum length of the n-gram in tokens"),
+        Flag(
+            "speculative_adaptive",
+            "Choose the number of drafts by their acceptance rate and the cost of verifying them",
+        ),
         Flag(
             "speculative_cost_table",
-            "What drafts cost, in plain steps: requests:fixed:each with commas, or a file of such rows; default: "
-            "the device's",
+            "Cost of drafts as a share of a plain step: rows requests:fixed:each, separated by commas or in a file; "
+            "default: the device's table",
             metavar="ROWS",
         ),
-        Flag("speculative_measure_costs", "Measure that table at the start"),
+        Flag("speculative_measure_costs", "Measure the cost table at the start"),
     ),
 )

@@ -82,7 +82,7 @@ def _flag_of(
         family.check([], f"--{key}")
     meant = closest(key, (other for other in known if other != _OWN_KEY), megatrons)
     hint = f"; did you mean {meant!r}?" if meant else ""
-    raise ConfigError(f"{shown(key)} is no flag that the file can hold{hint}")
+    raise ConfigError(f"{shown(key)} is not a flag that the file may contain{hint}")
 
 
 class _Unfit(yaml.MarkedYAMLError):
@@ -105,7 +105,7 @@ class _FlagLoader(yaml.SafeLoader):
         if self._depth == _VALUE_LEVEL:
             self._is_deeper = isinstance(index, yaml.ScalarNode) and index.value in yaml_form.TOP_LEVEL
         if self._depth > _MAX_LEVELS + self._is_deeper:
-            raise _Unfit(problem="nested deeper than a list of values", problem_mark=event.start_mark)
+            raise _Unfit(problem="nesting is deeper than a list of values", problem_mark=event.start_mark)
         if self._count > _MAX_NODES:
             raise _Unfit(problem=f"more than {_MAX_NODES} keys and values", problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
@@ -119,15 +119,17 @@ class _FlagLoader(yaml.SafeLoader):
             ValueError: The node is something else.
         """
         if node.tag not in _PLAIN_TAGS:
-            raise ValueError(f"of the kind {node.tag!r}, which no flag takes")
+            raise ValueError(
+                f"its YAML type {node.tag!r} is not a value of a flag; write a text, a number, true or false"
+            )
         if isinstance(node, yaml.SequenceNode):
             if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
-                raise ValueError("a list of anything but single values")
+                raise ValueError("a list may have single values only")
             return [self.value_of(item) for item in node.value]
         if isinstance(node, yaml.MappingNode):
-            raise ValueError("a mapping is not one value")
+            raise ValueError("a mapping is not a value of a flag; write a value or a list of values")
         if node.tag != _STRING and len(node.value) > _LONGEST_NUMBER:
-            raise ValueError(f"{shown(node.value)} is longer than any number; put a text into quotes")
+            raise ValueError(f"{shown(node.value)} is too long for a number; put a text into quotes")
         return self.construct_object(node)
 
 
@@ -151,5 +153,5 @@ def _top_level(path: str) -> tuple[_FlagLoader, yaml_form.Pairs]:
     pairs = root.value if root is not None else []
     for key, _ in pairs:
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: a key that is not the name of a flag")
+            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: the key is not the name of a flag")
     return loader, pairs

@@ -6,14 +6,14 @@ from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup, 
 
 BATCHING = "--inference-dynamic-batching"
 
-_EAGER = "changes speed alone; `--cuda-graph-impl` says whether steps are graphs here"
+_EAGER = "affects speed only; `--cuda-graph-impl` decides whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
-_ONE_ENGINE = "one engine serves everything here; tools/run_coordinator.py is what stands in front of several"
+_ONE_ENGINE = "a server has one engine here; tools/run_coordinator.py routes between several servers"
 
 TRAINING = group(
     "training",
     Effect.ACCEPTED,
-    "says how a model is trained, or its data is read",
+    "sets how a model is trained or how its data is read",
     bare="--no-create-attention-mask-in-dataloader --log-num-zeros-in-grad",
     one="--micro-batch-size --seq-length --init-method-std --attention-dropout --hidden-dropout --num-workers "
     "--moe-aux-loss-coeff --moe-z-loss-coeff --make-vocab-size-divisible-by",
@@ -21,7 +21,7 @@ TRAINING = group(
 LOGGING = group(
     "logging",
     Effect.ACCEPTED,
-    "says what a training run writes about itself",
+    "sets what a training run logs",
     bare="--log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --verbose",
     one="--log-interval --timing-log-level",
 )
@@ -36,7 +36,7 @@ CHECKPOINTS = group(
 IMPLEMENTATION = group(
     "which kernels compute",
     Effect.ACCEPTED,
-    "chooses among ways to compute the same; the fastest that is there is taken",
+    "chooses between equivalent implementations; the fastest available one is used",
     bare="--use-mcore-models --deterministic-mode --use-flash-attn --use-flashinfer-fused-rope --no-rope-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm --te-rng-tracker --inference-rng-tracker "
     "--inference-fuse-tp-communication --moe-grouped-gemm --moe-shared-expert-overlap",
@@ -46,7 +46,7 @@ IMPLEMENTATION = group(
 ANYWAY = group(
     "so anyway",
     Effect.ACCEPTED,
-    "is so anyway: batching is dynamic, the pattern says what the model is, positions are told as the model says",
+    "always holds here: batching is dynamic, and the model's settings decide its layers and positions",
     bare=f"{BATCHING} --is-hybrid-model --no-position-embedding",
 )
 GRAPHS = group(
@@ -61,8 +61,8 @@ GRAPHS = group(
 SCHEDULING = group(
     "scheduling",
     Effect.ACCEPTED,
-    "has no counterpart: the engine decides by itself when a step is launched ahead of tokens, "
-    "and pools keep their size",
+    "has no counterpart: the engine itself decides when a step is launched before the tokens of "
+    "the previous one are known, and pools keep their size",
     bare=f"--async-mode --inference-use-synchronous-zmq-collectives {BATCHING}-track-paused-request-events",
     one=f"{BATCHING}-async-sched-mode {BATCHING}-mamba-memory-ratio --max-tokens-to-oom --inference-max-requests "
     "--rl-kv-cache-management-mode --suspend-timeout --exit-duration-in-mins",
@@ -78,7 +78,7 @@ COORDINATOR = group(
 SPECULATION = group(
     "multi-token prediction",
     Effect.ACCEPTED,
-    "the weights of multi-token prediction are left unread: --speculative-method drafts without them",
+    "weights of multi-token prediction are not read; --speculative-method drafts without them",
     bare="--mtp-use-repeated-layer",
     one="--mtp-num-layers",
 )
@@ -87,22 +87,22 @@ MEMORY = MegatronGroup(
     Effect.ACCEPTED,
     (
         MegatronFlag(
-            "--sequence-parallel", Effect.ACCEPTED, "saves memory alone: activations are not split along tokens", 0
+            "--sequence-parallel", Effect.ACCEPTED, "saves memory only: activations are not split along tokens", 0
         ),
         MegatronFlag(
             f"{BATCHING}-unified-memory-level",
             Effect.ACCEPTED,
-            "pools are in the device's own memory",
-            warned=(("1", "there is no unified memory here, so the buffer has to fit the device"),),
+            "pools are in device memory",
+            warned=(("1", "unified memory is not used, so the buffer must fit the device"),),
         ),
     ),
 )
-_SINKHORN = "sinkhorn routes by itself, and no router here does so; others balance experts in training; leave it out"
+_SINKHORN = "sinkhorn is another routing algorithm, which is missing here; leave it out"
 ROUTER = MegatronGroup(
     "router",
     Effect.ACCEPTED,
     (
-        MegatronFlag("--moe-router-dtype", Effect.ACCEPTED, "the router computes in fp32 anyway"),
+        MegatronFlag("--moe-router-dtype", Effect.ACCEPTED, "the router always computes in fp32"),
         MegatronFlag(
             "--moe-router-load-balancing-type",
             Effect.ACCEPTED,

@@ -65,7 +65,7 @@ class MegatronFlag:
         if self.effect is Effect.REFUSED:
             raise ConfigError(f"{typed} is refused: {self.why}")
         if self.effect is Effect.RESTRICTED and not all(_is_one_of(word, self.allowed) for word in words):
-            raise ConfigError(f"{typed} is refused: {self.why}; {' or '.join(self.allowed)} would do")
+            raise ConfigError(f"{typed} is refused: {self.why}; give {' or '.join(self.allowed)}")
         for value, reason in self.refused:
             if value in words:
                 raise ConfigError(f"{typed} is refused: {reason}")

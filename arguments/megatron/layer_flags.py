@@ -43,7 +43,7 @@ def describe_layers(given: ParsedFlags) -> None:
 def _set_recurrent_layer(values: dict[str, Any], kind: str) -> None:
     if values.setdefault("recurrent-layer", kind) != kind:
         raise ConfigError(
-            f"--recurrent-layer {values['recurrent-layer']} contradicts the pattern, whose G are of the kind {kind}; "
+            f"--recurrent-layer {values['recurrent-layer']} contradicts the pattern, in which G stands for {kind}; "
             "leave it out"
         )
 
@@ -52,13 +52,13 @@ def _describe_gpt(values: dict[str, Any]) -> None:
     if "num-experts" in values:
         raise ConfigError(
             f"--num-experts {values['num-experts']} with --model-provider {GPT} is refused: GPT models with experts "
-            "are not built here; hybrid patterns may have E layers"
+            "are not supported; use a hybrid pattern with E layers"
         )
     if _PATTERN in values:
         if not is_gpt_pattern(values[_PATTERN]):
             raise ConfigError(
-                f"--model-provider {GPT} and --{_PATTERN} {values[_PATTERN]!r} contradict each other: a GPT's layers "
-                "are an attention and an MLP each; give --model-provider hybrid"
+                f"--model-provider {GPT} and --{_PATTERN} {values[_PATTERN]!r} contradict each other: each layer of a "
+                "GPT is an attention and an MLP; give --model-provider hybrid"
             )
     elif not {"load", "load-hf"} & values.keys():
         if _COUNT not in values:
@@ -68,9 +68,13 @@ def _describe_gpt(values: dict[str, Any]) -> None:
 
 def _allocated(count: int | None, attention: float, mlp: float) -> str:
     if count is None:
-        raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} are shares of --{_COUNT}; give it too")
+        raise ConfigError(
+            f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} are fractions of --{_COUNT}; give that flag too"
+        )
     if min(attention, mlp) < 0 or not attention + mlp <= 1:
-        raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} must be shares, of 1 together at most")
+        raise ConfigError(
+            f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} must be fractions from 0 to 1 with a sum of at most 1"
+        )
     # Imported late: it imports torch, which takes seconds.
     from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
@@ -81,5 +85,5 @@ def _checked_count(count: int) -> int:
     from megatron_ext.config import MAX_LAYERS
 
     if not 0 < count <= MAX_LAYERS:
-        raise ConfigError(f"--{_COUNT} {count} must be between 1 and {MAX_LAYERS}")
+        raise ConfigError(f"--{_COUNT} {count} must be from 1 to {MAX_LAYERS}")
     return count

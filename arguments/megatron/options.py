@@ -72,7 +72,7 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
         flag.check([])
     if flag.count == 0:
         if value is not True:
-            raise ValueError(f"{value!r} is not true, and the flag takes no value; leave it out if it is not wanted")
+            raise ValueError(f"{value!r} is not true, and the flag takes no value; leave the flag out to switch it off")
         into.add(flag, [])
         return
     values = value if isinstance(value, list) else [value]

@@ -16,7 +16,7 @@ VALUES = MegatronGroup(
     (
         _only(
             f"{BATCHING}-logprobs-mode",
-            "log-probs are those of the model's logits; none are computed of what temperature or filters make of them",
+            "log-probs are of the model's logits, before temperature and filters",
             "raw_logprobs",
         ),
         _only("--softmax-type", "attention has no learned or offset softmax", "vanilla"),
@@ -34,40 +34,40 @@ _MAX_REQUESTS = f"{BATCHING}-max-requests"
 ATTENTION = group(
     "attention and activations",
     Effect.REFUSED,
-    "it asks for another attention or activation than is computed here; leave it out for a model that does without",
+    "it requests an attention or activation that is missing here; leave it out for a model without it",
     bare="--quick-geglu --no-yarn-*",
     one="--window-* --activation-func-clamp-value --rotary-scaling-factor --yarn-* --mscale*",
 )
 QUANTIZED = group(
     "8-bit parameters",
     Effect.REFUSED,
-    "nothing is quantized here; leave it out, and parameters are in 16 or 32 bits",
+    "parameters are not quantized; leave it out for parameters of 16 or 32 bits",
     bare="--fp8-param-gather --first-last-layers-bf16",
     one="--fp8-format --fp8-recipe",
 )
 ROUTING = group(
     "routing replay",
     Effect.REFUSED,
-    "which experts a token was routed to is not recorded; leave it out",
+    "the experts of each token are not recorded; leave it out",
     bare="--moe-enable-routing-replay",
 )
 SERVING = group(
     "several engines behind one address",
     Effect.REFUSED,
-    "tools/run_server.py serves one engine with its own front end, and prefill and decode run in the same one; "
-    "tools/run_coordinator.py routes between servers; leave it out",
+    "tools/run_server.py runs one engine for prefill and decode; leave it out, and use "
+    "tools/run_coordinator.py to route between servers",
     one="--inference-shards --disagg-role --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path",
 )
 PARSERS = group(
     "parsers of answers",
     Effect.REFUSED,
-    "calls of tools are parsed by the server as the model's chat template writes them, reasoning is not; leave it out",
+    "the server parses tool calls by the model's chat template, and does not parse reasoning; leave it out",
     many="--parsers",
 )
 OLD = group(
     "gone from Megatron",
     Effect.REFUSED,
-    f"it is gone from Megatron too; {_MAX_REQUESTS} says how many requests run at the same time",
+    f"Megatron has removed it, too; {_MAX_REQUESTS} sets how many requests run at once",
     one=f"{_MAX_REQUESTS}-override {BATCHING}-buffer-guaranteed-fraction {BATCHING}-buffer-overflow-factor",
 )
 

@@ -23,14 +23,17 @@ class Synonyms:
 
 
 SYNONYMS = FlagGroup(
-    "Megatron's, in place of others",
+    "Megatron's synonyms of other flags",
     Synonyms,
     (
         Flag("pretrained_checkpoint", "Checkpoint to load if --load is not given", metavar="DIR"),
         Flag("disable_chunked_prefill", "--no-enable-chunked-prefill"),
         Flag("use_rotary_position_embeddings", "--position-embedding-type rope"),
-        Flag("hybrid_attention_ratio", "Share of attention layers, evenly among --num-layers, in place of a pattern"),
-        Flag("hybrid_mlp_ratio", "Share of MLP layers, likewise"),
+        Flag(
+            "hybrid_attention_ratio",
+            "Fraction of --num-layers that are attention layers, evenly spaced; instead of a pattern",
+        ),
+        Flag("hybrid_mlp_ratio", "Fraction of --num-layers that are MLP layers, likewise"),
     ),
 )
 # Equivalent of each flag that is given as true: (key, value).

@@ -23,9 +23,9 @@ Pairs = Sequence[tuple[yaml.Node, yaml.Node]]
 FLAGS, VARIABLES, MODE = "MODEL_ARGS", "ENV_VARS", "MODE"
 _PASSED_OVER = ("TEST_TYPE", "METRICS", "LAUNCHER")
 _REFUSED = {
-    "MODEL_ARGS_2": "the flags of a second run, and there is one; put what it changes into MODEL_ARGS",
-    "BEFORE_SCRIPT": "a shell script, and a file runs no code; run it before, and leave the key out",
-    "AFTER_SCRIPT": "a shell script, and a file runs no code; run it afterwards, and leave the key out",
+    "MODEL_ARGS_2": "it has the flags of a second run, and a file describes one run; merge them into MODEL_ARGS",
+    "BEFORE_SCRIPT": "it is a shell script, and a file runs no code; run it before, and leave the key out",
+    "AFTER_SCRIPT": "it is a shell script, and a file runs no code; run it afterwards, and leave the key out",
 }
 TOP_LEVEL = (FLAGS, VARIABLES, MODE, *_PASSED_OVER, *_REFUSED)
 _OURS = "inference"
@@ -71,8 +71,8 @@ def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
                 _variable(path, entry, given)
         elif name not in _PASSED_OVER:
             meant = closest(name, TOP_LEVEL)
-            hint = f"; did you mean {meant!r}?" if meant else f"; flags stand under {FLAGS}"
-            raise ConfigError(f"{where}: {shown(name)} is no part of a file with {FLAGS}{hint}")
+            hint = f"; did you mean {meant!r}?" if meant else f"; flags belong under {FLAGS}"
+            raise ConfigError(f"{where}: {shown(name)} is not a key of a file with {FLAGS}{hint}")
     return given
 
 
@@ -88,17 +88,19 @@ class _Entry:
 def _mapping(where: str, name: str, node: yaml.Node) -> Iterator[_Entry]:
     if _is_empty(node):
         return
-    _require(isinstance(node, yaml.MappingNode), f"{where}: {name} is no mapping of names to values")
+    _require(isinstance(node, yaml.MappingNode), f"{where}: {name} is not a mapping of names to values")
     file = where.rpartition(", line ")[0]
     for key, value in node.value:
         line = f"{file}, line {key.start_mark.line + 1}"
-        _require(isinstance(key, yaml.ScalarNode), f"{line}: a key that is no name")
+        _require(isinstance(key, yaml.ScalarNode), f"{line}: the key is not a name")
         yield _Entry(line, key.value, value)
 
 
 def _flag(path: str, entry: _Entry, parse: Parse) -> ParsedFlags:
     name, where = entry.name, entry.where
-    _require(name.startswith("--") and name not in _NEVER, f"{where}: {shown(name)} is no flag that the file can hold")
+    _require(
+        name.startswith("--") and name not in _NEVER, f"{where}: {shown(name)} is not a flag that the file may contain"
+    )
     try:
         words = _words(entry.value)
         if words is None:
@@ -118,15 +120,15 @@ def _words(node: yaml.Node) -> list[str] | None:
     """
     if isinstance(node, yaml.SequenceNode):
         if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
-            raise ValueError("a list of anything but single values")
+            raise ValueError("a list may have single values only")
         return [word for item in node.value for word in as_xargs(_text(item)).split()]
     if not isinstance(node, yaml.ScalarNode):
-        raise ValueError("a mapping is not one value")
+        raise ValueError("a mapping is not a value of a flag; write a value or a list of values")
     if _is_empty(node):
         return None
     arguments = arguments_of(_text(node))
     if node.tag == _BOOL and arguments == ["false"]:
-        raise ValueError("false is no value of a flag; leave the key out")
+        raise ValueError("false is not a value of a flag; leave the key out")
     if arguments == ["true"]:
         return []
     return None if arguments == [""] else arguments
@@ -139,7 +141,7 @@ def _text(node: yaml.ScalarNode) -> str:
 
 def _variable(path: str, entry: _Entry, given: ParsedFlags) -> None:
     if not isinstance(entry.value, yaml.ScalarNode):
-        raise ConfigError(f"{entry.where}: {entry.name} is no single value")
+        raise ConfigError(f"{entry.where}: {entry.name} is not a single value")
     if entry.name not in EXPORTED:
         given.without_effect.note(f"{entry.name} (export it yourself)")
         return

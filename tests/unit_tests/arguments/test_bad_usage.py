@@ -114,7 +114,7 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--top_p nan", "between 0 (off) and 1"),
         ("--num-tokens-to-generate -1", "zero"),
         ("--logit-bias {1:2}", "an object of token ids and numbers"),
-        ("--stop-token-ids 1,x", "whole numbers with commas"),
+        ("--stop-token-ids 1,x", "whole numbers separated by commas"),
         ("--inference-repeat-n 0", "--inference-repeat-n 0"),
         ("--incoming-requests-per-sec nan", "--incoming-requests-per-sec nan must be a number"),
         ("--num-tokens-from-file", "--num-tokens-from-file needs --prompt-file"),

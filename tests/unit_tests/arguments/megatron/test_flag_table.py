@@ -122,7 +122,7 @@ def test_in_a_yaml_file(parse, flag, tmp_path):
 
 @pytest.mark.parametrize("flag", [one for one in records() if one.allowed], ids=lambda one: one.name)
 def test_other_values_are_refused(flag):
-    with pytest.raises(ConfigError, match=f"{flag.name} 17 is refused: .*; {flag.allowed[0]} would do"):
+    with pytest.raises(ConfigError, match=f"{flag.name} 17 is refused: .*; give {flag.allowed[0]}"):
         parse_arguments([flag.name, "17"])
 
 
@@ -138,20 +138,20 @@ def test_numbers_are_equal_however_they_are_written(spelled):
 def test_families(option, beginning):
     assert family_of(option).name == beginning
     for argv in ([f"{option}=4"], [option, "4"], ["--seed", "1", option, "4"]):
-        with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: it asks for another attention"):
+        with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: it requests an attention"):
             parse_arguments(argv)
 
 
 def test_sinkhorn_is_refused_and_others_are_not():
     assert parse_arguments("--moe-router-load-balancing-type aux_loss seq_aux_loss".split()).start.lines
-    with pytest.raises(ConfigError, match="-type aux_loss sinkhorn is refused: sinkhorn routes by itself"):
+    with pytest.raises(ConfigError, match="-type aux_loss sinkhorn is refused: sinkhorn is another routing algorithm"):
         parse_arguments("--moe-router-load-balancing-type aux_loss sinkhorn".split())
 
 
 def test_unified_memory_warns():
     _, warning = parse_arguments([f"{BATCHING}-unified-memory-level", "1"]).start.lines
     assert warning == (
-        f"{BATCHING}-unified-memory-level 1: there is no unified memory here, so the buffer has to fit the device"
+        f"{BATCHING}-unified-memory-level 1: unified memory is not used, so the buffer must fit the device"
     )
     assert len(parse_arguments([f"{BATCHING}-unified-memory-level", "0"]).start.lines) == 1
 
