@@ -32,6 +32,12 @@ COORDINATOR = FlagGroup(
             "replicas_file", "File with the URLs of replicas, one per line; read again when it changes", metavar="FILE"
         ),
         Flag(
+            "model",
+            "Name of a model that replicas may serve; may be given several times. Default: that of the first replica",
+            metavar="NAME",
+            is_repeated=True,
+        ),
+        Flag(
             "launch", "Number of replicas to start on this machine, with the flags of run_server.py that are also given"
         ),
         Flag("replica_timeout", "Seconds without a heartbeat after which a replica counts as dead"),

@@ -24,6 +24,7 @@ class CoordinatorConfig(AccessConfig):
     port: int = 8000  # 0: any free one
     replica: tuple[str, ...] = ()  # URLs of running servers
     replicas_file: str | None = None  # file with more URLs, one a line; read again when it changes
+    model: tuple[str, ...] = ()  # served names that replicas may have; default: that of the first replica
     launch: int = 0  # replicas to start on this machine
     replica_timeout: float = 30.0  # without a response, until a replica counts as dead
     # Where replicas may publish KV events besides their own hosts: hosts, `*` for any, `ipc:///DIRECTORY`.
@@ -48,6 +49,7 @@ class CoordinatorConfig(AccessConfig):
             problem = replica_problem(url)
             require(problem is None, f"--replica {url!r} {problem}")
         require(len(set(self.replica)) == len(self.replica), "--replica has one URL twice; each is one replica")
+        require(all(self.model), "--model is empty; give the name that replicas serve, or leave it out")
         for place in self.allowed_event_sources:
             require(
                 is_event_place(place),

@@ -15,7 +15,7 @@ from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingPolicyName
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
 from megatron_ext.coordinator.event_reader import EventReader
-from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.fleet import OTHER_WEIGHTS, Fleet
 from megatron_ext.coordinator.forwarding import Forwarder
 from megatron_ext.coordinator.member import Member, Source
 from megatron_ext.coordinator.metrics import FleetMetrics
@@ -41,6 +41,9 @@ class ReplicaRow:
     status: str
     problem: str
     model: str | None
+    configuration: str | None
+    tokenizer: str | None
+    weights: str | None
     in_flight: int
     load_tokens: int
     blocks: int
@@ -71,7 +74,10 @@ class Coordination:
         self.keys = keys or load_keys(settings)
         self.router = Router(settings.routing)
         self.supervisor = Supervisor()
-        self.fleet = Fleet(self.router, settings.replica_timeout, self.supervisor, settings.allowed_event_sources)
+        self.fleet = Fleet(
+            *(self.router, settings.replica_timeout, self.supervisor),
+            *(settings.allowed_event_sources, settings.model),
+        )
         self.metrics = FleetMetrics(self.fleet, self.supervisor)
         self._prefix_index: dict[str, ApproximatePrefixIndex] = {}
         self._readers: dict[str, EventReader] = {}
@@ -122,14 +128,16 @@ class Coordination:
         if url in self._prefix_index:
             self._prefix_index[url].cleared()
 
-    async def anybody(self, method: str, target: str, headers: Headers, body: bytes) -> Whole:
-        """Return the answer of the first replica that answers with JSON.
+    async def anybody(self, method: str, target: str, headers: Headers, body: bytes, group: str | None = None) -> Whole:
+        """Return the answer of the first replica of a group, or of all, that answers with JSON.
 
         Raises:
             ApiError: 503 if no replica answers, 502 if what they answer is not JSON.
         """
-        bad: BadAnswer | None = None
-        for member in sorted(self.fleet.answering(), key=lambda one: len(one.calls)):
+        found: BadAnswer | None = None
+        members = self.fleet.groups.members(group, self.fleet.answering())
+        for member in sorted(members, key=lambda one: len(one.calls)):
+            bad = None
             try:
                 answer = await fetch(
                     member.address, method, target, headers, body, patience=self.settings.replica_timeout
@@ -143,8 +151,9 @@ class Coordination:
                     return answer
                 bad = not_json(answer)
             if bad is not None:
+                found = bad
                 self.fleet.note_bad_answer(member, bad)
-        raise no_replica() if bad is None else bad_answer(bad)
+        raise no_replica() if found is None else bad_answer(found)
 
     async def everybody(self, method: str, target: str, headers: Headers, body: bytes) -> dict[str, Whole | CallFailed]:
         """Return the answers of all replicas that can be called, by URL.
@@ -180,8 +189,11 @@ class Coordination:
             url=member.url,
             source=member.source.value,
             status=member.status.value,
-            problem=member.problem or ("" if beat is None else beat.events_problem),
+            problem=_problem(member),
             model=None if beat is None else beat.model,
+            configuration=None if beat is None else beat.identity.configuration,
+            tokenizer=None if beat is None else beat.identity.tokenizer,
+            weights=None if beat is None else beat.weights,
             in_flight=len(member.calls),
             load_tokens=0 if view is None else view.load,
             blocks=0 if beat is None else beat.blocks,
@@ -195,6 +207,14 @@ class Coordination:
             decision_seconds=self.metrics.decision_seconds(member.url),
             quiet_seconds=time.monotonic() - member.alive_at,
         )
+
+
+def _problem(member: Member) -> str:
+    if member.problem or member.refusal:
+        return member.problem or member.refusal
+    if member.is_outdated:
+        return OTHER_WEIGHTS
+    return "" if member.beat is None else member.beat.events_problem
 
 
 async def _coordination(request: Request) -> Coordination:

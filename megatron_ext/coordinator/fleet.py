@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from megatron_ext.coordinator.bounds import STATUS_BYTES
+from megatron_ext.coordinator.groups import Groups
 from megatron_ext.coordinator.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 BEATS = 4  # heartbeats in `--replica-timeout`
 LONGEST_INTERVAL = 1.0  # seconds between two heartbeats
+OTHER_WEIGHTS = "its weights have another version than those of its group"
 LONGEST_PROBE = 2.0  # seconds for the answer to a heartbeat; a replica that takes longer is avoided
 
 
@@ -30,6 +33,7 @@ class Fleet:
         timeout: Seconds without a sign of life after which a replica is dead.
         supervisor: Supervisor of the heartbeats' tasks.
         allowed_event_sources: Places besides a replica's own host where it may publish KV events.
+        models: Served names that replicas may have; empty: that of the first replica.
     """
 
     def __init__(
@@ -38,12 +42,14 @@ class Fleet:
         timeout: float,
         supervisor: Supervisor | None = None,
         allowed_event_sources: tuple[str, ...] = (),
+        models: tuple[str, ...] = (),
     ) -> None:
         self.router = router
         self.timeout = timeout
         self._supervisor = supervisor or Supervisor()
         self._allowed_event_sources = allowed_event_sources
         self.members: dict[str, Member] = {}
+        self.groups = Groups(self.members, models)
         self.on_join: Callable[[Member], None] = lambda member: None  # added to the router
         self.on_leave: Callable[[Member], None] = lambda member: None  # removed from the router
         self.on_removed: Callable[[Member], None] = lambda member: None  # removed from the fleet
@@ -103,7 +109,7 @@ class Fleet:
 
     def answering(self) -> list[Member]:
         """Replicas that answer calls other than generation."""
-        kinds = (Status.READY, Status.DRAINING, Status.ASLEEP, Status.FAILING)
+        kinds = (Status.READY, Status.DRAINING, Status.OUTDATED, Status.ASLEEP, Status.FAILING)
         return [member for member in self.members.values() if member.status in kinds]
 
     def doubtful(self) -> list[str]:
@@ -174,19 +180,54 @@ class Fleet:
             member.refused += 1
             if last is None or last.events_problem != beat.events_problem:
                 logger.warning("replica %s: its KV events are not read: %s", member.url, beat.events_problem)
+        refusal = self.groups.refusal(member, beat.identity)
+        if refusal:
+            if refusal != member.refusal:
+                logger.error("replica %s is refused: %s", member.url, refusal)
+            self._forget(member, "the replica serves another model")
+            member.refused += 1
         member.take_beat(beat)
-        if not member.is_known and member.stuck is None:
-            states = beat.has_states
-            self.router.join(member.url, beat.block_size, has_states=states)
-            member.is_known = True
-            logger.info("replica %s has joined: %s, blocks of %d tokens", member.url, beat.model, beat.block_size)
-            self.on_join(member)
-        if member.is_known:
-            self._tell_router(member)
+        member.refusal = refusal
+        if not (member.is_known or refusal or member.stuck):
+            self._join(member, beat)
+        for changed in self.groups.weigh():
+            if changed.is_outdated:
+                logger.warning("replica %s drains: %s", changed.url, OTHER_WEIGHTS)
+            self._tell_router(changed)
+        self._tell_router(member)
+
+    def _join(self, member: Member, beat: Heartbeat) -> None:
+        self.router.join(member.url, beat.block_size, has_states=beat.has_states)
+        member.is_known, member.joined_at = True, time.monotonic()
+        logger.info(
+            "replica %s has joined: %s, weights %s, blocks of %d tokens",
+            *(member.url, beat.identity, beat.weights, beat.block_size),
+        )
+        self.on_join(member)
+
+    @contextlib.asynccontextmanager
+    async def weights_update(self) -> AsyncIterator[None]:
+        """Announce an update of the weights: meanwhile replicas of one group may have different ones."""
+        self.groups.updates += 1
+        try:
+            yield
+            await self.look_again()
+            await self.look_again()  # an answer to the first may have been on its way before
+        finally:
+            self.groups.updates -= 1
+
+    async def look_again(self) -> None:
+        """Probe all replicas now, and wait for their answers."""
+        for member in self.members.values():
+            member.probed.clear()
+            member.poked.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.first_look(), 2 * LONGEST_PROBE)
 
     def _tell_router(self, member: Member) -> None:
         if member.is_known:
-            is_open = member.beat is not None and member.beat.status == OK and not member.is_draining
+            is_shut = member.is_draining or member.is_outdated
+            is_open = member.beat is not None and member.beat.status == OK and not is_shut
             self.router.drain(member.url, is_draining=not is_open)
 
     async def _sweep(self, member: Member) -> None:

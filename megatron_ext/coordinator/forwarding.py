@@ -105,8 +105,9 @@ class Forwarder:
     def _choose(self, routed: RoutedRequest, retries: Retries) -> Decision | None:
         started = time.perf_counter()
         router, prompt = self._fleet.router, routed.prompt.prompt
-        decision = router.route(prompt, {*retries.excluded, *self._fleet.doubtful()})
-        decision = decision or router.route(prompt, retries.excluded)
+        excluded = {*retries.excluded, *self._fleet.groups.outside(routed.group)}
+        decision = router.route(prompt, {*excluded, *self._fleet.doubtful()})
+        decision = decision or router.route(prompt, excluded)
         if decision is not None:
             self._metrics.decided(decision, time.perf_counter() - started)
         return decision

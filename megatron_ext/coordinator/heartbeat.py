@@ -104,12 +104,31 @@ class EventPlaces:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """Identity of a group of replicas that can answer for each other.
+
+    Attributes:
+        model: Name that the model is served under.
+        configuration: Hash of the model configuration.
+        tokenizer: Hash of the tokenizer and its chat template.
+    """
+
+    model: str
+    configuration: str
+    tokenizer: str
+
+    def __str__(self) -> str:
+        return f"{self.model!r} (configuration {self.configuration}, tokenizer {self.tokenizer})"
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """Answer of `GET /replica`.
 
     Attributes:
         instance: Identifier of the process; changes with a restart.
-        model: Name that the model is served under.
+        identity: Model that the replica serves.
+        weights: Version of the model's weights.
         status: `OK`, `ASLEEP` or `FAILING`.
         has_keys: Whether the replica needs API keys, and binds salts to them.
         block_size: Tokens of a block.
@@ -125,7 +144,8 @@ class Heartbeat:
     """
 
     instance: str
-    model: str
+    identity: Identity
+    weights: str
     status: str
     has_keys: bool
     block_size: int
@@ -138,6 +158,11 @@ class Heartbeat:
     computed: int | None
     events: tuple[EventSource, ...]
     events_problem: str = ""
+
+    @property
+    def model(self) -> str:
+        """Name that the model is served under, which is that of the group."""
+        return self.identity.model
 
     @classmethod
     def of(cls, content: object, places: EventPlaces) -> Heartbeat:
@@ -156,7 +181,8 @@ class Heartbeat:
             events, problem = _events(fields, places)
             return cls(
                 instance=fields.text("instance"),
-                model=fields.text("model"),
+                identity=Identity(fields.text("model"), fields.text("configuration"), fields.text("tokenizer")),
+                weights=fields.text("weights"),
                 status=fields.choice("status", (OK, ASLEEP, FAILING)),
                 has_keys=fields.flag("has_keys"),
                 block_size=fields.number("block_size", 1, MAX_BLOCK_SIZE),

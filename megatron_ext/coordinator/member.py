@@ -20,6 +20,8 @@ class Status(str, enum.Enum):
     DRAINING = "draining"  # gets no new requests
     ASLEEP = "asleep"
     FAILING = "failing"  # its last step failed
+    OUTDATED = "outdated"  # has other weights than its group, and gets no new requests
+    REFUSED = "refused"  # of a model that this coordinator does not serve
     SILENT = "silent"  # did not answer the last heartbeat
     DEAD = "dead"  # no heartbeat for --replica-timeout; not routed to until it answers again
 
@@ -47,6 +49,9 @@ class Member:
         is_known: Whether the router knows the replica.
         is_draining: Whether the replica gets no new requests.
         leaves_when_idle: Whether the replica is removed once nothing is in flight to it.
+        joined_at: Time at which the replica joined the router last.
+        refusal: Reason why the replica may not join; empty if it may.
+        is_outdated: Whether the replica has other weights than its group.
         stuck: Instance and step at which the engine was declared stuck; None if it was not.
         problem: Error of the last heartbeat that failed.
         calls: Calls in flight.
@@ -63,6 +68,9 @@ class Member:
     is_known: bool = False
     is_draining: bool = False
     leaves_when_idle: bool = False
+    joined_at: float = 0.0
+    refusal: str = ""
+    is_outdated: bool = False
     stuck: tuple[str, int] | None = None
     problem: str = ""
     calls: set[Call] = field(default_factory=set)
@@ -82,13 +90,17 @@ class Member:
         """Current status."""
         if self.beat is None:
             return Status.JOINING
+        if self.refusal:
+            return Status.REFUSED
         if not self.is_known:
             return Status.DEAD
         if self.is_silent:
             return Status.SILENT
         if self.beat.status in (ASLEEP, FAILING):
             return Status(self.beat.status)
-        return Status.DRAINING if self.is_draining else Status.READY
+        if self.is_draining:
+            return Status.DRAINING
+        return Status.OUTDATED if self.is_outdated else Status.READY
 
     @property
     def is_awaited(self) -> bool:

@@ -40,7 +40,7 @@ class Prompts:
     async def routed(
         self, path: str, content: Mapping[str, object], body: bytes, authorization: bytes | None, caller: Caller
     ) -> RoutedRequest:
-        """Return the routed request of a body. Invalid bodies are reported by the replica.
+        """Return the routed request of a body. Invalid bodies other than an unknown model are reported by the replica.
 
         Args:
             path: Path of the route.
@@ -48,8 +48,12 @@ class Prompts:
             body: Raw body.
             authorization: Authorization header; None without one.
             caller: Caller by the coordinator's own keys.
+
+        Raises:
+            ApiError: See `Groups.resolve`.
         """
-        members = self._fleet.ready()
+        group = self._fleet.groups.resolve(content.get("model"))
+        members = self._fleet.groups.members(group, self._fleet.ready())
         are_keyed = any(member.beat is not None and member.beat.has_keys for member in members)
         salt = _text(content.get("cache_salt"))
         if self._has_keys and not are_keyed and members:  # replicas without keys do not bind salts
@@ -61,7 +65,7 @@ class Prompts:
                 salt = caller_of(key.decode("latin-1")).bind(salt)
         headers: Headers = [JSON] if authorization is None else [JSON, (b"authorization", authorization)]
         prompt = await self._prompt(content, headers, members, salt)
-        return RoutedRequest(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt)
+        return RoutedRequest(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt, group)
 
     async def _prompt(
         self, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None

@@ -62,6 +62,7 @@ class RoutedRequest:
         is_stream: Whether the answer is streamed.
         new_tokens: Maximum number of generated tokens, as far as the body says.
         prompt: Prompt for the router.
+        group: Name of the group of replicas; None if there is at most one.
     """
 
     path: str
@@ -70,3 +71,4 @@ class RoutedRequest:
     is_stream: bool
     new_tokens: int
     prompt: RoutedPrompt
+    group: str | None = None

@@ -65,6 +65,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     dtype: torch.dtype
     name: str  # the checkpoint's directory as given, "embedded", or "random weights, <pattern>"
+    directory: Path | None = None  # of the files of the weights; None for random ones
 
 
 def load_model(
@@ -107,7 +108,7 @@ def load_model(
     _require_ids_fit(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, perform_initialization=False, **_options(source))
     fill_model(model, config, source, directory)
-    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
+    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded", directory)
 
 
 def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, directory: Path) -> None:

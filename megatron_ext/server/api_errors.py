@@ -148,12 +148,12 @@ def connections_full(most: int) -> ApiError:
     return ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
 
 
-def unknown_model(name: str, served: str) -> ApiError:
+def unknown_model(name: str, *served: str) -> ApiError:
     """404: the client asks for a model that is not served."""
     if not name:
         message = "the path ends where a model's name belongs; GET /v1/models lists this server's"
         return ApiError(404, message, param="model", code="model_not_found")
-    message = f"the model {name[:LONGEST_NAME]!r} does not exist here; this server has {served!r}"
+    message = f"the model {name[:LONGEST_NAME]!r} does not exist here; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

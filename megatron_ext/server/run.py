@@ -22,6 +22,7 @@ from megatron_ext.mcore.parallel_state.process_groups import make_parallel_conte
 from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
+from megatron_ext.models.identity import model_identity
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
@@ -115,7 +116,11 @@ def build_serving(
     updater = None
     if root is not None:
         updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
-    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults)
+    identity = model_identity(loaded.config, loaded.dtype, loaded.tokenizer, loaded.directory, settings.source.seed)
+    logger.info(
+        "configuration %s, tokenizer %s, weights %s", identity.configuration, identity.tokenizer, identity.weights
+    )
+    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, identity=identity)
 
 
 def weights_root(server: ServerConfig, parallel_context: ParallelContext | None) -> WeightsRoot | None:

@@ -16,6 +16,7 @@ import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Caller, Keys, load_keys
 from megatron_ext.server.client.request_group import RequestGroup
@@ -47,6 +48,7 @@ class Serving:
         root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
+        identity: Hashes of configuration, tokenizer and weights; those of the weights change with an update.
         kv_events: Addresses of the caches' events: `endpoint`, `replay` and `topic` of each.
     """
 
@@ -57,6 +59,7 @@ class Serving:
     root: str | None = None
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
+    identity: ModelIdentity = field(default_factory=ModelIdentity)
     kv_events: Sequence[Mapping[str, str | None]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart

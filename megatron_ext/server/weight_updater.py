@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.identity import weights_version
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import NewWeights, WeightsRoot, read_new_weights
 from megatron_ext.server.log import printable
@@ -28,12 +29,16 @@ class WeightsUpdater:
         loaded: The model.
         source: Source that the model was loaded from.
         overrides: Overrides that the model was loaded with.
+
+    Attributes:
+        version: Version of the weights that were written last; empty before the first update.
     """
 
     root: WeightsRoot
     loaded: LoadedModel
     source: SourceConfig
     overrides: FieldValues
+    version: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def update(self, path: str, engine: InferenceEngine, between_steps: Callable[..., Awaitable[None]]) -> int:
@@ -51,13 +56,16 @@ class WeightsUpdater:
             ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
         """
         async with self._one_at_a_time:
-            new = await asyncio.to_thread(self._read, path)
+            new, version = await asyncio.to_thread(self._read, path)
             await between_steps(_write, new, engine)
+            self.version = version
         logger.info("weights are now those of %s", printable(path, LONGEST_PATH))
         return len(new.pairs)
 
-    def _read(self, path: str) -> NewWeights:
-        return read_new_weights(self.loaded, self.source, self.overrides, self.root.resolve(path))
+    def _read(self, path: str) -> tuple[NewWeights, str]:
+        directory = self.root.resolve(path)
+        new = read_new_weights(self.loaded, self.source, self.overrides, directory)
+        return new, weights_version(directory)
 
 
 def _write(new: NewWeights, engine: InferenceEngine) -> None:

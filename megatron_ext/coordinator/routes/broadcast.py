@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
-_EMPTIES = ("/reset_prefix_cache", "/flush_cache", "/update_weights_from_disk", "/sleep")
+_UPDATES_WEIGHTS = "/update_weights_from_disk"
+_EMPTIES = ("/reset_prefix_cache", "/flush_cache", _UPDATES_WEIGHTS, "/sleep")
 _UNREACHABLE = 502
 
 
@@ -28,9 +30,11 @@ async def ask_all(request: Request, coordination: CoordinationDependency) -> Res
     body = await read_body(request, coordination.settings.limits.body_bytes)
     if body:
         check_content_type(request.headers.get("content-type"))
-    asking = coordination.everybody(request.method, target_of(request), headers_of(request), body)
-    answers = await unless_gone(request.receive, asking)
     path = request.url.path
+    is_update = path == _UPDATES_WEIGHTS
+    async with coordination.fleet.weights_update() if is_update else contextlib.nullcontext():
+        asking = coordination.everybody(request.method, target_of(request), headers_of(request), body)
+        answers = await unless_gone(request.receive, asking)
     if request.method == "POST":
         logger.info("%s: %s", path, ", ".join(f"{url} {_status(answer)}" for url, answer in answers.items()))
     if path in _EMPTIES:
@@ -46,7 +50,7 @@ for method, path in (
     ("POST", "/sleep"),
     ("POST", "/wake_up"),
     ("GET", "/is_sleeping"),
-    ("POST", "/update_weights_from_disk"),
+    ("POST", _UPDATES_WEIGHTS),
 ):
     router.add_api_route(path, ask_all, methods=[method], name=f"{method} {path}", response_model=None)
 

@@ -1,36 +1,79 @@
-"""Routes that one replica answers for all: they have the same model and tokenizer."""
+"""Routes that one replica of a group answers for all of it: they have the same model and tokenizer."""
 
 from __future__ import annotations
+
+import json
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from megatron_ext.coordinator.coordination import CoordinationDependency
-from megatron_ext.coordinator.replica_client import Headers
+from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
+from megatron_ext.coordinator.replica_client import Headers, Whole
 from megatron_ext.coordinator.routes.generation import passed_on
-from megatron_ext.server.http.body import check_content_type, read_body
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.body import check_content_type, parse_json, read_body
 from megatron_ext.server.openai.streaming import unless_gone
 
 router = APIRouter()
 
 
+@router.get("/v1/models")
+async def list_models(request: Request, coordination: CoordinationDependency) -> Response:
+    """Return the models of all groups: one replica of each is asked."""
+    names = coordination.fleet.groups.names
+    if len(names) < 2:
+        return await ask_one(request, coordination)
+    found: list[object] = []
+    problem: ApiError | None = None
+    for name in names:
+        try:
+            answer = await _ask(request, coordination, name)
+        except ApiError as error:
+            problem = error
+            continue
+        if answer.status != 200:
+            return passed_on(answer)
+        content = answer.json()
+        data = content.get("data") if isinstance(content, dict) else None
+        found += data if isinstance(data, list) else []
+    if not found and problem is not None:
+        raise problem
+    listed = {"object": "list", "data": found}
+    return Response(json.dumps(listed).encode(), media_type="application/json")
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, request: Request, coordination: CoordinationDependency) -> Response:
+    """Return a model by its name; a replica of its group is asked."""
+    names = coordination.fleet.groups.names
+    group = coordination.fleet.groups.resolve(model) if model in names or len(names) > 1 else None
+    return passed_on(await _ask(request, coordination, group))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, coordination: CoordinationDependency) -> Response:
+    """Return the tokenizer's description; of several groups, that of the first."""
+    return passed_on(await _ask(request, coordination, next(iter(coordination.fleet.groups.names), None)))
+
+
 async def ask_one(request: Request, coordination: CoordinationDependency) -> Response:
-    """Forward the request to one replica."""
+    """Forward the request to one replica of the group that its body means."""
     body = await read_body(request, coordination.settings.limits.body_bytes)
+    group = None
     if body:
         check_content_type(request.headers.get("content-type"))
-    asking = coordination.anybody(request.method, target_of(request), headers_of(request), body)
-    return passed_on(await unless_gone(request.receive, asking))
+        content = parse_json(body)
+        group = coordination.fleet.groups.resolve(content.get("model") if isinstance(content, dict) else None)
+    return passed_on(await _ask(request, coordination, group, body))
 
 
-for method, path in (
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/{model:path}"),
-    ("GET", "/tokenizer_info"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-):
-    router.add_api_route(path, ask_one, methods=[method], name=f"{method} {path}", response_model=None)
+for path in ("/tokenize", "/detokenize"):
+    router.add_api_route(path, ask_one, methods=["POST"], name=f"POST {path}", response_model=None)
+
+
+async def _ask(request: Request, coordination: Coordination, group: str | None, body: bytes = b"") -> Whole:
+    asking = coordination.anybody(request.method, target_of(request), headers_of(request), body, group)
+    return await unless_gone(request.receive, asking)
 
 
 def target_of(request: Request) -> str:

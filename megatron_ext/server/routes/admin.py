@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -105,4 +106,5 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     if serving.updater is None:
         raise ApiError(400, "this server reads no new weights; start it with --weights-root DIR", param="model_path")
     count = await serving.updater.update(body.model_path, serving.engine, serving.requests.call)
+    serving.identity = replace(serving.identity, weights=serving.updater.version)
     return {"success": True, "message": f"{count} tensors are those of {body.model_path}", "tensors": count}

@@ -12,16 +12,21 @@ router = APIRouter()
 
 @router.get("/replica", dependencies=[Depends(only_queries())])
 async def replica(serving: ServerDependency) -> dict[str, object]:
-    """Return this process's instance id, health, progress, and its counts of computed and cached tokens.
+    """Return this process's instance id, model, health, progress, and its counts of computed and cached tokens.
 
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
-    not, since `/health` is answered without the engine. Counts are null where `--hide-cache-counts` hides them.
+    not, since `/health` is answered without the engine. Replicas of equal `model`, `configuration` and `tokenizer` can
+    answer for each other; `weights` is the version of the weights. Counts are null where `--hide-cache-counts` hides
+    them.
     """
     requests, state = serving.requests, serving.metrics.state
     geometry = serving.engine.geometry
     return {
         "instance": serving.instance,
         "model": serving.model,
+        "configuration": serving.identity.configuration,
+        "tokenizer": serving.identity.tokenizer,
+        "weights": serving.identity.weights,
         "status": "failing" if not requests.is_healthy else "asleep" if requests.is_asleep else "ok",
         "has_keys": serving.keys is not None and serving.keys.are_needed,
         "block_size": geometry.block_size_tokens,

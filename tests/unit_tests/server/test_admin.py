@@ -221,6 +221,7 @@ class TestUpdate:
         assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
         answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"}).json()
         assert answer["success"] is True
+        version = ask(server, "GET", "/replica").json()["weights"]
         new = tokens(server)
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         expected = tiny_engine_with(build_slow_decay(HYBRID, seed=6))
@@ -230,17 +231,18 @@ class TestUpdate:
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": absolute}).status_code == 200
         ask(server, "POST", "/wake_up")
         assert tokens(server)["choices"] == old["choices"]
+        assert ask(server, "GET", "/replica").json()["weights"] not in ("-", version)
 
     async def test_one_after_the_other(self, tmp_path, monkeypatch):
         """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
         happened, second = [], threading.Event()
 
-        def read(updater: WeightsUpdater, path: str) -> NewWeights:
+        def read(updater: WeightsUpdater, path: str) -> tuple[NewWeights, str]:
             happened.append(f"read {path}")
             if path == "two":
                 second.set()
             second.wait(0.5)  # one that comes too early has the time to do so
-            return NewWeights(())
+            return NewWeights(()), f"version of {path}"
 
         async def between_steps(write: object, new: NewWeights, engine: object) -> None:
             happened.append("written")
@@ -249,6 +251,7 @@ class TestUpdate:
         updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), None, SourceConfig(), {})
         await asyncio.gather(*(updater.update(path, None, between_steps) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
+        assert updater.version == "version of two"
 
     @pytest.mark.parametrize(
         ("path", "named"),

@@ -174,6 +174,13 @@ class TestReplica:
         grown = {name: second["prompt_tokens"][name] - first["prompt_tokens"][name] for name in ("skipped", "computed")}
         assert sum(grown.values()) == usage["prompt_tokens"]
 
+    def test_its_identity(self, talking):
+        """RP-2: hashes of configuration, tokenizer and weights, by which a coordinator tells replicas apart."""
+        told = talking.http.get("/replica").json()
+        shown = talking.serving.identity
+        hashes = told["configuration"], told["tokenizer"], told["weights"]
+        assert hashes == (shown.configuration, shown.tokenizer, shown.weights)
+
     def test_counts_stay_hidden(self, serve):
         hiding = serve(tiny_engine(), hide_cache_counts=True)
         told = hiding.http.get("/replica").json()

@@ -111,6 +111,8 @@ class FakeReplica:
     statuses: dict[str, int] = field(default_factory=dict)  # of other paths; 200 unless said
     status_body: bytes | None = None  # answer to GET /replica in place of `beat`
     other_body: bytes | None = None  # answer to other calls that do not generate
+    answers_with: dict[str, object] = field(default_factory=dict)  # contents of answers, by path
+    on_call: dict[str, Callable[[], object]] = field(default_factory=dict)  # called before the answer, by path
     left: int = 0  # clients that went before the answer
     url: str = ""
 
@@ -118,6 +120,9 @@ class FakeReplica:
         plain = {
             "instance": uuid.uuid4().hex,
             "model": "fake",
+            "configuration": "c",
+            "tokenizer": "t",
+            "weights": "w",
             "status": "ok",
             "has_keys": False,
             "block_size": BLOCK,
@@ -210,9 +215,10 @@ class FakeReplica:
             text = json.dumps(exchange.body.get("messages", exchange.body.get("prompt")))
             exchange.answer({"tokens": [ord(one) for one in text]})
         else:
+            self.on_call.get(exchange.path, lambda: None)()
             status = self.statuses.get(exchange.path, 200)
             content = {"by": self.name} if status == 200 else {"error": {"message": "no", "code": "c"}}
-            exchange.answer(content, status)
+            exchange.answer(self.answers_with.get(exchange.path, content), status)
 
 
 @dataclass(eq=False)
