@@ -12,5 +12,6 @@ EVENT_BYTES = 2**26  # one server-sent event; the first may have the scores of t
 MAX_NAME = 512  # characters of a model's name and of identifiers
 MAX_BLOCK_SIZE = 2**20  # tokens
 MAX_COUNT = 2**63 - 1  # counters, blocks, requests
+MAX_REQUESTS = 2**32
 MAX_EVENT_SOURCES = 2**10  # data-parallel ranks
 MAX_SHOWN = 100  # characters of a wrong value in a message

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_ext.coordinator.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
 from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import Router
+from megatron_ext.server.http.sender import SENDER_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Fleet:
         self.on_join: Callable[[Member], None] = lambda member: None  # added to the router
         self.on_leave: Callable[[Member], None] = lambda member: None  # removed from the router
         self.on_removed: Callable[[Member], None] = lambda member: None  # removed from the fleet
+        self.sender = (SENDER_HEADER.encode(), uuid.uuid4().hex.encode())  # header of calls to replicas
         self.in_flight: set[int] = set()  # numbers of the requests in the router
         self._interval = min(LONGEST_INTERVAL, timeout / BEATS)
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
@@ -150,7 +153,7 @@ class Fleet:
         address, patience = member.address, min(LONGEST_PROBE, self.timeout / 2)
         places = EventPlaces(address.host, self._allowed_event_sources, member.sockets)
         try:
-            answer = await fetch(address, "GET", PATH, patience=patience, limit=STATUS_BYTES)
+            answer = await fetch(address, "GET", PATH, [self.sender], patience=patience, limit=STATUS_BYTES)
             if answer.status != 200:
                 raise BadHeartbeat(f"GET {PATH} is answered with status {answer.status}")
             beat = Heartbeat.of(answer.json(), places)
@@ -172,29 +175,40 @@ class Fleet:
         logger.warning("replica %s: %s", member.url, error)
 
     def _note_beat(self, member: Member, beat: Heartbeat) -> None:
-        last = member.beat
-        if last is not None and last.instance != beat.instance and member.is_known:
-            logger.warning("replica %s has been restarted", member.url)
-            self._forget(member, "the replica was restarted")
-        if beat.events_problem:
-            member.refused += 1
-            if last is None or last.events_problem != beat.events_problem:
-                logger.warning("replica %s: its KV events are not read: %s", member.url, beat.events_problem)
-        refusal = self.groups.refusal(member, beat.identity)
-        if refusal:
-            if refusal != member.refusal:
-                logger.error("replica %s is refused: %s", member.url, refusal)
+        if member.beat is not None and member.beat.instance != beat.instance:
+            self._note_restart(member)
+        self._note_problems(member, beat)
+        if member.refusal:
             self._forget(member, "the replica serves another model")
-            member.refused += 1
         member.take_beat(beat)
-        member.refusal = refusal
-        if not (member.is_known or refusal or member.stuck):
+        if not (member.is_known or member.refusal or member.stuck):
             self._join(member, beat)
         for changed in self.groups.weigh():
             if changed.is_outdated:
                 logger.warning("replica %s drains: %s", changed.url, OTHER_WEIGHTS)
             self._tell_router(changed)
         self._tell_router(member)
+        if member.is_known:
+            self.router.note_others(member.url, beat.other_requests, beat.other_prompt_tokens)
+
+    def _note_restart(self, member: Member) -> None:
+        """Note that another process answers: requests in flight are lost, and it takes new ones."""
+        if member.is_known:
+            logger.warning("replica %s has been restarted", member.url)
+            self._forget(member, "the replica was restarted")
+        if member.is_draining and not member.leaves_when_idle:
+            logger.info("replica %s takes requests again, as another process", member.url)
+            member.is_draining = False
+
+    def _note_problems(self, member: Member, beat: Heartbeat) -> None:
+        """Log, when they change, and count why a replica may not join, or why its events are not read."""
+        before, member.refusal = member.refusal, self.groups.refusal(member, beat.identity)
+        if member.refusal and member.refusal != before:
+            logger.error("replica %s is refused: %s", member.url, member.refusal)
+        before = "" if member.beat is None else member.beat.events_problem
+        if beat.events_problem and beat.events_problem != before:
+            logger.warning("replica %s: its KV events are not read: %s", member.url, beat.events_problem)
+        member.refused += bool(member.refusal) + bool(beat.events_problem)
 
     def _join(self, member: Member, beat: Heartbeat) -> None:
         self.router.join(member.url, beat.block_size, has_states=beat.has_states)

@@ -52,11 +52,11 @@ class Groups:
         return ""
 
     def outside(self, group: str | None) -> list[str]:
-        """Return the URLs of replicas that are not in a group; none if the group is None."""
+        """Return the URLs of replicas that are not in a group; or no URLs without a group."""
         return [] if group is None else [one.url for one, beat in self._known() if beat.model != group]
 
     def members(self, group: str | None, among: Iterable[Member]) -> list[Member]:
-        """Return the members of a group; all of them if the group is None."""
+        """Return the members of a group; or all members without a group."""
         return [one for one in among if group is None or (one.beat is not None and one.beat.model == group)]
 
     def resolve(self, model: object) -> str | None:

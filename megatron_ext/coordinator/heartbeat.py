@@ -20,6 +20,7 @@ from megatron_ext.coordinator.bounds import (
     MAX_COUNT,
     MAX_EVENT_SOURCES,
     MAX_NAME,
+    MAX_REQUESTS,
     MAX_SHOWN,
 )
 
@@ -136,6 +137,8 @@ class Heartbeat:
         has_states: Whether the replica resumes at snapshots only.
         capacity: Maximum number of requests, waiting ones included.
         living: Current number of requests.
+        other_requests: Current number of requests that other coordinators and clients have sent.
+        other_prompt_tokens: Prompt tokens of these requests that are yet to be computed.
         steps: Steps that the engine has computed; grows unless the engine is stuck.
         skipped: Prompt tokens skipped through the cache since the start; None if hidden.
         computed: Prompt tokens computed since the start; None if hidden.
@@ -153,6 +156,8 @@ class Heartbeat:
     has_states: bool
     capacity: int
     living: int
+    other_requests: int
+    other_prompt_tokens: int
     steps: int
     skipped: int | None
     computed: int | None
@@ -178,6 +183,7 @@ class Heartbeat:
         try:
             fields = _Fields.of(content, "the answer")
             tokens = fields.optional("prompt_tokens")
+            others = _Fields.of(fields.content.get("others"), "others")
             events, problem = _events(fields, places)
             return cls(
                 instance=fields.text("instance"),
@@ -190,6 +196,8 @@ class Heartbeat:
                 has_states=fields.flag("has_states"),
                 capacity=fields.number("capacity", 1),
                 living=fields.number("living"),
+                other_requests=others.number("requests", most=MAX_REQUESTS),
+                other_prompt_tokens=others.number("prompt_tokens"),
                 steps=fields.number("steps"),
                 skipped=None if tokens is None else tokens.number("skipped"),
                 computed=None if tokens is None else tokens.number("computed"),

@@ -63,7 +63,8 @@ class Prompts:
             scheme, _, key = (authorization or b"").partition(b" ")
             if scheme.lower() == b"bearer":
                 salt = caller_of(key.decode("latin-1")).bind(salt)
-        headers: Headers = [JSON] if authorization is None else [JSON, (b"authorization", authorization)]
+        headers = [JSON, self._fleet.sender]
+        headers += [] if authorization is None else [(b"authorization", authorization)]
         prompt = await self._prompt(content, headers, members, salt)
         return RoutedRequest(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt, group)
 

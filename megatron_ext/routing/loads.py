@@ -38,6 +38,13 @@ class Loads:
         self.leave(number)
         self._put(number, load + tokens, given + tokens)
 
+    def shift(self, number: int, tokens: int) -> None:
+        """Add tokens to the load of a replica, or subtract them, that it did not receive from this router."""
+        load, given, _ = self._entries[number]
+        assert load + tokens >= 0, f"{-tokens} tokens of {load} taken"
+        self.leave(number)
+        self._put(number, load + tokens, given)
+
     def take(self, number: int, tokens: int) -> None:
         """Subtract tokens from the load of a replica: computed, or no longer needed."""
         load, given, _ = self._entries[number]

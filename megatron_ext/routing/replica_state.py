@@ -51,6 +51,7 @@ class Replica:
         self.name, self.number, self.bit = name, number, 1 << number
         self.index, self.has_states, self.max_requests = index, has_states, max_requests
         self.is_draining = False
+        self.others = 0  # tokens yet to be computed for requests of other routers
         self.in_flight: set[Hashable] = set()  # requests
         self._keys: dict[Hash, int] = {}  # blocks that the replica holds
         self._states: dict[Hash, int] = {}  # snapshots

@@ -33,7 +33,8 @@ def check_router(fleet: Fleet, replicas: Mapping[str, Replica], flights: Mapping
     for one in replicas.values():
         own_flights = [flight for flight in flights.values() if flight.replica == one.name]
         assert len(own_flights) == len(one.in_flight), f"requests in flight to {one.name}"
-        assert fleet.loads.load(one.number) == sum(flight.tokens for flight in own_flights), f"load of {one.name}"
+        own_load = sum(flight.tokens for flight in own_flights)
+        assert fleet.loads.load(one.number) == one.others + own_load, f"load of {one.name}"
         claimed = Counter(key for flight in own_flights for key in flight.claimed)
         assert one.index.claimed.counts(one.bit) == claimed, f"claims of {one.name}"
         one.check()
@@ -155,6 +156,18 @@ class Router:
         """Send a replica no more requests, or resume; requests in flight stay, and its events still count."""
         self._replicas[replica].is_draining = is_draining
         self._note_open(self._replicas[replica])
+
+    def note_others(self, replica: str, requests: int, prompt_tokens: int) -> None:
+        """Count the requests that a replica has from other routers as its load, in place of those noted before.
+
+        Args:
+            replica: Name of the replica.
+            requests: Number of the requests; each is expected to generate as many tokens as the recent average.
+            prompt_tokens: Prompt tokens of these requests that are yet to be computed.
+        """
+        one = self._replicas[replica]
+        before, one.others = one.others, prompt_tokens + requests * round(self._mean_generated)
+        self._fleet.loads.shift(one.number, one.others - before)
 
     def replicas(self) -> list[ReplicaView]:
         """Return statistics of all joined replicas, in the order of joining."""

@@ -95,8 +95,22 @@ class RequestManager:
         """Number of requests that have not ended."""
         return len(self._handles)
 
-    async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool) -> RequestGroup:
+    def load_of_others(self, sender: str) -> tuple[int, int]:
+        """Return the requests in flight that a coordinator has not sent, and their prompt tokens without an answer.
+
+        Args:
+            sender: Identifier of the coordinator; empty for the load of all requests.
+        """
+        others = [handle for handle, group in self._handles.values() if not sender or group.sender != sender]
+        return len(others), sum(len(handle.spec.tokens) for handle in others if handle.progress is None)
+
+    async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool, sender: str = "") -> RequestGroup:
         """Submit requests to the engine, all or none.
+
+        Args:
+            specs: Prompts and parameters.
+            is_streamed: Whether output is delivered while it is generated.
+            sender: Coordinator that sent the requests; empty for a client.
 
         Raises:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).
@@ -106,7 +120,7 @@ class RequestManager:
         handles = [
             RequestHandle(EngineRequest(spec.tokens, spec.params, is_streamed=is_streamed), spec) for spec in specs
         ]
-        group = RequestGroup(handles, self.abort)
+        group = RequestGroup(handles, self.abort, sender)
         for handle in handles:
             self._handles[handle.request] = handle, group
         try:

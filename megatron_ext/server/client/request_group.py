@@ -11,10 +11,17 @@ from megatron_ext.server.client.request_handle import RequestHandle
 
 @dataclass(eq=False)
 class RequestGroup:
-    """Handles of one HTTP request."""
+    """Handles of one HTTP request.
+
+    Attributes:
+        handles: Handles, prompt by prompt.
+        on_abort: Aborts handles in the engine.
+        sender: Coordinator that sent the request; empty for a request of a client.
+    """
 
     handles: list[RequestHandle]
     on_abort: Callable[[list[RequestHandle]], None]
+    sender: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def started(self) -> None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
+from megatron_ext.server.http.sender import sender_of
 from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
@@ -76,7 +77,7 @@ async def _answer(
     builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
         builder.explains = serving.explains_to(request.scope[CALLER])
-    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream))
+    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await unless_gone(request.receive, submitting)
     note_answer(request.state, builder, group)
     serving.answers[builder.id] = group

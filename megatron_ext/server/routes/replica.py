@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 
 from megatron_ext.server.http.queries import only_queries
+from megatron_ext.server.http.sender import sender_of
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter()
 
 
 @router.get("/replica", dependencies=[Depends(only_queries())])
-async def replica(serving: ServerDependency) -> dict[str, object]:
+async def replica(request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return this process's instance id, model, health, progress, and its counts of computed and cached tokens.
 
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
     not, since `/health` is answered without the engine. Replicas of equal `model`, `configuration` and `tokenizer` can
-    answer for each other; `weights` is the version of the weights. Counts are null where `--hide-cache-counts` hides
-    them.
+    answer for each other; `weights` is the version of the weights. `others` has the requests that the asking
+    coordinator has not sent, and their prompt tokens that are yet to be computed. Counts are null where
+    `--hide-cache-counts` hides them.
     """
+    others, prompt_tokens = serving.requests.load_of_others(sender_of(request))
     requests, state = serving.requests, serving.metrics.state
     geometry = serving.engine.geometry
     return {
@@ -34,6 +37,7 @@ async def replica(serving: ServerDependency) -> dict[str, object]:
         "has_states": geometry.state_bytes > 0,
         "capacity": requests.capacity,
         "living": requests.living,
+        "others": {"requests": others, "prompt_tokens": prompt_tokens},
         "steps": 0 if state is None else state.steps,
         "kv_events": list(serving.kv_events),
         "prompt_tokens": _prompt_tokens(serving),

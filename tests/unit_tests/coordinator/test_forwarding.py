@@ -14,6 +14,7 @@ from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, Whole
 from megatron_ext.coordinator.retries import MAX_LOST, Retries
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.sender import SENDER_HEADER
 from tests.unit_tests.support.fleet import (
     EVENTS,
     PATIENCE,
@@ -128,6 +129,30 @@ class TestLoad:
             await front.check_idle()
 
 
+class TestLoadOfOthers:
+    """Two coordinators before the same replicas see each other's requests through the replicas."""
+
+    async def test_a_replica_that_others_use_gets_less(self):
+        async with fleet(2) as (front, fakes):
+            busy, idle = fakes
+            busy.beat["others"] = {"requests": 5, "prompt_tokens": 10_000}
+            await front.coordination.fleet.look_again()
+            load = {view.name: view.load for view in front.coordination.router.replicas()}
+            assert load == {busy.url: 10_000 + 5 * 256, idle.url: 0}
+            assert {(await front.complete([number] * 9)).json()["by"] for number in range(4)} == {idle.name}
+            front.coordination.router.check()
+            busy.beat["others"] = {"requests": 0, "prompt_tokens": 0}
+            await front.coordination.fleet.look_again()
+            await front.check_idle()
+
+    async def test_its_own_requests_are_told_apart_by_a_header(self):
+        async with fleet(1) as (front, fakes):
+            await front.complete()
+            (request,) = fakes[0].requests
+            probes = {one.headers[SENDER_HEADER] for one in fakes[0].others if one.path == "/replica"}
+            assert probes == {request.headers[SENDER_HEADER]}
+
+
 class TestLost:
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
     async def test_what_has_sent_nothing_runs_elsewhere(self, is_stream):
@@ -209,6 +234,15 @@ class TestLost:
             chosen.is_frozen = False
             await front.until(chosen, Status.READY)
             await front.check_idle()
+
+    async def test_a_hung_replica_is_avoided_long_before_it_is_dead(self):
+        """One heartbeat without an answer suffices, which is waited for at most 2 s."""
+        async with fleet(2, replica_timeout=3600.0) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.is_frozen = True
+            await front.until(chosen, Status.SILENT)
+            for number in range(4):
+                assert (await front.complete([number] * 9)).json()["by"] == other.name
 
     async def test_a_coordinator_that_is_held_up_gives_no_replica_up(self):
         """TE-3: time in which it cannot read signs of life does not count, as on a busy machine."""

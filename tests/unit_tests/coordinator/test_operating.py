@@ -69,6 +69,22 @@ class TestJoining:
             assert (await front.http.post("/replicas/join", json={"url": new.url})).status_code == 401
             await new.stop()
 
+    async def test_a_drained_replica_that_is_restarted_takes_requests_again(self):
+        """A rolling restart: drain, restart at the same address. A replica that is to leave stays drained."""
+        async with fleet(2, replica_timeout=0.5) as (front, fakes):
+            members = front.coordination.fleet
+            members.drain(fakes[0].url)
+            members.drain(fakes[1].url)
+            members.members[fakes[1].url].leaves_when_idle = True
+            for fake in fakes:
+                fake.is_frozen = True
+                await front.until(fake, Status.DEAD)
+                fake.restart()
+                fake.is_frozen = False
+            await front.until(fakes[0], Status.READY)
+            await front.until(fakes[1], Status.DRAINING)
+            assert (await front.complete()).json()["by"] == fakes[0].name
+
     async def test_without_the_flag_nobody_joins_by_http(self):
         async with fleet(1) as (front, _):
             assert (await front.http.post("/replicas/join", json={"url": "http://a"})).status_code == 404

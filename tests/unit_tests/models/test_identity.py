@@ -72,7 +72,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("changed", [0, SAMPLE_BYTES - 1, -1, -SAMPLE_BYTES])
     def test_large_files_are_sampled(self, tmp_path, monkeypatch, changed):
-        """At most as many bytes as documented are read of each file, its beginning and its end among them."""
+        """Reads of a file are bounded as documented, and include its beginning and its end."""
         size, read = 8 * SAMPLES * SAMPLE_BYTES, []
         original = identity.open_regular
 

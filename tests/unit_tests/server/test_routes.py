@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hmac
 import re
+import threading
 
 import pytest
 
@@ -12,8 +15,9 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import Keys
+from megatron_ext.server.http.sender import SENDER_HEADER
 from tests.unit_tests.server.test_errors import check_error
-from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine, tiny_engine
 from tests.unit_tests.support.source import ROOT
 
 KEY = "the-only-key"
@@ -180,6 +184,37 @@ class TestReplica:
         shown = talking.serving.identity
         hashes = told["configuration"], told["tokenizer"], told["weights"]
         assert hashes == (shown.configuration, shown.tokenizer, shown.weights)
+
+    def test_load_of_other_coordinators(self, talking):
+        """RP-5: requests in flight that the asking coordinator has not sent, with their prompt tokens."""
+        requests, begun, go_on = talking.serving.requests, threading.Event(), threading.Event()
+
+        def slow():
+            begun.set()
+            assert go_on.wait(PATIENCE)
+
+        def others(sender: str | None) -> dict[str, int]:
+            headers = {} if sender is None else {SENDER_HEADER: sender}
+            return talking.http.get("/replica", headers=headers).json()["others"]
+
+        blocking = asyncio.run_coroutine_threadsafe(requests.call(slow), talking.loop)
+        assert begun.wait(PATIENCE)
+        threads = []
+        for sender, length in (("one", 10), ("two", 20), (None, 30)):
+            headers = {} if sender is None else {SENDER_HEADER: sender}
+            body = {"prompt": [5] * length, "max_tokens": 1, "n": 2}
+            ask = functools.partial(talking.http.post, "/v1/completions", json=body, headers=headers)
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+            talking.wait_until(lambda: requests.living == 2 * len(threads))
+        assert others("one") == {"requests": 4, "prompt_tokens": 100}
+        assert others("two") == {"requests": 4, "prompt_tokens": 80}
+        assert others("three") == others(None) == {"requests": 6, "prompt_tokens": 120}
+        go_on.set()
+        blocking.result(PATIENCE)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert others("three") == {"requests": 0, "prompt_tokens": 0}
 
     def test_counts_stay_hidden(self, serve):
         hiding = serve(tiny_engine(), hide_cache_counts=True)
