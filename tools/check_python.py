@@ -58,7 +58,10 @@ def platform_problem(system, machine, libc):
     if system == "Linux" and machine in MACHINES and is_new_enough:
         return None
     found = f"{system} on {machine}" + (f" with {name or 'no glibc'} {version}".rstrip() if system == "Linux" else "")
-    return f"this is {found}; megatron-core has wheels for {wheels}; make setup ANY_PLATFORM=1 lets pip compile it"
+    return (
+        f"this is {found}; megatron-core has wheels for {wheels}; make setup ANY_PLATFORM=1 lets pip compile "
+        "megatron-core"
+    )
 
 
 def _dotted(version):

@@ -40,9 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("first", type=Path, metavar="A", help="prompt that was served before")
     parser.add_argument("second", type=Path, metavar="B", help="prompt that should have hit")
     parser.add_argument("--block-size", type=int, default=64, help="tokens")
-    parser.add_argument("--attention-only", action="store_true", help="of a model without recurrent layers")
+    parser.add_argument("--attention-only", action="store_true", help="assume a model without recurrent layers")
     parser.add_argument(
-        "--tokenizer", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="for texts; default: the embedded model's"
+        "--tokenizer",
+        type=Path,
+        default=EMBEDDED_MODEL,
+        metavar="DIR",
+        help="tokenizer of texts; default: the embedded model's",
     )
     arguments = parser.parse_args(argv)
     try:

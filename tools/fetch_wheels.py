@@ -58,11 +58,13 @@ def main() -> int:
         Exit code.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--present", type=Path, help="what `pip list --format=freeze` says there; default: torch alone")
+    parser.add_argument(
+        "--present", type=Path, help="output of `pip list --format=freeze` on the target machine; default: torch only"
+    )
     parser.add_argument("--python", default="3.12", choices=pythons())
     parser.add_argument("--machine", default=MACHINES[0], choices=MACHINES)
-    parser.add_argument("--folder", type=Path, help="where wheels go")
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="where megatron-core 0.19.2 goes, unpacked")
+    parser.add_argument("--folder", type=Path, help="folder to write wheels to")
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="folder to unpack megatron-core 0.19.2 to")
     options = parser.parse_args()
     if options.folder is None and options.peer is None:
         parser.error("give --folder, --peer or both")
@@ -115,7 +117,7 @@ def missing(
         if name in found or name in NEVER or (there is not None and one.specifier.contains(there, prereleases=True)):
             continue
         if name not in wheels:
-            raise ValueError(f"{one} is needed there, and constraints.txt does not pin it")
+            raise ValueError(f"{one} is needed on the target machine, and constraints.txt does not pin it")
         found.add(name)
         todo += [child for child in wheels[name].requires if applies(child, python, "")]
     return sorted(found)

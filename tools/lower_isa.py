@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Set the environment, print the report, and become the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("isa", choices=SETTINGS, metavar="ISA", help=f"one of {', '.join(SETTINGS)}")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run; without it the report is all")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="command to run; without one, only the report is printed"
+    )
     given = parser.parse_args(arguments)
     problem = why_not(given.isa, platform.machine(), cpu_flags())
     if problem is not None:

@@ -402,12 +402,12 @@ def show(outcomes: Sequence[Outcome], changes: Mapping[str, Change]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run; the exit code is 1 if a mutant survives or cannot be run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; all if none is named")
-    parser.add_argument("--package", nargs="+", default=[], help="those in these packages of megatron_ext only")
-    parser.add_argument("--sample", type=int, metavar="N", help="try N of them only, by --seed")
-    parser.add_argument("--seed", default="0", help="any text")
-    parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time (2)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree (this one)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; default: all")
+    parser.add_argument("--package", nargs="+", default=[], help="try only mutants of these packages of megatron_ext")
+    parser.add_argument("--sample", type=int, metavar="N", help="try N mutants only, drawn by --seed")
+    parser.add_argument("--seed", default="0", help="seed of the sample, any text")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants tried at a time (2)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="source tree (this one)")
     options = parser.parse_args(arguments)
     try:
         mutants = read_mutants(options.root)

@@ -211,7 +211,9 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("check", "lock"))
-    parser.add_argument("--python", nargs="+", default=pythons(), choices=pythons(), help="check these only")
+    parser.add_argument(
+        "--python", nargs="+", default=pythons(), choices=pythons(), help="Python versions to check; default: all"
+    )
     arguments = parser.parse_args()
     if arguments.action == "lock":
         LOCK.write_text(lock(), "utf-8")

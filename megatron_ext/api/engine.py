@@ -206,7 +206,7 @@ class LoadedEngine:
 
     def _names(self) -> Naming:
         if self._naming is None:
-            raise ConfigError("weights are written on one rank only, and this engine has several; load it anew")
+            raise ConfigError("weights of an engine of several ranks cannot be updated; load a new engine")
         return self._naming
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -124,6 +124,6 @@ def _joined_ranks(settings: InferenceSettings, *, leads: bool) -> Iterator[Paral
 
 def _check_role(rank: int, leads: bool) -> None:
     if rank and leads:
-        raise ConfigError(f"rank {rank} is not the first one: it calls follow_engine, not load_engine")
+        raise ConfigError(f"rank {rank} is not the first rank: call follow_engine, not load_engine")
     if not rank and not leads:
-        raise ConfigError("the first rank, and one that is alone, calls load_engine, not follow_engine")
+        raise ConfigError("this is the first or the only rank: call load_engine, not follow_engine")

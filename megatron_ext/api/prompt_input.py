@@ -91,10 +91,10 @@ class PromptReader:
         if not text:
             raise ConfigError("it is empty; give at least one character")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ConfigError(f"{_shown(text)} has half of a surrogate pair, which is no character")
+            raise ConfigError(f"{_shown(text)} has half of a surrogate pair, which is not a character")
         tokens = tuple(tokenize_prompt(self._tokenizer, text))
         if not tokens:
-            raise ConfigError(f"the tokenizer makes no token of {_shown(text)}; give at least one")
+            raise ConfigError(f"the tokenizer returns no token for {_shown(text)}; give a longer text")
         return tokens
 
     def _tokens(self, prompt: object) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class PromptReader:
             raise ConfigError("it has no token; give at least one")
         wrong = next((one for one in ids if not _is_number(one)), None)
         if wrong is not None:
-            raise ConfigError(f"{_shown(wrong)} is no token id; they are whole numbers")
+            raise ConfigError(f"{_shown(wrong)} is not a token id; give whole numbers")
         return tuple(map(operator.index, ids))
 
     def _params_of_each(self, params: ParamsForAll, count: int) -> list[RequestParams]:

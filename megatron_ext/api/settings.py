@@ -58,17 +58,15 @@ def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[Flag
     if name not in known:
         engine_flags = [other for other, pair in known.items() if is_of_the_engine(*pair)]
         meant = closest(name, engine_flags)
-        hint = f"did you mean {meant}?" if meant else "the names are those of tools/run_inference.py --help"
-        raise ConfigError(f"{name} is no setting of an engine; {hint}")
+        hint = f"did you mean {meant}?" if meant else "tools/run_inference.py --help lists the names"
+        raise ConfigError(f"{name} is not a setting of an engine; {hint}")
     group, flag = known[name]
     if not is_of_the_engine(group, flag):
         raise ConfigError(f"{name} {_NOT_HERE}")
     return group, flag
 
 
-_NOT_HERE = (
-    "says what tools/run_inference.py does with prompts and results; leave it out, and give prompts to generate()"
-)
+_NOT_HERE = "is a setting of tools/run_inference.py only; leave it out, and pass prompts to generate()"
 
 
 def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:

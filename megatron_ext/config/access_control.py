@@ -27,7 +27,7 @@ class AccessConfig:
     def __post_init__(self) -> None:
         if self.api_key is not None:
             problem = key_problem(self.api_key)
-            require(problem is None, f"--api-key {problem}; leave it out to let everybody in")
+            require(problem is None, f"--api-key {problem}; leave it out to admit all clients")
         require(
             self.api_key is None or self.api_key_file is None,
             "--api-key and --api-key-file contradict each other; give one of them",
@@ -35,13 +35,13 @@ class AccessConfig:
         for host in self.allowed_hosts:
             require(
                 host == ANY_HOST or parse_host(host) is not None,
-                f"--allowed-hosts {host!r} is no host; give names and addresses such as models.example, "
+                f"--allowed-hosts {host!r} is not a host name; give names and addresses such as models.example, "
                 f"models.example:8443, 10.0.0.5 or [::1], or {ANY_HOST} for any",
             )
         for origin in self.cors_allowed_origins:
             require(
                 origin == ANY_HOST or parse_origin(origin) is not None,
-                f"--cors-allowed-origins {origin!r} is no origin; give those of web pages such as "
+                f"--cors-allowed-origins {origin!r} is not an origin; give those of web pages such as "
                 f"https://app.example or http://localhost:3000, or {ANY_HOST} for any",
             )
         require(

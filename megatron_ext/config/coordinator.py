@@ -48,7 +48,7 @@ class CoordinatorConfig(AccessConfig):
         for url in self.replica:
             problem = replica_problem(url)
             require(problem is None, f"--replica {url!r} {problem}")
-        require(len(set(self.replica)) == len(self.replica), "--replica has one URL twice; each is one replica")
+        require(len(set(self.replica)) == len(self.replica), "--replica has a URL twice; give each replica once")
         require(all(self.model), "--model is empty; give the name that replicas serve, or leave it out")
         for place in self.allowed_event_sources:
             require(
@@ -79,7 +79,10 @@ def socket_directory(text: str) -> Path | None:
 def replica_problem(url: str) -> str | None:
     """Return why a text cannot be the URL of a replica; None if it can."""
     if parse_origin(url) is None or not url.startswith("http://"):
-        return "is no URL of a replica; give one such as http://10.0.0.5:8000, without a path (HTTPS is not spoken)"
+        return (
+            "is not the URL of a replica; give one such as http://10.0.0.5:8000, without a path (HTTPS is not "
+            "supported)"
+        )
     return None
 
 

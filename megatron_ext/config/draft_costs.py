@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import ConfigError
 
-_FORM = "rows of requests:fixed:each with commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
+_FORM = "rows requests:fixed:each separated by commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
 # Default tables by device type. CPU: measured with a small hybrid, rounded up; CUDA: an assumption. Other models need
 # measurements of their own.
 DEFAULT_COSTS = {
@@ -91,7 +91,7 @@ def _row(words: str) -> CostRow:
         requests, fixed, each = words.split(":")
         return CostRow(int(requests), float(fixed), float(each))
     except ValueError:
-        raise ConfigError(f"{words.strip()[:60]!r} is no row of a cost table; give {_FORM}") from None
+        raise ConfigError(f"{words.strip()[:60]!r} is not a row of a cost table; give {_FORM}") from None
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def fitted(timings: Iterable[Timing]) -> CostTable:
     for requests, seconds in sorted(by_requests.items()):
         plain = seconds.pop(0, 0.0)
         if not seconds or plain <= 0:
-            raise ConfigError(f"steps of {requests} requests were measured without drafts, or with drafts, only")
+            raise ConfigError(f"steps of {requests} requests need measurements without and with drafts")
         low, high = min(seconds), max(seconds)
         more = {drafts: max(0.0, took / plain - 1) for drafts, took in seconds.items()}
         each = max(0.0, (more[high] - more[low]) / (high - low)) if high > low else more[low] / low

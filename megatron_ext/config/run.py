@@ -91,7 +91,7 @@ class RunConfig:
         shortest, longest = self.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
         require(
             1 <= shortest <= longest,
-            f"--num-tokens-to-prompt {shortest} {longest} must be the fewest and the most tokens, 1 or more",
+            f"--num-tokens-to-prompt {shortest} {longest} must be the minimum and the maximum length, 1 or more",
         )
         duration = self.incoming_requests_duration
         valid = duration is None or (math.isfinite(duration) and duration > 0)
@@ -211,7 +211,7 @@ class ServerSettings(EngineSettings):
         require(
             self.cache.enable_prefix_caching or endpoint is None,
             f"--no-inference-dynamic-batching-enable-prefix-caching and --kv-events-endpoint {endpoint} contradict "
-            "each other: nothing is cached that could be told of; give one of them",
+            "each other: without a cache there are no events; give one of them",
         )
 
 

@@ -48,7 +48,7 @@ class SpeculationConfig:
         )
         require(
             method is None or count > 0,
-            f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; 4 is a beginning",
+            f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; try 4",
         )
         self._check_draft_model()
         self._check_ngrams()

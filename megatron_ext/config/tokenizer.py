@@ -55,5 +55,5 @@ class TokenizerConfig:
                 given = getattr(self, name)
                 require(
                     given is None or kind in (None, owner),
-                    f"{flag_of(name)} {given} is for --tokenizer-type {owner}, and it is {kind}; leave it out",
+                    f"{flag_of(name)} {given} is for --tokenizer-type {owner}, not {kind}; leave it out",
                 )

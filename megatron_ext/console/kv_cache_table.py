@@ -48,7 +48,7 @@ def print_kv_cache_config(
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
         table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
     if geometry.draft_states:
-        table.add_row("states behind drafts", f"{geometry.draft_states:,} of the same size")
+        table.add_row("states after drafts", f"{geometry.draft_states:,} of the same size")
     drafts = geometry.draft_model
     if drafts is not None:
         states = f", {drafts.states:,} states of {drafts.state_bytes:,} bytes" if drafts.states else ""
@@ -56,7 +56,7 @@ def print_kv_cache_config(
     if request_state_bytes:
         table.add_row("states of one request", f"at most {request_state_bytes:,} bytes, its snapshots included")
     shortest = geometry.shortest_prompt_that_can_hit
-    hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
+    hits = "nothing is skipped" if shortest is None else f"prompts of at least {shortest} tokens can hit"
     table.add_row("prefix cache", hits)
     if operators:
         usual, *others = operators

@@ -36,11 +36,11 @@ def check_profile(directory: str | None, parallel_context: ParallelContext | Non
     if directory is None:
         return
     if parallel_context is not None:
-        raise ConfigError("--profile is for one rank: its phases are those of an engine that computes alone")
+        raise ConfigError("--profile works with one rank only; leave it out")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--profile {directory}: {error.strerror}; give a directory that can be written") from None
+        raise ConfigError(f"--profile {directory}: {error.strerror}; give a writable directory") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--profile {directory} cannot be written; give another directory")
 
@@ -111,4 +111,4 @@ class _Trace:
         profiler.stop()
         file = self._directory / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
         profiler.export_chrome_trace(str(file))
-        logger.warning("profile: %d steps are in %s; ui.perfetto.dev shows them", self._steps, file)
+        logger.warning("profile: %d steps written to %s; view them at ui.perfetto.dev", self._steps, file)

@@ -89,7 +89,7 @@ class Output(io.TextIOBase):
     def fileno(self) -> int:
         """Return the stream's descriptor."""
         if self._stream is None:
-            raise io.UnsupportedOperation("there is no standard output")
+            raise io.UnsupportedOperation("standard output is closed")
         return self._stream.fileno()
 
     def writable(self) -> bool:

@@ -168,4 +168,4 @@ class _Stream:
                         self.is_whole = True
                     self._tell(int.from_bytes(frames[1], "big"), frames[2])
             except asyncio.TimeoutError:
-                logger.warning("a replica does not replay its events at %s", self._source.replay)
+                logger.warning("the replica at %s does not replay its events", self._source.replay)

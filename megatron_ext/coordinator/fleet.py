@@ -72,7 +72,7 @@ class Fleet:
         """
         member = self.members.get(url)
         if member is None:
-            logger.info("replica %s is to join (%s)", url, source.value)
+            logger.info("replica %s is being added (%s)", url, source.value)
             member = self.members[url] = Member(url, source, sockets)
             self._tasks[url] = [
                 self._supervisor.start("heartbeats", url, lambda: self._watch(member)),
@@ -86,7 +86,7 @@ class Fleet:
     def drain(self, url: str, *, is_draining: bool = True, leaves: bool = False) -> None:
         """Stop or resume new requests; with `leaves`, remove the replica once its requests in flight have ended."""
         member = self.members[url]
-        logger.info("replica %s %s", url, "drains" if is_draining else "takes requests again")
+        logger.info("replica %s %s", url, "drains" if is_draining else "accepts requests again")
         member.is_draining, member.leaves_when_idle = is_draining, leaves
         self._tell_router(member)
         if leaves and not member.calls:
@@ -98,7 +98,7 @@ class Fleet:
         logger.info("replica %s leaves", url)
         for task in self._tasks.pop(url):
             task.cancel()
-        self._forget(member, "the replica has been taken away")
+        self._forget(member, "the replica was removed")
         self.on_removed(member)
 
     def ended(self, member: Member) -> None:
@@ -256,7 +256,7 @@ class Fleet:
                 member.alive_at = min(member.alive_at + late, now)
             latest = now - self.timeout
             if member.alive_at < latest and member.beat is not None:
-                reason = f"no sign of life for {self.timeout:g} s"
+                reason = f"no heartbeat for {self.timeout:g} s"
                 if member.is_known:
                     logger.error("replica %s is dead: %s", member.url, reason)
                     member.stuck = None if member.is_silent else (member.beat.instance, member.beat.steps)

@@ -112,14 +112,14 @@ def private_directory() -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(
             f"no directory for the sockets of KV events: {error.strerror}: {error.filename}; "
-            "let TMPDIR name a directory that can be written"
+            "set TMPDIR to a writable directory"
         ) from None
     with place as name:
         length = len(os.fsencode(os.path.join(name, _EVENTS)))
         if length > LONGEST_IPC_PATH:
             raise ConfigError(
-                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and {LONGEST_IPC_PATH} "
-                "is the limit; let TMPDIR name a directory with a shorter path"
+                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and the limit is "
+                f"{LONGEST_IPC_PATH}; set TMPDIR to a directory with a shorter path"
             )
         yield Path(name)
 
@@ -177,9 +177,11 @@ class Launcher:
             except ConfigError as error:  # its directory could be created when the plan was made
                 code, problem = None, f"is not started: {error}"
             if code == BAD_USAGE and not self._is_ready[index].is_set():
-                self._give_up(ConfigError(f"replica {index} does not start, as it says above; see --launch"))
+                self._give_up(
+                    ConfigError(f"replica {index} did not start: its output above has the reason; see --launch")
+                )
                 return
-            logger.error("replica %d %s; it is started again in %g s", index, problem, pause)
+            logger.error("replica %d %s; restarting it in %g s", index, problem, pause)
             await asyncio.sleep(pause)
             has_lived = time.monotonic() - started > LIVED_LONG
             pause = FIRST_PAUSE if has_lived else min(LONGEST_PAUSE, 2 * pause)

@@ -34,13 +34,13 @@ class FleetMetrics(Collector):
         self._taken: dict[str, tuple[int, float]] = {}  # decisions and their seconds, by replica
         self._decisions = Histogram(
             f"{PREFIX}_decision_seconds",
-            "What choosing the replica took, by the replica that was chosen",
+            "Time to choose a replica, by the chosen replica",
             [_REPLICA],
             buckets=_SECONDS,
             registry=registry,
         )
         self._chosen = Counter(
-            f"{PREFIX}_decisions", "Why requests went where they went", [_REPLICA, "reason"], registry=registry
+            f"{PREFIX}_decisions", "Reasons for the choice of a replica", [_REPLICA, "reason"], registry=registry
         )
         self._moved = Counter(
             f"{PREFIX}_requests_moved",
@@ -48,7 +48,9 @@ class FleetMetrics(Collector):
             [_REPLICA, "reason"],
             registry=registry,
         )
-        self.rejected = Counter(f"{PREFIX}_requests_rejected", "Answers of 429: all were full", registry=registry)
+        self.rejected = Counter(
+            f"{PREFIX}_requests_rejected", "Responses 429 because all replicas were full", registry=registry
+        )
         Info(PREFIX, "The coordinator", registry=registry).info({"version": megatron_ext.__version__})
         registry.register(self)
 
@@ -81,10 +83,14 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield gauges of the replicas' current state."""
         views = {view.name: view for view in self._fleet.router.replicas()}
-        up = GaugeMetricFamily(f"{PREFIX}_replica_ready", "1 if the replica takes requests", labels=[_REPLICA])
+        up = GaugeMetricFamily(f"{PREFIX}_replica_ready", "1 if the replica accepts requests", labels=[_REPLICA])
         flying = GaugeMetricFamily(f"{PREFIX}_in_flight", "Requests in flight to the replica", labels=[_REPLICA])
-        load = GaugeMetricFamily(f"{PREFIX}_load_tokens", "Tokens that it has yet to compute", labels=[_REPLICA])
-        blocks = GaugeMetricFamily(f"{PREFIX}_blocks_known", "KV blocks that it is known to hold", labels=[_REPLICA])
+        load = GaugeMetricFamily(
+            f"{PREFIX}_load_tokens", "Tokens that the replica has yet to compute", labels=[_REPLICA]
+        )
+        blocks = GaugeMetricFamily(
+            f"{PREFIX}_blocks_known", "KV blocks that the replica is known to hold", labels=[_REPLICA]
+        )
         sent = CounterMetricFamily(f"{PREFIX}_requests_sent", "Requests sent to the replica", labels=[_REPLICA])
         skipped = CounterMetricFamily(
             f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that the replica did not compute", labels=[_REPLICA]

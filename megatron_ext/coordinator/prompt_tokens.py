@@ -132,5 +132,5 @@ def checked(content: object) -> Mapping[str, object]:
         ApiError: The body is not an object.
     """
     if not isinstance(content, dict):
-        raise ApiError(400, "the body: must be an object")
+        raise ApiError(400, "the body must be an object")
     return content

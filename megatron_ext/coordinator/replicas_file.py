@@ -32,7 +32,7 @@ def read_replicas(file: str) -> list[str]:
             continue
         problem = replica_problem(url)
         if problem is None and url in urls:
-            problem = "stands there twice; each is one replica"
+            problem = "is listed twice; list each replica once"
         if problem is not None:
             raise ConfigError(f"--replicas-file {file}, line {number}: {url[:200]!r} {problem}")
         urls.append(url)
@@ -76,7 +76,7 @@ class ReplicasFile:
             self._seen = stamp
             urls = read_replicas(self._file)
         except (ConfigError, OSError) as error:
-            logger.error("%s; the replicas stay as they are", error)
+            logger.error("%s; the replicas are unchanged", error)
             return
         gone = [url for url in self._urls if url not in urls]
         self._urls = urls

@@ -63,7 +63,7 @@ class Retries:
             wait = min(self._waits)
             raise ApiError(
                 429,
-                f"all replicas that can be reached are full ({len(self._waits)}); try again in {wait} s",
+                f"all reachable replicas are full ({len(self._waits)}); try again in {wait} s",
                 kind=OVERLOADED,
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(wait)},
@@ -73,7 +73,7 @@ class Retries:
         if self._bad is not None:
             raise bad_answer(self._bad)
         if self._error is not None:
-            message = f"no replica has answered ({len(self.excluded)} tried); the last one: {self._error}"
+            message = f"no replica answered ({len(self.excluded)} tried); last error: {self._error}"
             raise ApiError(503, message, kind=FAULT, code="replica_lost", headers={"Retry-After": "1"})
         raise no_replica()
 
@@ -85,7 +85,7 @@ def bad_answer(error: BadAnswer) -> ApiError:
 
 def no_replica() -> ApiError:
     """503: no replica takes requests."""
-    message = "no replica takes requests now"
+    message = "no replica accepts requests now"
     return ApiError(503, message, kind=FAULT, code="no_replica", headers={"Retry-After": str(_SHORTEST_WAIT)})
 
 

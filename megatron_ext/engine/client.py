@@ -152,7 +152,7 @@ class EngineClient:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EngineClosed("the engine is closed; load another one")
+            raise EngineClosed("the engine is closed; load a new one")
 
     def _beat(self, seconds: float) -> None:
         """Send heartbeats to other ranks, which give this rank up after a while without any."""

@@ -52,9 +52,9 @@ class ErrorIsolation:
         self._logged.add(key)
         try:
             if isinstance(error, CheckpointError):  # a fault in an external file: our traceback explains nothing
-                logger.error("%s failed; %s goes on: %s", task, self._owner, error)
+                logger.error("%s failed; %s continues: %s", task, self._owner, error)
             else:
-                logger.error("%s failed; %s goes on", task, self._owner, exc_info=error)
+                logger.error("%s failed; %s continues", task, self._owner, exc_info=error)
         except Exception:  # logging itself is broken
             with contextlib.suppress(OSError, ValueError):  # standard error may be closed, too
                 traceback.print_exception(error, file=sys.stderr)

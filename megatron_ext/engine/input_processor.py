@@ -98,9 +98,7 @@ class InputProcessor:
 def _check_checkpoints(positions: Sequence[int], length: int) -> None:
     last = max(positions, default=0)
     if last > length:
-        raise ConfigError(
-            f"cache_checkpoint {last} lies behind the prompt, which has {length} tokens; at most {length} would do"
-        )
+        raise ConfigError(f"cache_checkpoint {last} is beyond the prompt of {length} tokens; at most {length} would do")
 
 
 def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
@@ -119,5 +117,5 @@ def check_drafts(params: RequestParams, max_drafts: int) -> None:
     """
     asked = params.num_speculative_tokens
     if asked is not None and asked > max_drafts:
-        would = f"at most {max_drafts} would do" if max_drafts else "0 would do: there is no --speculative-method"
+        would = f"at most {max_drafts} would do" if max_drafts else "0 would do without --speculative-method"
         raise ConfigError(f"num_speculative_tokens {asked} is more than --num-speculative-tokens {max_drafts}; {would}")

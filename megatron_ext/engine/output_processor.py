@@ -93,7 +93,7 @@ class OutputProcessor:
     def _meets_stop_word(self, output: _Output, new: int) -> int | None:
         """Return which token completes a stop word, counted from the first generated one; None if none does."""
         request, matcher = output.request, output.stop_words
-        assert matcher is not None, "nobody asks else"
+        assert matcher is not None, "only requests with a grammar get here"
         known = len(request.tokens) - new
         for i, token in enumerate(request.tokens[known:], start=output.taken + 1):
             is_end = request.finish_reason == "stop" and i == request.generated_count

@@ -116,7 +116,7 @@ class EngineStatistics:
         found: object = self
         for name in path.split("."):
             found = getattr(found, name)
-        assert isinstance(found, int), f"{path} is no number"
+        assert isinstance(found, int), f"{path} is not a number"
         return found
 
 

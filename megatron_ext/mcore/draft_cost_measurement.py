@@ -49,9 +49,9 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
         timings += [Timing(requests, drafts, seconds) for drafts, seconds in found if seconds is not None]
     if timings:
         drafting.use(fitted(timings))
-        logger.info("verifying drafts costs, in plain steps: --speculative-cost-table %s", drafting.costs)
+        logger.info("measured cost of drafts in plain steps: --speculative-cost-table %s", drafting.costs)
     else:
-        logger.warning("what drafts cost could not be measured in these pools; the table is %s", drafting.costs)
+        logger.warning("the cost of drafts could not be measured in these pools; using the table %s", drafting.costs)
     engine.reset()
 
 

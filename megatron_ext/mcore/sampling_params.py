@@ -36,7 +36,7 @@ def to_request_params(
         if count < 1:
             raise ConfigError(
                 f"num_tokens_total {params.num_tokens_total} leaves no token to generate after a prompt of "
-                f"{prompt_length}; it must be at least {prompt_length + 1}"
+                f"{prompt_length} tokens; give at least {prompt_length + 1}"
             )
     if count is None:  # as many as fit; the engine's limits refuse a prompt that leaves no room
         count = max(1, max_sequence_length - prompt_length)

@@ -99,7 +99,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
     blocks = _block_count(model, batching, cache, device_type)
     if block_bytes == 0 and blocks > MAX_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
-            f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MAX_UNITS} "
+            f"{blocks} blocks are too many; --inference-dynamic-batching-block-count {MAX_UNITS} "
             "would do, or larger blocks"
         )
     slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
@@ -190,7 +190,7 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
         hint = _included(model.draft != NO_DRAFT_MODEL)
         hint += ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
         hint += ", or fewer --num-speculative-tokens" if drafts else ""
-        each = f", each with {drafts} more behind drafts" if drafts else ""
+        each = f", each with {drafts} more after drafts" if drafts else ""
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
             f"({batching.effective_max_requests} requests{each}) and {2 * block_bytes} bytes of KV "
@@ -233,7 +233,7 @@ def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str) -> No
 
 
 def _included(has_draft_model: bool) -> str:
-    return " (those of the draft model included)" if has_draft_model else ""
+    return " (including those of the draft model)" if has_draft_model else ""
 
 
 def _gigabytes(count: int) -> str:

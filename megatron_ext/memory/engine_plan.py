@@ -186,8 +186,8 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
     asked = batching.max_sequence_length or longest
     if asked > longest and config.position_embedding_type == LEARNED_POSITIONS:
         raise ConfigError(
-            f"--inference-max-seq-length {asked} is more than the {longest} positions that the model has learned; give "
-            "at most that"
+            f"--inference-max-seq-length {asked} is more than the model's {longest} learned positions; give at most "
+            f"{longest}"
         )
     return asked
 
@@ -225,7 +225,7 @@ def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
             "skipped; give --inference-dynamic-batching-prefix-caching-mamba-gb or -mamba-slots more than 0"
         )
     elif asked and not plan.is_hybrid:
-        logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")
+        logger.warning("this model has no recurrent layers: settings of snapshots have no effect")
 
 
 def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str) -> EnginePlan:

@@ -100,7 +100,7 @@ def _beside_the_blocks(
     if largest:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
         return f"{one_block} {without} with {_BATCHING}-max-requests {largest} would do"
-    return "not even one request fits: free some memory, or take a smaller model"
+    return "not even one request fits: free some memory, or use a smaller model"
 
 
 def _largest(start: int, limit: int, size: Callable[[int], int]) -> int:

@@ -34,11 +34,11 @@ def keep_freed_memory() -> bool:
     """
     library = _glibc()
     if library is None:
-        logger.debug("the C library is not glibc: freed memory goes where the library sends it")
+        logger.debug("the C library is not glibc: freed memory is handled by its defaults")
         return False
     chosen = [name for name in _CHOSEN if name in os.environ]
     if chosen:
-        logger.debug("the heap is left as it is: the environment has %s", ", ".join(chosen))
+        logger.debug("heap settings are unchanged: the environment sets %s", ", ".join(chosen))
         return False
     done = [library.mallopt(option, value) for option, value in _OPTIONS]
     if not all(done):

@@ -103,7 +103,7 @@ def check_address_space() -> None:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < BARE[flag] * 1024:
             raise MachineError(
-                f"ulimit {flag} {soft // 1024} is too little: the libraries alone take {BARE[flag]} KiB; "
+                f"ulimit {flag} {soft // 1024} is too small: the libraries alone take {BARE[flag]} KiB; "
                 f"for the embedded model {enough_for_the_embedded_model()}"
             )
 
@@ -125,4 +125,4 @@ def allocating(purpose: str, advice: Callable[[], str]) -> Iterator[None]:
         words = str(error)
         if not isinstance(error, MemoryError) and not any(sign in words for sign in _OUT_OF_MEMORY):
             raise
-        raise ConfigError(f"there is no memory for {purpose}, although it seemed to be free; {advice()}") from error
+        raise ConfigError(f"allocating {purpose} failed, although the memory seemed to be free; {advice()}") from error

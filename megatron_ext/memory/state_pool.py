@@ -109,7 +109,7 @@ class SnapshotPool(StatePool):
         """
         for slot, block_hash in zip(slots, block_hashes, strict=True):
             if self._contents[slot] != block_hash:
-                found = "unfinished ones" if self._contents[slot] is None else "those of another one"
+                found = "unfinished states" if self._contents[slot] is None else "the states of another one"
                 raise RestoreError(  # no block hashes in the text: they would confirm a guessed prompt
-                    f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", block_hash
+                    f"snapshot slot {slot} should hold the states of one prefix, and holds {found}", block_hash
                 )

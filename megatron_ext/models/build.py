@@ -86,8 +86,9 @@ def _check_stages(share: Share, spec: ModuleSpec) -> None:
     if share.needs_layer_layout and not is_ours:
         counts = ", ".join(str(stage.count) for stage in share.stages)
         raise ConfigError(
-            f"--spec cannot be given with pipeline stages of {counts} layers; with "
-            "--num-layers-in-first-pipeline-stage and -last- such that the others are equal it could"
+            f"--spec cannot be used with pipeline stages of {counts} layers; give "
+            "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage so that the other stages "
+            "are equal"
         )
 
 

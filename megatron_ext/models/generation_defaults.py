@@ -48,7 +48,7 @@ def generation_defaults(source: SourceConfig) -> FieldValues:
     except ConfigError as error:
         raise ConfigError(f"--generation-config {source.generation_config}: {file}: {error}") from None
     shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
-    logger.info("sampling defaults of %s: %s", file, shown or "none")
+    logger.info("sampling defaults from %s: %s", file, shown or "none")
     return values
 
 

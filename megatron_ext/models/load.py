@@ -146,7 +146,9 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
     elif isinstance(tokenizer, LibraryTokenizer):
         source = tokenizer
     elif not isinstance(tokenizer, NullTokenizer):
-        logger.warning("%s does not get its tokenizer (%s), which has no files", directory, type(tokenizer).__name__)
+        logger.warning(
+            "%s is saved without its tokenizer (%s), which has no files", directory, type(tokenizer).__name__
+        )
     save_dist_checkpoint(directory, loaded.model, loaded.config, source, loaded.dtype)
 
 
@@ -188,7 +190,7 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
     if not flags:
         return EMBEDDED_MODEL_DIR
     verb = "describes" if len(flags) == 1 else "describe"
-    logger.warning("%s %s another model than the embedded one: its weights are random", ", ".join(flags), verb)
+    logger.warning("%s %s a model other than the embedded one: its weights are random", ", ".join(flags), verb)
     return None
 
 

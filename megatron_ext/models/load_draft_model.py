@@ -50,14 +50,14 @@ def load_draft_model(
 def _check_ranks(speculation: SpeculationConfig, parallel: ParallelConfig) -> None:
     if parallel.smallest_world > 1:
         raise ConfigError(
-            f"{parallel.described()} and --speculative-method draft_model contradict each other: rank 0 alone drafts; "
-            "--speculative-method ngram works with any sizes"
+            f"{parallel.described()} and --speculative-method draft_model contradict each other: a draft model runs "
+            f"on rank 0 only; give --speculative-method ngram"
         )
     ranks = torch.distributed.get_world_size()
     if ranks > 1 and speculation.speculative_load is not None:
         raise ConfigError(
-            f"--speculative-load {speculation.speculative_load} is a checkpoint that all of {ranks} ranks read "
-            "together, and rank 0 alone drafts; give --speculative-load-hf"
+            f"--speculative-load {speculation.speculative_load} is a checkpoint that all of {ranks} ranks would "
+            f"read together, and a draft model runs on rank 0 only; give --speculative-load-hf"
         )
 
 

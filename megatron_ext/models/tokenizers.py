@@ -128,8 +128,8 @@ def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -
     where = ", ".join(map(str, named))
     if not all(file.exists() for file in named):
         _say(
-            f"the checkpoint was trained with the {kind} {where}, which is not here: texts are token ids; "
-            "give --tokenizer-model",
+            f"the checkpoint was trained with the {kind} {where}, which is not on this machine: texts are shown as "
+            f"token ids; give --tokenizer-model",
             logging.WARNING,
         )
         return None
@@ -192,5 +192,5 @@ def _local(name: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"tokenizer {name} does not exist here, and cannot be had from the Hugging Face hub: {reason}"
+            f"tokenizer {name} does not exist here, and cannot be fetched from the Hugging Face hub: {reason}"
         ) from error

@@ -133,7 +133,7 @@ class WeightFiles:
         for name, shard in file_of.items():
             if not isinstance(shard, str) or not is_file_name(shard):
                 raise CheckpointError(
-                    f"{self.directory}: {INDEX_FILE} names the shard {shard!r}, which is no file name"
+                    f"{self.directory}: {INDEX_FILE} names the shard {shard!r}, which is not a file name"
                 )
             listed.setdefault(shard, set()).add(name)
         for shard, names in sorted(listed.items()):
@@ -191,8 +191,8 @@ def require_shape(directory: Path, name: str, stored: Iterable[int], expected: I
     """
     if tuple(stored) != tuple(expected):
         raise CheckpointError(
-            f"{directory} does not fit the model: tensor {name} has shape {tuple(stored)}, "
-            f"the configuration asks for {tuple(expected)}"
+            f"{directory} does not fit the model: tensor {name} has shape {tuple(stored)}, and the configuration "
+            f"requires {tuple(expected)}"
         )
 
 

@@ -102,12 +102,12 @@ def _problems(differences: Sequence[Difference], dtype: torch.dtype) -> Iterator
         yield f"{len(different)} of {len(differences)} requests have different tokens"
     yield from _log_prob_problems([gap for one in differences for gap in one.log_probs], dtype)
     if not any(one.on.skipped_prefill_token_count for one in differences):
-        yield "the cached run skipped nothing, so the comparison shows nothing"
+        yield "the cached run skipped no tokens, so the comparison proves nothing"
 
 
 def _log_prob_problems(gaps: list[float], dtype: torch.dtype) -> Iterator[str]:
     if any(math.isnan(gap) for gap in gaps):
-        yield "log-probs are not numbers"
+        yield "log-probs are NaN"
     elif dtype is torch.float32:
         if max(gaps, default=0.0) > FP32_TOLERANCE:
             yield f"log-probs differ by up to {max(gaps):.2e}, more than {FP32_TOLERANCE:g}"
@@ -131,17 +131,17 @@ def verdict(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
     tokens = f"{_count(len(differences), 'request')} compared, off and on: {_count(len(gaps), 'token')} equal"
     ties = sum(one.is_tie for one in differences)
     if ties:
-        tokens += f"; {_count(ties, 'request')} went apart where two tokens are as good, and no further"
+        tokens += f"; {_count(ties, 'request')} diverged at a tie of two tokens"
     largest = max(gaps, default=0.0)
     if dtype is torch.float32:
         limits = [f"log-probs in {name}: the largest difference is {largest:.1e}, limit {FP32_TOLERANCE:g}"]
     else:
         p95 = _percentile_95(gaps) if gaps else 0.0
         limits = [
-            f"log-probs in {name}: 95 of 100 differ by {p95:.1e} or less, limit {P95_TOLERANCE:.3f} (ln 1.05);",
+            f"log-probs in {name}: 95th percentile of the differences {p95:.1e}, limit {P95_TOLERANCE:.3f} (ln 1.05);",
             f"the largest difference is {largest:.1e}, limit {MAX_TOLERANCE:.3f} (ln 1.2)",
         ]
-    return [tokens, *limits, "the cache changes nothing beyond that"]
+    return [tokens, *limits, "the cache changes nothing else"]
 
 
 def _count(count: int, noun: str) -> str:
@@ -171,7 +171,7 @@ def print_comparison(
     console.print(table)
     hidden = len(differences) - len(first) - len(last)
     if hidden:
-        what = "the first and last are shown" if last else "of those that differ the first are shown"
+        what = "the first and last are shown" if last else "the first differing requests are shown"
         console.print(f"{_count(hidden, 'request')} left out; {what}", markup=False, soft_wrap=True)
     for line in found or verdict(differences, dtype):
         console.print(line, markup=False, soft_wrap=True)

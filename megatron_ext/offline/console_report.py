@@ -60,9 +60,9 @@ def loss_lines(lost: Mapping[str, int] | None) -> list[str]:
     if not lost or not lost["requests"]:
         return []
     wants = {"snapshot slots": lost["tokens_for_want_of_slots"], "blocks": lost["tokens_for_want_of_blocks"]}
-    why = ", ".join(f"{tokens} for want of {what}" for what, tokens in wants.items() if tokens)
+    why = ", ".join(f"{tokens} for lack of {what}" for what, tokens in wants.items() if tokens)
     requests = f"{lost['requests']} request{'' if lost['requests'] == 1 else 's'}"
     return [
-        f"lost: {sum(wants.values())} prompt tokens of {requests} had been cached and were "
-        f"given up ({why}), on average {lost['requests_since_given_up']} requests before"
+        f"lost: {sum(wants.values())} prompt tokens of {requests} had been cached and were evicted ({why}), on "
+        f"average {lost['requests_since_given_up']} requests before"
     ]

@@ -62,18 +62,18 @@ def check_output_path(path: str) -> None:
                 f"{folder / 'results.json'}"
             )
     if target.exists() and not os.access(target, os.W_OK):
-        raise ConfigError(f"--output-path {path} may not be written; check its permissions")
+        raise ConfigError(f"--output-path {path} is not writable; check its permissions")
     try:
         scratch, descriptor = _new_file(target)
         os.close(descriptor)
         scratch.unlink()
     except OSError as error:
-        raise ConfigError(f"--output-path {path}: nothing can be written beside it: {error.strerror}") from None
+        raise ConfigError(f"--output-path {path}: its folder is not writable: {error.strerror}") from None
 
 
 def _require_folder(target: Path) -> None:
     if not target.name or "\0" in target.name:
-        raise ConfigError(f"--output-path {str(target)!r} is no name of a file; give one, such as results.json")
+        raise ConfigError(f"--output-path {str(target)!r} is not a file name; give one, such as results.json")
     if not target.parent.is_dir():
         what = "is no folder" if target.parent.exists() else "does not exist; create it first"
         raise ConfigError(f"--output-path {target}: the folder {target.parent} {what}")
@@ -136,7 +136,7 @@ class PartialResults:
         _require_regular(self.path)
         if self.path.exists():
             self.path.unlink()
-            logger.warning("%s of an earlier run that did not end is overwritten", self.path)
+            logger.warning("%s, left by an interrupted run, is overwritten", self.path)
         descriptor = os.open(self.path, _NEW, 0o666)
         _copy_mode(target, descriptor)
         return open(descriptor, "wb")
@@ -166,11 +166,11 @@ class PartialResults:
         except FileNotFoundError:
             pass  # deleted already
         except OSError as error:
-            logger.warning("%s is of no use any more, and cannot be deleted: %s", self.path, error.strerror or error)
+            logger.warning("%s is no longer needed and cannot be deleted: %s", self.path, error.strerror or error)
 
     def _give_up(self, error: OSError) -> None:
         reason = error.strerror or error
-        logger.warning("%s cannot be written, so a crash would lose what has ended: %s", self.path, reason)
+        logger.warning("%s cannot be written, so a crash would lose the finished requests: %s", self.path, reason)
         self._close()
 
     def _close(self) -> None:
@@ -200,7 +200,7 @@ def _foreign_kind(path: Path) -> str | None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return None
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _require_regular(path: Path) -> None:

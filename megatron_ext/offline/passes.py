@@ -40,7 +40,7 @@ def check_schedule(run: RunConfig, prompt_count: int) -> None:
     beyond = [index for index in run.batch_boundaries if index >= prompt_count]
     if beyond:
         raise ConfigError(
-            f"--batch-boundaries {beyond[0]}: there are {prompt_count} prompts, so indices go up to {prompt_count - 1}"
+            f"--batch-boundaries {beyond[0]}: with {prompt_count} prompts indices go up to {prompt_count - 1}"
         )
 
 

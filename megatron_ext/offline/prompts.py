@@ -136,11 +136,11 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
         except ValueError as error:  # ConfigError, JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise ConfigError(f"{source}: {_reason(error)}") from None
     if not prompts:
-        raise ConfigError(f'{name} has no prompt; give one JSON object a line, such as {{"text": "Hello"}}')
+        raise ConfigError(f'{name} has no prompt; write one JSON object per line, such as {{"text": "Hello"}}')
     if ignored:
         fields = ", ".join(f"{field[:_NAME_SHOWN]!r} ({count})" for field, count in ignored.most_common(_IGNORED_SHOWN))
         rest = ", ..." if len(ignored) > _IGNORED_SHOWN else ""
-        logger.warning("%s: fields that are not known are ignored, in so many lines: %s%s", name, fields, rest)
+        logger.warning("%s: unknown fields are ignored; lines with each: %s%s", name, fields, rest)
     return prompts
 
 
@@ -162,7 +162,7 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:
-            raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
+            raise ConfigError(f"{prompt.source}: the tokenizer returns no token for {_shown(prompt.content)}")
         tokenized.append(TokenizedPrompt(tokens, text, prompt.params))
     return tokenized
 
@@ -197,7 +197,7 @@ def _sort_out_unknown(
     if unknown and not rules.ignores_unknown:
         raise ConfigError(
             f"unknown field {unknown[0][:_NAME_SHOWN]!r}; known are {', '.join(known)}; "
-            "--ignore-unknown-prompt-fields passes over others"
+            "--ignore-unknown-prompt-fields ignores others"
         )
     ignored.update(unknown)
 
@@ -206,15 +206,15 @@ def _megatrons_length(fields: dict[str, object], rules: LineRules) -> dict[str, 
     """Return the generation length of Megatron's field; without the flag, only check that it is a number."""
     if MEGATRONS_LENGTH not in fields:
         if rules.length_from_file:
-            raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, and this line has none")
+            raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, which this line lacks")
         return {}
     length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], FieldType(int))
     if not rules.length_from_file:
         return {}
     if "num_tokens_to_generate" in fields:
         raise ConfigError(
-            f"with --num-tokens-from-file {MEGATRONS_LENGTH} says how many tokens to generate, and so does "
-            "num_tokens_to_generate; give one of them"
+            f"with --num-tokens-from-file {MEGATRONS_LENGTH} and num_tokens_to_generate contradict each other; give "
+            "one of them"
         )
     assert isinstance(length, int), "checked"
     if length < 1:
@@ -231,7 +231,7 @@ def _content(fields: dict[str, object]) -> str | tuple[int, ...]:
         if not isinstance(value, str) or not value:
             raise ConfigError(f"text {_shown(value)} is not a text of at least one character")
         if _is_broken(value):
-            raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is no character")
+            raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is not a character")
         return value
     if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise ConfigError(f"token_ids {_shown(value)} is not a list of at least one whole number, zero or more")

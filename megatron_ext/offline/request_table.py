@@ -90,7 +90,7 @@ def _left_out(records: Sequence[RequestRecord], where: str | None) -> list[str]:
     if failed:
         rest = ", ..." if len(failed) > AT_EACH_END else ""
         lines.append(f"{_INDENT}... among them failed: {', '.join(failed[:AT_EACH_END])}{rest}")
-    place = f"all are in {printable(where)}" if where else "--output-path FILE.json would keep them all"
+    place = f"all are in {printable(where)}" if where else "--output-path FILE.json writes all requests"
     return [*lines, f"{_INDENT}... {place}"]
 
 

@@ -158,7 +158,7 @@ class _Offline:
             client.close()
             results.append(_records(passes))
             if self._interruption.is_asked:
-                self._end_if_asked(passes, self._write(engine, passes), "the comparison did not come to its end; ")
+                self._end_if_asked(passes, self._write(engine, passes), "the comparison was not completed; ")
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         differences = compare(*results)
@@ -199,7 +199,7 @@ class _Offline:
             yield
         except Exception:
             if self._partial is not None:
-                logger.error("%s has the requests that had ended", printable(str(self._partial.path)))
+                logger.error("%s has the finished requests", printable(str(self._partial.path)))
             raise
 
     def _remove_partial(self) -> None:
@@ -215,8 +215,8 @@ class _Offline:
         try:
             write_results(run.output_path, selected(self._results(engine, passes), run))
         except OutputError as error:
-            assert self._partial is not None, "it came before the results"
-            return f"{error}; {self._partial.path} has what could be written of it"
+            assert self._partial is not None, "the signal arrived before the results"
+            return f"{error}; {self._partial.path} has the part that could be written"
         self._remove_partial()
         return None
 
@@ -258,7 +258,7 @@ class _Offline:
             ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
             place = f"all are in {where}" if where else problem or "without --output-path they are printed only"
             self._interruption.release(f"{what}requests: {ends}; {place}")
-        self._interruption.release(f"all are in {where}" if where else "the results were being printed")
+        self._interruption.release(f"all are in {where}" if where else "the signal arrived while results were printed")
 
     def _end(self, problem: str | None) -> None:
         """Raise the error of writing or printing, if there is one."""

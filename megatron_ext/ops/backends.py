@@ -81,7 +81,7 @@ class Backends(Generic[B]):
             ValueError: The operator has no such backend here.
         """
         if name not in self._backends:
-            raise ValueError(f"{self.operator} has no backend {name!r} here; there are {', '.join(self.names)}")
+            raise ValueError(f"{self.operator} has no backend {name!r} here; available are {', '.join(self.names)}")
         before, self._forced = self._forced, self._backends[name]
         try:
             yield

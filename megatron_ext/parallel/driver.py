@@ -67,7 +67,7 @@ class Driver:
     def _tell(self, action: Action) -> None:
         """Send one batch with every command since the last one."""
         if self._is_over:
-            raise RankError("the ranks have stopped stepping together; start anew")
+            raise RankError("the ranks are no longer in step; start again")
         noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_commands())
         try:
             self._send(Batch(action, noted))

@@ -162,7 +162,7 @@ def _without_registry(rank: int, error: Exception) -> FailureReport:
     root = _root(error)
     if not is_lost_peer(root):
         return FailureReport(rank, FAILED, f"rank {rank}: {describe(root)}")
-    return FailureReport(1, FAILED, "rank 0, which keeps what ranks say of their ends, ended without a word")
+    return FailureReport(1, FAILED, "rank 0, which stores the failure reports, ended without a message")
 
 
 def _after_others(registry: RankRegistry, error: BaseException, minutes: float) -> FailureReport:
@@ -177,7 +177,7 @@ def _after_others(registry: RankRegistry, error: BaseException, minutes: float) 
     if not ended and _SILENCE.search(str(error)):
         message = f"{_names(unsigned)} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
     else:
-        message = f"{_names(ended or unsigned)} ended without a word"
+        message = f"{_names(ended or unsigned)} ended without a message"
     return registry.claim(FailureReport(registry.rank, FAILED, message))
 
 

@@ -57,7 +57,7 @@ def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = Tru
         flags = parallel.described()
         if not is_launched:
             launch = f"torchrun --nproc-per-node {needed} {program or 'PROGRAM'} {flags}"
-            raise ConfigError(f"{flags} needs {needed} ranks, and this process is alone; start it with {launch}")
+            raise ConfigError(f"{flags} needs {needed} ranks, and this is a single process; start it with {launch}")
         larger = f"{needed}, {2 * needed} or another multiple of {needed}"
         raise ConfigError(f"started on {world} ranks, and {flags} needs {needed} or a multiple; start {larger}")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -83,8 +83,8 @@ def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
     if not config.is_moe:
         require(
             expert == 1 and parallel.expert_tensor_parallel_size in (None, 1, tensor),
-            f"{parallel.described()} spreads experts, and pattern {config.hybrid_override_pattern!r} has no layer of "
-            "them; leave --expert-model-parallel-size and --expert-tensor-parallel-size out",
+            f"{parallel.described()} distributes experts, and pattern {config.hybrid_override_pattern!r} has no MoE "
+            f"layer; leave --expert-model-parallel-size and --expert-tensor-parallel-size out",
         )
         return
     experts = config.num_experts or 0
@@ -100,7 +100,7 @@ def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> Non
         return
     fitting = [str(other) for other in range(1, _MAX_TRIED) if next(misfits(other), None) is None]
     shown = ", ".join(fitting[:_MAX_SHOWN]) + (", ..." if len(fitting) > _MAX_SHOWN else "")
-    raise ConfigError(f"{problem} cannot be shared by {flag} {size} ranks; for this model {shown} would do")
+    raise ConfigError(f"{problem} cannot be split over {flag} {size} ranks; for this model {shown} would do")
 
 
 def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:

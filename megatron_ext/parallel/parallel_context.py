@@ -41,7 +41,7 @@ class RankInfo:
     samples: bool
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (replica {self.replica}, stage {self.pipeline}, part {self.tensor})"
+        return f"rank {self.rank} (replica {self.replica}, pipeline stage {self.pipeline}, tensor rank {self.tensor})"
 
 
 class ParallelContext:

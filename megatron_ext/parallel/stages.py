@@ -44,7 +44,7 @@ def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
     size = parallel.pipeline_model_parallel_size
     require(
         layers >= size,
-        f"{layers} layers cannot be shared by --pipeline-model-parallel-size {size} stages; at most {layers} would do",
+        f"{layers} layers cannot be split over --pipeline-model-parallel-size {size} stages; at most {layers} would do",
     )
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     given = (first or 0) + (last or 0)

@@ -100,7 +100,7 @@ class Worker:
         elif isinstance(command, Resume):
             self._memory.allocate()
         else:
-            assert isinstance(command, StartAnew), f"{command} is no command"
+            assert isinstance(command, StartAnew), f"{command} is not a command"
             self._start_anew()
 
     def _start_anew(self) -> None:

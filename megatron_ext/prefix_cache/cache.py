@@ -311,9 +311,9 @@ class PrefixCache:
         self.ghosts.check(set(self._index.block_hashes()), snapshots)
         self._policy.check()
         evictable = set(self._policy)
-        assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"
+        assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._policy.keeps_unused:
-            assert all(map(self._is_needed, evictable)), "a block is kept for nobody"
+            assert all(map(self._is_needed, evictable)), "a block is kept without a request that wants it"
         assert evictable == self.pool.evictable, "the policy and the pool disagree on evictable blocks"
         assert evictable <= set(self._index), "an evictable block is not indexed"
         for block in self._index:

@@ -105,6 +105,6 @@ class PrefixIndex:
     def check(self) -> None:
         """Assert that every key has a replica, and that snapshots are at the ends of stored blocks."""
         for holders in (self.stored, self.claimed, self.states):
-            assert all(holders.bits.values()), "a key of nobody"
+            assert all(holders.bits.values()), "a key without replicas"
         for key, there in self.states.bits.items():
             assert not there & ~self.stored.bits.get(key, 0), "a snapshot outlives its block"

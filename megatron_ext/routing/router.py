@@ -120,9 +120,9 @@ class Router:
             ValueError: The replica has joined already, or a number is not positive.
         """
         if replica in self._replicas:
-            raise ValueError(f"replica {replica!r} is there already; it has to leave first")
+            raise ValueError(f"replica {replica!r} is already a member; remove it first")
         if block_size < 1 or (max_requests is not None and max_requests < 1):
-            raise ValueError(f"block size {block_size} and most requests {max_requests} must be positive")
+            raise ValueError(f"block size {block_size} and max requests {max_requests} must be positive")
         number = next(number for number in range(len(self._names) + 1) if number not in self._names)
         index = self._fleet.indexes.setdefault(block_size, PrefixIndex(block_size))
         one = Replica(replica, number, index, has_states=has_states, max_requests=max_requests)

@@ -208,7 +208,7 @@ class Scheduler:
         yielding = {chunk.request_id for chunk in step.chunks if chunk.sampling is not None}
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
-            assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} stands elsewhere"
+            assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} has another position"
         ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
         self._advance(requests, ends)
         return self._extend(requests, new)

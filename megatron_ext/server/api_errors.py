@@ -81,7 +81,7 @@ def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
     """429: the waiting queue is full."""
     return ApiError(
         429,
-        f"the server has {living} requests and takes no more than {limit}; try again in {retry_after} s",
+        f"the server has {living} requests, and its limit is {limit}; try again in {retry_after} s",
         kind=OVERLOADED,
         code="rate_limit_exceeded",
         headers={"Retry-After": str(retry_after)},
@@ -95,8 +95,8 @@ def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
     elif choices == 1:
         what = f"{prompts} prompts in one request"
     else:
-        what = f"{prompts} prompts with {choices} choices (n) each, which are {prompts * choices} in all"
-    return ApiError(400, f"{what}; this server takes at most {most} at once", param="n" if prompts == 1 else "prompt")
+        what = f"{prompts} prompts with {choices} choices (n) each, {prompts * choices} in all"
+    return ApiError(400, f"{what}; this server accepts at most {most} at once", param="n" if prompts == 1 else "prompt")
 
 
 def shutting_down() -> ApiError:
@@ -107,7 +107,7 @@ def shutting_down() -> ApiError:
 def asleep() -> ApiError:
     """503: an administrator has freed the pools' memory for a while."""
     return ApiError(
-        503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="server_asleep"
+        503, "the server is asleep; an administrator can wake it with POST /wake_up", kind=FAULT, code="server_asleep"
     )
 
 
@@ -118,7 +118,7 @@ def aborted() -> ApiError:
 
 def no_such_answer(shown: str) -> ApiError:
     """404: no request in flight has this id."""
-    message = f"no request in flight has the id {shown!r}"
+    message = f"no running request has the id {shown!r}"
     return ApiError(404, message, param="request_id", code="request_not_found")
 
 
@@ -134,7 +134,7 @@ def engine_fault(error: BaseException) -> ApiError:
 
 def body_too_large(limit: int) -> ApiError:
     """413: the body exceeds the limit."""
-    return ApiError(413, f"the body is longer than the {limit} bytes that this server takes; see --max-body-mb")
+    return ApiError(413, f"the body is longer than the limit of {limit} bytes; see --max-body-mb")
 
 
 def request_timeout(seconds: float) -> ApiError:
@@ -168,7 +168,7 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
     return ApiError(
         400,
         f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}; "
-        f"this server's longest sequence has {limit} tokens",
+        f"the limit of this server is {limit} tokens",
         param="max_tokens" if prompt < limit else None,
         code="context_length_exceeded",
     )
@@ -176,13 +176,13 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
 
 def generates_nothing() -> ApiError:
     """400: no token is to be generated, and no prompt to be echoed."""
-    message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which gives the prompt's own scores"
+    message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which returns the scores of the prompt"
     return ApiError(400, message, param="max_tokens")
 
 
 def response_format_too_long(kind: str, size: int, most: int) -> ApiError:
     """400: a schema or expression exceeds the size that this server compiles."""
-    message = f"the {kind} has {size} bytes; this server takes at most {most} (--max-schema-kb)"
+    message = f"the {kind} has {size} bytes; this server accepts at most {most} (--max-schema-kb)"
     return ApiError(400, message, param="response_format", code="schema_too_long")
 
 
@@ -201,7 +201,7 @@ def text_too_long(characters: int, most: int, limit: int) -> ApiError:
     """400: a text is too long for the model's context under any tokenization."""
     return ApiError(
         400,
-        f"a prompt of {characters} characters; this server's longest sequence of {limit} tokens has at most {most}",
+        f"a prompt of {characters} characters is too long; the limit of {limit} tokens has at most {most} characters",
         param="prompt",
         code="context_length_exceeded",
     )
@@ -269,7 +269,7 @@ def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
     if not place:
         return f"the body: {_sentence(first)}", None
     if first["type"] == "extra_forbidden":
-        return f"{_dotted(place)} is no field that this server knows", _dotted(place)
+        return f"{_dotted(place)} is not a known field", _dotted(place)
     field = place[0]
     if first["type"] == "value_error":  # raised by a validator of this package, with the exact place
         return f"{_dotted(place)}: {_sentence(first)}", str(field)

@@ -72,7 +72,7 @@ class Keys:
         self, api_keys: Sequence[str] = (), admin_key: str | None = None, *, is_admins_apart: bool = False
     ) -> None:
         if admin_key in api_keys:
-            raise ConfigError("--admin-key-file has a key that is an API key too; give administrators one of their own")
+            raise ConfigError("--admin-key-file has a key that is also an API key; give administrators a separate key")
         self._secret = secrets.token_bytes(32)
         self.are_needed = bool(api_keys)
         self.has_admin_key = admin_key is not None
@@ -130,7 +130,7 @@ def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = No
     if from_variable is not None:
         problem = key_problem(from_variable)
         if problem is not None:
-            raise ConfigError(f"the variable {API_KEY_VARIABLE} {problem}; unset it to let everybody in")
+            raise ConfigError(f"the variable {API_KEY_VARIABLE} {problem}; unset it to admit all clients")
         api_keys = [from_variable]
     elif settings.api_key_file is not None:
         api_keys = read_keys(settings.api_key_file, "--api-key-file")
@@ -139,8 +139,8 @@ def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = No
     keys = Keys(api_keys, admin_key, is_admins_apart=settings.hide_cache_counts)
     if settings.enable_admin_routes and not keys.has_administrator:
         raise ConfigError(
-            "--enable-admin-routes needs a key that is an administrator's: give --admin-key-file"
-            + ("" if settings.hide_cache_counts else ", or a single API key, which is one")
+            "--enable-admin-routes needs an admin key: give --admin-key-file"
+            + ("" if settings.hide_cache_counts else ", or a single API key, which then is the admin key")
         )
     return keys
 
@@ -167,10 +167,10 @@ def read_keys(file: str, flag: str) -> list[str]:
         if problem is not None:
             raise ConfigError(f"{where}, line {number}: a key {problem}")
         if line in keys:
-            raise ConfigError(f"{where}, line {number}: the key stands there twice; each key is a tenant of its own")
+            raise ConfigError(f"{where}, line {number}: the key is listed twice; each key is a separate tenant")
         keys.append(line)
     if not keys:
-        raise ConfigError(f"{where} has no key; it needs one a line")
+        raise ConfigError(f"{where} has no key; write one key per line")
     return keys
 
 
@@ -179,13 +179,13 @@ def _read_text(path: Path, where: str) -> str:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise ConfigError(f"{where} is no regular file")
+                raise ConfigError(f"{where} is not a regular file")
             data = stream.read(LARGEST_FILE + 1)
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     if len(data) > LARGEST_FILE:
-        raise ConfigError(f"{where} has more than {LARGEST_FILE} bytes; it must be a list of keys, one a line")
+        raise ConfigError(f"{where} has more than {LARGEST_FILE} bytes; it must be a list of keys, one per line")
     try:
         return data.decode("ascii")
     except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not ASCII; it must be a list of keys, one a line") from None
+        raise ConfigError(f"{where} is not ASCII; it must be a list of keys, one per line") from None

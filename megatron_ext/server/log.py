@@ -82,7 +82,7 @@ class BoundedRate(logging.Filter):
             left_out, start, count = max(0, count - self._max), now, 0
         self._windows[place] = start, count + 1
         if left_out:
-            record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", ()
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more such lines were left out)", ()
         return count < self._max
 
 

@@ -132,7 +132,7 @@ def weights_root(server: ServerConfig, parallel_context: ParallelContext | None)
     if server.weights_root is None:
         return None
     if parallel_context is not None:
-        raise ConfigError("--weights-root needs one rank, since new weights are read on one only; leave it out")
+        raise ConfigError("--weights-root works with one rank only; leave it out")
     return WeightsRoot.of(server.weights_root)
 
 

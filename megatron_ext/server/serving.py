@@ -102,9 +102,9 @@ class Serving:
             ApiError: The caller may see none, or explanations are off.
         """
         if self.settings.hide_cache_counts:
-            raise not_explained("--hide-cache-counts hides what it would say")
+            raise not_explained("--hide-cache-counts hides it")
         if not self.engine.scheduler.limits.explains:
-            raise not_explained("the server needs --explain-prefix-cache for it")
+            raise not_explained("the server was started without --explain-prefix-cache")
         may_know = self.keys is not None and self.keys.has_administrator and self.settings.enable_admin_routes
         return Explains.ALL if may_know and caller.can_administrate else Explains.OWN
 

@@ -59,7 +59,7 @@ class WeightsUpdater:
             new, version = await asyncio.to_thread(self._read, path)
             await between_steps(_write, new, engine)
             self.version = version
-        logger.info("weights are now those of %s", printable(path, LONGEST_PATH))
+        logger.info("weights are now from %s", printable(path, LONGEST_PATH))
         return len(new.pairs)
 
     def _read(self, path: str) -> tuple[NewWeights, str]:

@@ -173,28 +173,34 @@ def _count(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="simulate_cache.py",
-        description="A trace of requests through the scheduler and the prefix cache, in simulated time. Lists have "
-        "commas between their values, and all are run with all; docs/policies.md has examples.",
+        description="Run a trace of requests through the scheduler and the prefix cache in simulated time. Lists "
+        "are separated by commas, and all combinations are run; docs/policies.md has examples.",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded: ours or Mooncake's")
-    source.add_argument("--generate", choices=tuple(GENERATORS), default="mixed", help="made up; default: mixed")
-    source.add_argument("--server", metavar="URL", help="one that runs: its requests, model, memory, settings")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key of the server's administrator")
-    parser.add_argument("--requests", type=_count, help="of the trace; default: all of a file, 1000 made up")
-    parser.add_argument("--rate", type=_positive, default=1.0, help="sessions that begin in a second")
-    parser.add_argument("--scale", type=_positive, default=1.0, help="factor of made-up lengths")
+    source.add_argument(
+        "--trace", type=Path, metavar="FILE.jsonl", help="recorded trace, in this package's or Mooncake's format"
+    )
+    source.add_argument(
+        "--generate", choices=tuple(GENERATORS), default="mixed", help="generator of a synthetic trace; default: mixed"
+    )
+    source.add_argument(
+        "--server", metavar="URL", help="running server to take requests, model, memory and settings from"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the server's admin key")
+    parser.add_argument("--requests", type=_count, help="number of requests; default: all of a file, 1000 generated")
+    parser.add_argument("--rate", type=_positive, default=1.0, help="sessions that start per second")
+    parser.add_argument("--scale", type=_positive, default=1.0, help="scaling factor of generated lengths")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
     parser.add_argument(
         "--memory-gib",
         type=_list_of(_positive),
-        help="of blocks and snapshots together; default: 4,8,16, of a server half of its own, its own, twice as much",
+        help="GiB for blocks and snapshots together; default: 4,8,16, with --server half, once and twice its memory",
     )
     parser.add_argument(
         "--state-share",
         type=_list_of(_share),
-        help=f"of the memory for snapshots; default: {DEFAULT_STATE_SHARE}, of a server its own and others",
+        help=f"share of the memory for snapshots; default: {DEFAULT_STATE_SHARE}, with --server its own and others",
     )
     parser.add_argument("--block-size", type=_list_of(_count), default=[64], help="tokens")
     policies = [policy.value for policy in EvictionPolicyName]
@@ -206,24 +212,35 @@ def _parser() -> argparse.ArgumentParser:
         "--placement",
         type=_list_of(_one_of(PLACEMENTS)),
         default=[PLACEMENTS[0]],
-        help="of snapshots that nobody asked for: " + ", ".join(PLACEMENTS),
+        help="placement of opportunistic checkpoints: " + ", ".join(PLACEMENTS),
     )
     parser.add_argument(
-        "--spacing", type=_list_of(_count), default=[SPACING], help="blocks for each of those, at least"
+        "--spacing", type=_list_of(_count), default=[SPACING], help="minimum number of blocks between those"
     )
     _add_machine(parser)
-    parser.add_argument("--advise", action="store_true", help="say which settings would have skipped most")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything, as JSON")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="pictures; needs matplotlib")
+    parser.add_argument("--advise", action="store_true", help="print the settings that skip the most tokens")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots to this folder; needs matplotlib")
     return parser
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     batch, machine = Batch(), Machine()
-    parser.add_argument("--max-requests", type=_count, default=batch.max_requests, help="that run at the same time")
-    parser.add_argument("--max-tokens", type=_count, default=batch.max_tokens, help="of a step")
-    parser.add_argument("--max-prefills", type=int, default=batch.max_prefills, help="of a step; 0 is no limit")
-    parser.add_argument("--flops", type=_positive, default=machine.flops, help="operations a second, of a prefill")
-    parser.add_argument("--bandwidth", type=_positive, default=machine.bytes, help="bytes a second, of a decode")
-    parser.add_argument("--parameter-bytes", type=_positive, default=machine.parameter_bytes, help="read in each step")
+    parser.add_argument(
+        "--max-requests", type=_count, default=batch.max_requests, help="maximum number of running requests"
+    )
+    parser.add_argument(
+        "--max-tokens", type=_count, default=batch.max_tokens, help="maximum number of tokens of a step"
+    )
+    parser.add_argument(
+        "--max-prefills", type=int, default=batch.max_prefills, help="maximum number of prefills of a step; 0: no limit"
+    )
+    parser.add_argument("--flops", type=_positive, default=machine.flops, help="operations per second, for a prefill")
+    parser.add_argument("--bandwidth", type=_positive, default=machine.bytes, help="bytes per second, for a decode")
+    parser.add_argument(
+        "--parameter-bytes",
+        type=_positive,
+        default=machine.parameter_bytes,
+        help="bytes of parameters, read in each step",
+    )
     parser.add_argument("--step-overhead", type=_positive, default=machine.overhead, help="seconds")

@@ -98,7 +98,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, Line]]:
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name}, line {number}: no JSON: {error}") from error
+            raise ConfigError(f"{name}, line {number}: not JSON: {error}") from error
         if not isinstance(line, dict):
             raise ConfigError(f"{name}, line {number}: not an object")
         yield number, line
@@ -132,7 +132,7 @@ class _Ours:
         session = self._sessions.setdefault(name, len(self._sessions))
         is_reply = line.get("reply", False) is True
         if is_reply and is_new:
-            raise ValueError("reply in a session that has no request before")
+            raise ValueError("reply in a session without an earlier request")
         salt = line.get("salt")
         prompt, answer = self._prompt_and_answer(line)
         return Turn(
@@ -179,13 +179,13 @@ def _tokens(value: object) -> Sequence[int]:
 
 def _list(value: object) -> list[int]:
     if not isinstance(value, list):
-        raise TypeError(f"{str(value)[:40]!r} is no list")
+        raise TypeError(f"{str(value)[:40]!r} is not a list")
     return value
 
 
 def _count(value: object, name: str, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _FIRST_OWN_ID:
-        raise ValueError(f"{name} {str(value)[:40]} must be a whole number from {least} on")
+        raise ValueError(f"{name} {str(value)[:40]} must be a whole number of {least} or more")
     return value
 
 

@@ -89,7 +89,7 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
 
 def _get(url: str, path: str, key: str | None) -> bytes:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--server {url} is no address; http://127.0.0.1:8000 would be one")
+        raise ConfigError(f"--server {url} is not an address; give one such as http://127.0.0.1:8000")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
     try:

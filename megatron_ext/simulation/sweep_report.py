@@ -130,7 +130,7 @@ def _pyplot():  # type: ignore[no-untyped-def]  # an optional package
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plots need matplotlib; pip install 'megatron-ext[plots]', or do without --plots") from error
+        raise ConfigError("plots need matplotlib; pip install 'megatron-ext[plots]', or leave out --plots") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

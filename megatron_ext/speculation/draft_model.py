@@ -187,7 +187,7 @@ class DraftModelDrafter:
             reader = guess.reader
             if reader.kept == len(guess.ask.tokens):
                 reader.next_token = tokens.get(guess.ask.request_id, reader.next_token)
-                assert reader.next_token is not None, "somebody has read it"
+                assert reader.next_token is not None, "the target step has read it"
                 guess.drafts.append(reader.next_token)
                 at_end.append(guess)
         return at_end
@@ -211,7 +211,7 @@ class DraftModelDrafter:
         reader, request_id, end = guess.reader, guess.ask.request_id, start + len(token_ids)
         restore = None
         if self._room.has_states and start and reader.live != start:
-            assert reader.kept == start, "a state that nobody kept"
+            assert reader.kept == start, "a state that was not kept"
             restore = Restore(_name(request_id, start), SlotId(reader.slot))
         snapshot = Snapshot(end, _name(request_id, end), SlotId(reader.slot))
         reader.live = end

@@ -61,7 +61,7 @@ class Proposals:
         seconds = self._clock() - started
         if seconds > PATIENCE:
             self._rest, self._next_rest = self._next_rest, min(LONGEST_REST, 2 * self._next_rest)
-            late = f"drafts came after {seconds:.1f} seconds; none are asked for in the next {self._rest} steps"
+            late = f"drafting took {seconds:.1f} seconds; no drafts are requested in the next {self._rest} steps"
             return {}, [DraftError(late)]
         drafts, errors = {}, []
         for ask in asks:
@@ -86,9 +86,9 @@ class Proposals:
         except (AttributeError, TypeError) as error:
             raise DraftError(f"no drafts of request {ask.request_id}: {error}") from error
         if len(given) > ask.limit:
-            raise DraftError(f"{len(given)} drafts of request {ask.request_id}, where at most {ask.limit} were asked")
+            raise DraftError(f"{len(given)} drafts of request {ask.request_id}, more than the limit of {ask.limit}")
         if not self._has_tokens(given):
-            raise DraftError(f"a draft of request {ask.request_id} is no token of the model, among {given}")
+            raise DraftError(f"a draft of request {ask.request_id} is not a token of the model, among {given}")
         return given
 
     def tell(self, verified: Iterable[SpecDecodeResult]) -> None:

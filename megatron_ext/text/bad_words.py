@@ -21,7 +21,7 @@ def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     """
     plain = _tokens(tokenizer, word)
     if not plain:
-        raise ConfigError(f"bad_words: the tokenizer makes no token of {word!r}; leave it out")
+        raise ConfigError(f"bad_words: the tokenizer returns no token for {word!r}; leave it out")
     if not isinstance(tokenizer, TextTokenizer) or word[0].isspace():
         return [plain]
     after_space = _tokens(tokenizer, " " + word)

@@ -59,9 +59,9 @@ class ChatOptions:
         """
         reserved = sorted(_RESERVED & set(self.variables))
         if reserved:
-            raise ConfigError(f"chat_template_kwargs: {reserved[0]} is not the caller's to set; leave it out")
+            raise ConfigError(f"chat_template_kwargs: {reserved[0]} is reserved; leave it out")
         if self.tools and not _TOOLS.search(template):
-            raise ConfigError("tools: the model's chat template takes no tools; leave them out")
+            raise ConfigError("tools: the model's chat template does not support tools; leave them out")
         if self.add_generation_prompt and self.continue_final_message:
             raise ConfigError(
                 "continue_final_message and add_generation_prompt contradict each other; give one of them"
@@ -81,7 +81,7 @@ def read_chat_template(directory: Path) -> str | None:
     if isinstance(template, list):
         template = _default_of(template, config)
     if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{config}: chat_template is no text")
+        raise ConfigError(f"{config}: chat_template is not a text")
     return template
 
 

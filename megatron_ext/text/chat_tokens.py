@@ -69,7 +69,7 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # lone surrogate, valid in JSON
-        raise ConfigError("a message has half of a surrogate pair, which is no character") from None
+        raise ConfigError("a message has half of a surrogate pair, which is not a character") from None
     return text
 
 
@@ -168,7 +168,7 @@ class RenamedTokenizer:
         self._tokenizer.no_padding()
         for text, token_id in control.special.items():
             if self._tokenizer.token_to_id(self._names[text]) != token_id:
-                raise _cannot_be_told(f"{text!r} has another id under another name")
+                raise _cannot_be_told(f"{text!r} has a different id under another name")
 
     def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         """Return the ids of a rendered text: special tokens for spelled ones, text for stand-ins."""

@@ -163,6 +163,6 @@ class _StandIns:
                 used = set(json.dumps(self._messages, ensure_ascii=False, default=str))
                 self._free = [code for code in reversed(_STAND_INS) if chr(code) not in used]
             if not self._free:
-                raise ConfigError("the conversation has every character for private use; leave some out")
+                raise ConfigError("the conversation uses all private-use characters; leave some out")
             self._of[text] = chr(self._free.pop())
         return self._of.get(text, "")

@@ -156,7 +156,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         if form.kind == JSON_SCHEMA and _CONTROL.search(form.source):
-            raise _refused(form, "it has a control character, which answers cannot spell")
+            raise _refused(form, "it has a control character, which cannot be generated")
         try:
             if form.kind == REGEX:
                 grammar = LLMatcher.grammar_from_regex(form.source)
@@ -171,7 +171,7 @@ class Grammars:
         mask = begun.compute_bitmask()
         if not matcher.is_error() and any(mask) and not begun.is_error():
             return Matcher(matcher, tokenizer, mask, time.thread_time() - started)
-        raise _refused(form, matcher.get_error() or "no answer has it")
+        raise _refused(form, matcher.get_error() or "no output satisfies it")
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -181,13 +181,15 @@ class Grammars:
             ConfigError: The tokenizer has none.
         """
         if importlib.util.find_spec("llguidance") is None:
-            raise ConfigError("response_format needs the package llguidance, which is not there; install [grammar]")
+            raise ConfigError(
+                "response_format needs the package llguidance, which is not installed; install the extra [grammar]"
+            )
         serialized = getattr(self._given, "serialized", None)
         ends = ends_of(self._given)
         if serialized is None or not ends:
             raise ConfigError(
-                "response_format: answers of this model cannot be given a form, since its tokenizer is no fast one of "
-                "Hugging Face with a token that ends a text"
+                "response_format is not supported for this model: it needs a fast tokenizer of Hugging Face with an "
+                "end-of-text token"
             )
         from llguidance import LLTokenizer
 
@@ -200,7 +202,7 @@ class Grammars:
 
 
 def _refused(form: ResponseFormat, reason: str) -> ConfigError:
-    return ConfigError(f"response_format: the {form.kind} cannot be followed: {_reason(reason)}")
+    return ConfigError(f"response_format: the {form.kind} is not supported: {_reason(reason)}")
 
 
 def _reason(text: str) -> str:

@@ -95,7 +95,7 @@ class SentencePieceTokenizer:
         try:
             self._wrapped = Wrapped(str(path))
         except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{path} is no SentencePiece model: {_reason(error)}") from error
+            raise ConfigError(f"{path} is not a SentencePiece model: {_reason(error)}") from error
         self.files = (path,)
         pieces = self._wrapped.tokenizer
         self.vocab_size = pieces.get_piece_size()
@@ -144,7 +144,7 @@ class Gpt2Tokenizer:
             try:
                 model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
             except Exception as error:  # `tokenizers` raises bare Exception
-                raise ConfigError(f"{vocab_file} and {merge_file} are no byte pairs: {_reason(error)}") from error
+                raise ConfigError(f"{vocab_file} and {merge_file} are not byte pairs: {_reason(error)}") from error
         self.files = (vocab_file, merge_file)
         self._wrapped = tokenizers.Tokenizer(model)
         self._wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -170,7 +170,7 @@ class Gpt2Tokenizer:
 
 def _require_package(name: str, kind: str) -> None:
     if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{kind} needs the package {name}, which is not there; install the extra [tokenizers]")
+        raise ConfigError(f"{kind} needs the package {name}, which is not installed; install the extra [tokenizers]")
 
 
 def _require_file(path: Path) -> None:

@@ -20,7 +20,7 @@ def tokenize_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -
         ConfigError: `add_bos` is set but the tokenizer has no such token, or it cannot read the text.
     """
     if add_bos and tokenizer.bos is None:
-        raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
+        raise ConfigError("add_BOS is set, but the tokenizer has no beginning-of-document token; leave it out")
     return begin_once(tokenizer.tokenize(text), tokenizer.bos, add_bos=add_bos)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from megatron_ext.errors import CheckpointError
 
-CANNOT_ENCODE = "the tokenizer cannot make tokens of this text"
-CANNOT_DECODE = "the tokenizer cannot make a text of these tokens"
+CANNOT_ENCODE = "the tokenizer failed to encode this text"
+CANNOT_DECODE = "the tokenizer failed to decode these tokens"
 _MODULE, _NAME = "pyo3_runtime", "PanicException"
 
 

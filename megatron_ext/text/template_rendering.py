@@ -113,7 +113,7 @@ def _ended(code: int, cpu_seconds: float) -> str:
     if code == -signal.SIGPROF:
         return f"the chat template takes more than {cpu_seconds:g} s of CPU time; {_REMEDY}"
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-    return f"the process that renders the chat template has ended with {how}; {_REMEDY}"
+    return f"the process that renders the chat template ended with {how}; {_REMEDY}"
 
 
 class TemplateRenderer:
@@ -146,7 +146,7 @@ class TemplateRenderer:
         except RecursionError:
             raise ConfigError("the messages are nested too deeply for a chat template") from None
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(f"a chat template can be given data only: {error}") from None
+            raise ConfigError(f"values for a chat template must be JSON data: {error}") from None
         with self._may_render:
             process = self._take()
             try:

@@ -39,7 +39,11 @@ class TextStream:
         """Return the unsent rest of `text`, the text of the request's record."""
         sent = "".join(self._sent)
         if not text.startswith(sent):
-            logger.warning("a stream sent %d characters with which the text of %d does not begin", len(sent), len(text))
+            logger.warning(
+                "a stream sent %d characters that are not the beginning of the text of %d characters",
+                len(sent),
+                len(text),
+            )
         return self._send(text[len(sent) :])
 
     def _release(self) -> list[str]:

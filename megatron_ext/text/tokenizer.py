@@ -73,7 +73,7 @@ class NullTokenizer:
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
                 raise ConfigError(
-                    f"{word!r} is no token id; the NullTokenizer takes ids from 0 to {self.vocab_size - 1} "
+                    f"{word!r} is not a token id; the NullTokenizer accepts ids from 0 to {self.vocab_size - 1} "
                     "separated by spaces"
                 )
         return [int(word) for word in text.split()]

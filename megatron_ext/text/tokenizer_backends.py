@@ -37,7 +37,7 @@ class FastBackend(_Backend):
             try:
                 tokenizer = tokenizers.Tokenizer.from_str(text)
             except Exception as error:  # `tokenizers` raises bare Exception
-                raise ConfigError(f"{file} is no tokenizer: {error}") from error
+                raise ConfigError(f"{file} is not a tokenizer: {error}") from error
         # Saved truncation and padding are for training batches: a prompt is neither truncated nor padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -79,7 +79,7 @@ class AutoBackend(_Backend):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             except Exception as error:  # transformers may raise anything for untrusted files
-                reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
+                reason = "it has custom code (auto_map), which is never run" if brings_code else _first_line(error)
                 raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         super().__init__(tokenizer, tokenizer.get_vocab())
 

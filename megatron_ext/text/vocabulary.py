@@ -71,8 +71,8 @@ class Vocabulary:
             )
         bad = next(token for token in ids if token not in self._ids)
         raise ConfigError(
-            f"token id {bad} has no token in the tokenizer, whose last one is {max(self._ids)}; "
-            f"the model's vocabulary of {self._model_size} has padding or gaps there"
+            f"token id {bad} has no token in the tokenizer, which ends at {max(self._ids)}; the model's vocabulary "
+            f"of {self._model_size} has padding or gaps there"
         )
 
     def decoder(self, *, skips_special: bool = True) -> Callable[..., str]:

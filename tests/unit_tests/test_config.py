@@ -227,7 +227,7 @@ REFUSED = [
     (RunConfig, {"output_every_n_results": 0}, ["--output-every-n-results 0", "at least 1"]),
     (RunConfig, {"output_format": "yaml"}, ["--output-format 'yaml'", "full, megatron"]),
     (RunConfig, {"prompt_file_num_truncate": 0}, ["--prompt-file-num-truncate 0", "at least 1"]),
-    (RunConfig, {"num_tokens_to_prompt": (9, 8)}, ["--num-tokens-to-prompt 9 8", "fewest and the most"]),
+    (RunConfig, {"num_tokens_to_prompt": (9, 8)}, ["--num-tokens-to-prompt 9 8", "minimum and the maximum"]),
     (RunConfig, {"incoming_requests_duration": 0.0}, ["--incoming-requests-duration 0.0", "more than zero"]),
     (RunConfig, {"num_tokens_to_prompt": (1, 2)}, ["--incoming-requests-per-sec None", "0 synthetic prompts"]),
     (RunConfig, {"drain_between_batches": True}, ["--drain-between-batches", "--batch-boundaries"]),

@@ -62,5 +62,5 @@ async def _url(request: Request, coordination: Coordination) -> str:
 
 def _known(url: str, coordination: Coordination) -> str:
     if url not in coordination.fleet.members:
-        raise ApiError(404, f"there is no replica {url}; GET /replicas lists them", param="url")
+        raise ApiError(404, f"replica {url} does not exist; GET /replicas lists all replicas", param="url")
     return url

@@ -135,7 +135,7 @@ class _PartReader:
         stored = self._stored.tensors[wanted.key]
         held = sum(math.prod(part.sizes) for part in stored.parts)
         if held != math.prod(stored.shape):
-            raise CheckpointError(f"{self._directory}: the parts of {wanted.key} do not make up the whole")
+            raise CheckpointError(f"{self._directory}: the stored parts of {wanted.key} do not cover the tensor")
         data = wanted.data
         if data is None:
             data = torch.zeros(wanted.local_shape, dtype=wanted.dtype)
@@ -203,7 +203,7 @@ def read_common(directory: Path) -> dict[str, object]:
     try:
         common = Archive(io.BytesIO(content)).pickle(_COMMON, _ENUMERATIONS)
         if type(common) is not dict:
-            raise CheckpointError(f"{path} holds no dictionary")
+            raise CheckpointError(f"{path} does not hold a dictionary")
         count = _Count(_MAX_VALUES)
         return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
     except PlainPickleError as error:
@@ -221,7 +221,7 @@ def _plain(value: Any, count: _Count, depth: int) -> Any:
     """Copy the value into new lists, dictionaries and namespaces, without cycles or shared objects."""
     count.left -= 1
     if count.left < 0 or depth == 0:
-        raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or one far inside of another")
+        raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or too deep nesting")
     if type(value) in (list, tuple):
         return type(value)(_plain(item, count, depth - 1) for item in value)
     if type(value) is dict:

@@ -139,12 +139,12 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], _Place]
 
 def _places(stored: Any) -> _Places:
     """Map tensor key and offsets to the location of each part; the offsets are None for an object."""
-    _require(type(stored) is dict, "it has no dictionary of places")
+    _require(type(stored) is dict, "it has no dictionary of storage entries")
     places = {}
     for index, info in stored.items():
         where = _fields(index, f"{_DCP}.metadata.MetadataIndex", {"fqn"}, ("offset", "index"))
         key, offset = where["fqn"], where.get("offset")
-        _require(type(key) is str, "it has a place of what has no name")
+        _require(type(key) is str, "it has a storage entry without a name")
         place = _fields(
             info,
             f"{_DCP}.filesystem._StorageInfo",
@@ -155,7 +155,7 @@ def _places(stored: Any) -> _Places:
             raise PlainPickleError(f"{_shown(key)} is compressed or otherwise transformed")
         file = place["relative_path"]
         if not _is_file_name(file):
-            raise PlainPickleError(f"{_shown(key)} is in {_shown(file)}, which is no file name")
+            raise PlainPickleError(f"{_shown(key)} is in {_shown(file)}, which is not a file name")
         start, length = _size(place["offset"], "the offset", key), _size(place["length"], "the length", key)
         places[key, None if offset is None else _shape(offset, key)] = (file, start, length)
     return places
@@ -186,7 +186,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
     state = properties.state
     _require(type(state) is tuple and len(state) == 5, f"{_shown(key)} has other properties than a tensor")
     dtype, layout = state[:2]
-    _require(type(dtype) is Named and dtype.name in _TYPES, f"{_shown(key)} is of no type of tensors")
+    _require(type(dtype) is Named and dtype.name in _TYPES, f"{_shown(key)} has no tensor type")
     strided = _is_made(layout, "torch.serialization._get_layout") and _is_text(layout.args, "torch.strided")
     _require(strided, f"{_shown(key)} is not stored row by row")
     return _TYPES[dtype.name]
@@ -195,7 +195,7 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
 def _fields(made: Any, name: str, needed: set[str], more: Iterable[str] = ()) -> dict[str, Any]:
     """Return the attributes of one object, which must be exactly the needed ones, optionally with those in `more`."""
     if not _is_made(made, name) or made.args != ():
-        raise PlainPickleError(f"it has something else in the place of {name}")
+        raise PlainPickleError(f"it has another object instead of {name}")
     state = made.state
     if type(state) is not dict or not needed <= state.keys() <= needed.union(more):
         raise PlainPickleError(f"{name} has other attributes than expected")
@@ -222,13 +222,13 @@ def _shape(size: Any, key: str) -> tuple[int, ...]:
     for length in held:
         _size(length, "the shape", key)
     if math.prod(held) > _LARGEST:
-        raise PlainPickleError(f"{_shown(key)} is of shape {held}, which no memory holds")
+        raise PlainPickleError(f"{_shown(key)} has shape {held}, which is too large")
     return held
 
 
 def _size(value: Any, description: str, key: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise PlainPickleError(f"{description} of {_shown(key)} is {_shown(value)}, which is no size")
+        raise PlainPickleError(f"{description} of {_shown(key)} is {_shown(value)}, which is not a size")
     return value
 
 

@@ -96,7 +96,7 @@ def load(
     try:
         return machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, KeyError) as error:
-        raise PlainPickleError(f"it is no whole pickle, {machine.place}") from error
+        raise PlainPickleError(f"it is not a complete pickle, {machine.place}") from error
 
 
 class _Machine:
@@ -160,7 +160,7 @@ class _Machine:
         """Return the top of the stack without popping it."""
         value = self.stack[-1]
         if type(value) is not kind:
-            raise PlainPickleError(f"it fills a {kind.__name__} that is none, {self.place}")
+            raise PlainPickleError(f"it expects a {kind.__name__} and has another object, {self.place}")
         return value
 
     def named(self, module: str, name: str) -> Named:
@@ -168,7 +168,7 @@ class _Machine:
         if full in _MEMBER_OF and self.enumerations:
             return _MEMBER
         if len(full) > self.limits.name_bytes or full not in self.allowed:
-            raise PlainPickleError(f"it names {full[:200]!r}, which has no place in a checkpoint")
+            raise PlainPickleError(f"it names {full[:200]!r}, which is not allowed in a checkpoint")
         return Named(full)
 
     def call(self) -> None:
@@ -181,12 +181,12 @@ class _Machine:
         if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
             self.stack.append(Made(kind.name, (member,)))
         else:
-            raise PlainPickleError(f"it asks for an attribute of what is no known enumeration, {self.place}")
+            raise PlainPickleError(f"it reads an attribute of an unknown enumeration, {self.place}")
 
     def make(self) -> None:
         args, called = self.pop(), self.pop()
         if type(called) is not Named or type(args) is not tuple or called is _MEMBER:
-            raise PlainPickleError(f"it calls what has no name, {self.place}")
+            raise PlainPickleError(f"it calls an object without a name, {self.place}")
         empty = called.name in EMPTY_DICTIONARIES and not args
         self.stack.append({} if empty else Made(called.name, args))
 
@@ -208,7 +208,7 @@ class _Machine:
 
     def persistent(self) -> None:
         if not self.stored_apart:
-            raise PlainPickleError(f"it refers to what is kept elsewhere, {self.place}")
+            raise PlainPickleError(f"it refers to external storage, {self.place}")
         self.stack.append(Made(STORED_APART, (self.pop(),)))
 
 
@@ -271,7 +271,7 @@ def _global(m: _Machine) -> None:
     for _ in range(2):
         end = m.data.find(b"\n", m.at, m.at + m.limits.name_bytes)
         if end < 0:
-            raise PlainPickleError(f"it names what has no end, {m.place}")
+            raise PlainPickleError(f"it has a name without an end, {m.place}")
         names.append(m.take(end - m.at).decode("utf-8"))
         m.at += 1
     m.stack.append(m.named(*names))
@@ -280,7 +280,7 @@ def _global(m: _Machine) -> None:
 def _stack_global(m: _Machine) -> None:
     name, module = m.pop(), m.pop()
     if type(name) is not str or type(module) is not str:
-        raise PlainPickleError(f"it names what is no text, {m.place}")
+        raise PlainPickleError(f"it has a name that is not a text, {m.place}")
     m.stack.append(m.named(module, name))
 
 

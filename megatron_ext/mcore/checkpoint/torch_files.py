@@ -92,10 +92,10 @@ class Archive:
         try:
             self._zip = zipfile.ZipFile(file, "r")
         except Exception as error:  # `zipfile` raises arbitrary errors for damaged archives
-            raise PlainPickleError(f"it is no archive of torch's: {error}") from error
+            raise PlainPickleError(f"it is not an archive of torch's: {error}") from error
         records = self._zip.infolist()
         if len(records) > _MAX_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
-            raise PlainPickleError("it is no archive of torch's: it has compressed or far too many records")
+            raise PlainPickleError("it is not an archive of torch's: it has compressed or far too many records")
         # torch puts everything into one folder of any name.
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
@@ -157,12 +157,12 @@ def read_tensor(
     archive = Archive(file)
     made = archive.pickle(_TENSOR)
     if type(made) is not Made or made.name != _REBUILD or len(made.args) < 4:
-        raise PlainPickleError("it is no tensor")
+        raise PlainPickleError("it is not a tensor")
     storage, offset, size, stride = made.args[:4]
     key, count = _storage(storage, dtype)
     same_shape = _are_sizes(size) and size == shape
     if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or type(offset) is not int or offset < 0:
-        raise PlainPickleError(f"it is no tensor of shape {shape}")
+        raise PlainPickleError(f"it is not a tensor of shape {shape}")
     if rows is not None and rows != slice(0, shape[0]):
         if (offset, stride) == (0, _contiguous(shape)) and count == math.prod(shape):
             row = math.prod(shape[1:]) * dtype.itemsize
@@ -188,12 +188,12 @@ def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
     """Return the key of a tensor's storage and its number of elements."""
     where = stored.args[0] if type(stored) is Made and stored.name == STORED_APART else None
     if type(where) is not tuple or len(where) != 5 or where[0] != "storage":
-        raise PlainPickleError("it is no tensor with bytes of its own")
+        raise PlainPickleError("it is not a tensor with its own storage")
     _, kind, key, _, count = where
     if type(kind) is not Named or _TYPED_STORAGES.get(kind.name) is not dtype:
-        raise PlainPickleError(f"it is no tensor of {str(dtype).removeprefix('torch.')}")
+        raise PlainPickleError(f"it is not a tensor of {str(dtype).removeprefix('torch.')}")
     if type(key) is not str or not key.isdecimal() or not _are_sizes((count,)):
-        raise PlainPickleError("its bytes are nowhere")
+        raise PlainPickleError("its storage is missing")
     return key, count
 
 

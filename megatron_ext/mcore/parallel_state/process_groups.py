@@ -74,7 +74,8 @@ def _check_distributed(parallel: ParallelConfig) -> None:
     existing, asked = torch.distributed.get_backend(), parallel.distributed_backend
     if asked is not None and asked not in existing and (asked != "nccl" or torch.cuda.is_available()):
         raise ConfigError(
-            f"distributed_backend {asked} contradicts torch.distributed, which has begun with {existing}; leave it out"
+            f"distributed_backend {asked} contradicts torch.distributed, which is initialized with {existing}; "
+            "leave it out"
         )
     plan_layout(parallel, torch.distributed.get_world_size())
 

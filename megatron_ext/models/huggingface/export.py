@@ -48,7 +48,7 @@ def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: Mode
         ConfigError: The directory is not empty, or cannot be written; `like` is of another architecture.
     """
     if is_spread(model.config):
-        raise ConfigError(f"{directory} is not written: the model is spread over ranks; load it on one")
+        raise ConfigError(f"{directory} is not written: the model is sharded over ranks; load it on one rank")
     target, example = Path(directory).resolve(), Path(like)
     raw = read_json(example / CONFIG_FILE)
     family = family_of(raw)
@@ -94,7 +94,9 @@ def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
     if source.conversion is None:
         return list(ours.chunk(len(source.names))) if len(source.names) > 1 else [ours]
     if source.conversion.revert is None:
-        raise ConfigError(f"{source.names[0]} has no way back from the model's tensors; this family is not exported")
+        raise ConfigError(
+            f"{source.names[0]} cannot be derived from the model's tensors; this family cannot be exported"
+        )
     return list(source.conversion.revert(ours, config))
 
 
@@ -104,7 +106,7 @@ def _require_same(config: ModelConfig, exported: ModelConfig, example: Path) -> 
     for name in ours:
         if name not in ("spec", "max_position_embeddings", "num_layers") and ours[name] != theirs[name]:
             raise ConfigError(
-                f"{example} is of another architecture: {name} is {theirs[name]!r} there and {ours[name]!r} in the "
+                f"{example} is of another architecture: {name} is {theirs[name]!r} there, and {ours[name]!r} in the "
                 "model; give a checkpoint of the same"
             )
 
@@ -158,5 +160,5 @@ def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTa
 
 def _leave_out(name: str, bare: str, table: TensorTable, directory: Path) -> None:
     if table.ignored is None or not re.fullmatch(table.ignored, bare):
-        raise CheckpointError(f"{directory} has {name}, which the model has not")
-    logger.warning("%s has %s, which is not loaded, and so not written", directory, name)
+        raise CheckpointError(f"{directory} has {name}, which the model lacks")
+    logger.warning("%s has %s, which is not loaded and therefore not written", directory, name)

@@ -83,7 +83,7 @@ def resolve_iteration(directory: Path) -> Path:
     latest = read_text(tracker, _LONGEST_TRACKER, CheckpointError).strip()
     name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
     if latest != "release" and not latest.isdecimal():
-        raise CheckpointError(f"{tracker} says {latest[:40]!r}, which is no iteration")
+        raise CheckpointError(f"{tracker} says {latest[:40]!r}, which is not an iteration")
     if not (directory / name).is_dir():
         raise CheckpointError(f"{tracker} says {latest}, and {directory} has no {name}")
     return directory / name
@@ -142,7 +142,7 @@ def save_dist_checkpoint(
 def _require_seen(staging: Path, directory: str | Path) -> None:
     if not staging.is_dir():
         rank = torch.distributed.get_rank()
-        raise ConfigError(f"--save {directory} is not seen by rank {rank}; give a directory that all ranks share")
+        raise ConfigError(f"--save {directory} is not visible to rank {rank}; give a directory that all ranks share")
 
 
 def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype: torch.dtype) -> None:
@@ -223,7 +223,7 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
     stored, common = _read_stored(directory), read_common(directory)
     if any(map(is_prediction, stored.tensors)) and is_first_rank():
         logger.warning(
-            "%s: layers of multi-token prediction are left unread; --speculative-method drafts without them", directory
+            "%s: layers of multi-token prediction are not read; --speculative-method drafts without them", directory
         )
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None

@@ -140,7 +140,7 @@ class _Arguments:
         if isinstance(args, Mapping):
             args = SimpleNamespace(**args)
         if not hasattr(args, "__dict__"):
-            raise CheckpointError(f"{where} has no arguments but a {type(args).__name__}")
+            raise CheckpointError(f"{where} has a {type(args).__name__} instead of arguments")
         self._values = {name: value for name, value in vars(args).items() if value is not None}
 
     def get(self, name: str, default: Any = None) -> Any:

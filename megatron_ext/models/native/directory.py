@@ -186,9 +186,9 @@ def _require_writable(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ConfigError(f"--save {target} is a file; give a directory")
     if target.is_symlink() and not target.exists():
-        raise ConfigError(f"--save {target} is a link to nothing; give a directory")
+        raise ConfigError(f"--save {target} is a broken link; give a directory")
     if os.path.ismount(target):
-        raise ConfigError(f"--save {target} is where a file system is mounted; give a directory in it")
+        raise ConfigError(f"--save {target} is a mount point; give a directory in it")
     try:
         require_place_for_scratch(target.resolve())
     except OSError as error:

@@ -66,7 +66,7 @@ def read_kept_tokenizer(directory: Path) -> LibraryTokenizer:
     files = [directory / name for name in _FILES[kind]]
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{directory} has no {file.name}, which {KEPT_FILE} is about")
+            raise ConfigError(f"{directory} has no {file.name}, which {KEPT_FILE} describes")
     if kind == GPT2_TOKENIZER:
         return Gpt2Tokenizer(*files)
     if kind == _SENTENCEPIECE:
@@ -78,7 +78,7 @@ def _tiktoken_settings(raw: Mapping[str, object], directory: Path) -> tuple[str,
     pattern, special, size = raw[_PATTERN], raw[_SPECIAL], raw[_SIZE]
     if pattern not in TIKTOKEN_PATTERNS or not _is_count(special) or not _is_count(size):
         raise ConfigError(
-            f"{directory / KEPT_FILE} has a {_PATTERN}, {_SPECIAL} or {_SIZE} that is none: "
+            f"{directory / KEPT_FILE} has a {_PATTERN}, {_SPECIAL} or {_SIZE} that is not valid: "
             f"{pattern!r}, {special!r}, {size!r}"
         )
     return str(pattern), int(str(special)), int(str(size))

@@ -62,7 +62,7 @@ class WeightsRoot:
             ConfigError: The path is outside the root, or not a directory; or a link in it leads outside.
         """
         if not asked or "\0" in asked or not asked.isprintable():
-            raise ConfigError(f"{asked!r} is no path that this server takes; it must be printable")
+            raise ConfigError(f"{asked!r} is not a valid path; give printable characters only")
         try:
             directory = self._inside(self.path / asked, asked)
             if not directory.is_dir():
@@ -81,7 +81,7 @@ class WeightsRoot:
     def _inside(self, path: Path, asked: str) -> Path:
         resolved = Path(os.path.realpath(path))
         if resolved != self.path and self.path not in resolved.parents:
-            raise ConfigError(f"{asked!r} is not below --weights-root; give a path inside it, and no link out of it")
+            raise ConfigError(f"{asked!r} is not below --weights-root; give a path inside it, without links out of it")
         return resolved
 
 
@@ -89,7 +89,7 @@ def _entries(directory: Path) -> Iterator[str]:
     with os.scandir(directory) as entries:
         for count, entry in enumerate(entries):
             if count >= _MAX_FILES:
-                raise ConfigError(f"{directory.name!r} has more than {_MAX_FILES} files and is no checkpoint")
+                raise ConfigError(f"{directory.name!r} has more than {_MAX_FILES} files, so it is not a checkpoint")
             yield entry.path
 
 
@@ -124,7 +124,7 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
             (`CheckpointError`); there is no memory for a second copy.
     """
     if torch.distributed.get_world_size() > 1:
-        raise ConfigError("new weights are read on one rank only, and there are several; start the server anew")
+        raise ConfigError("new weights cannot be read by several ranks; restart the server")
     ours = has_header(directory) or is_dist_checkpoint(directory)
     where = str(directory)
     new = dataclasses.replace(
@@ -148,5 +148,6 @@ def _require_same(config: ModelConfig, new: ModelConfig, directory: Path) -> Non
         here, there = getattr(config, field.name), getattr(new, field.name)
         if here != there:
             raise CheckpointError(
-                f"{directory.name} is of another model: its {field.name} is {there!r}, the one that serves has {here!r}"
+                f"{directory.name} holds another model: its {field.name} is {there!r}, and the served model has "
+                f"{here!r}"
             )

@@ -24,7 +24,7 @@ def read_named_tensors(given: NamedTensors) -> dict[str, object]:
     for pair in given.items() if isinstance(given, Mapping) else _pairs(given):
         name, tensor = pair
         if not isinstance(name, str):
-            raise ConfigError(f"the name {name!r} is of type {type(name).__name__}; names of tensors are texts")
+            raise ConfigError(f"the name {name!r} is of type {type(name).__name__}; give a text")
         if name in named:
             raise ConfigError(f"tensor {name} is given twice")
         named[name] = tensor
@@ -38,7 +38,7 @@ def _pairs(given: object) -> Iterable[tuple[object, object]]:
         raise ConfigError(f"named tensors are of type {type(given).__name__}; give a dict, or pairs of name and tensor")
     for pair in given:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConfigError(f"{type(pair).__name__} is no pair of name and tensor; give those, or a dict")
+            raise ConfigError(f"{type(pair).__name__} is not a pair of name and tensor; give such pairs, or a dict")
         yield pair
 
 
@@ -51,9 +51,9 @@ def require_weight(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} is of type {type(tensor).__name__}; give a tensor")
     if callable(getattr(tensor, "full_tensor", None)):
-        raise ConfigError(f"{name} is spread over ranks; give {name}.full_tensor()")
+        raise ConfigError(f"{name} is sharded over ranks; give {name}.full_tensor()")
     if tensor.is_meta:
-        raise ConfigError(f"{name} is on the meta device and has no values; give one that has")
+        raise ConfigError(f"{name} is on the meta device and has no values; give a tensor with values")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
     if tensor.dtype not in FLOATING_TYPES:

@@ -115,7 +115,7 @@ class HuggingFaceNames:
         for whole, parts in self._table.joined_names(given).items():
             missing = [part for part in parts if part not in given]
             if missing:
-                raise ConfigError(f"{missing[0]} is not given, and the other parts of {whole} are; give all of them")
+                raise ConfigError(f"{missing[0]} is missing, and other parts of {whole} are given; give all of them")
             tensors = [require_weight(part, joined.pop(part)) for part in parts]
             if len({tensor.shape[1:] for tensor in tensors}) > 1 or not all(tensor.dim() for tensor in tensors):
                 raise ConfigError(f"{', '.join(parts)} are not parts of one tensor: {[list(t.shape) for t in tensors]}")
@@ -129,7 +129,7 @@ class HuggingFaceNames:
             if match is not None:
                 parts = require_weight(name, tensor)
                 if not parts.dim():
-                    raise ConfigError(f"{name} has no dimension; its first one is that of the experts")
+                    raise ConfigError(f"{name} has no dimensions; its first dimension must be the experts")
                 return [(match.expand(part_name.replace("{index}", str(i))), part) for i, part in enumerate(parts)]
         return [(name, tensor)]
 
@@ -139,7 +139,7 @@ class HuggingFaceNames:
         output, embedding = tensors.pop(LM_HEAD), tensors.get(self._table.embedding)
         if embedding is None or output.shape != embedding.shape or not torch.equal(output, embedding.to(output.device)):
             raise ConfigError(
-                f"{LM_HEAD} is tied to {self._table.embedding} in this model; give that alone, or the same as both"
+                f"{LM_HEAD} is tied to {self._table.embedding} in this model; give one of them, or equal tensors"
             )
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:

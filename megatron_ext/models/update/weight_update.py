@@ -61,12 +61,14 @@ def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor],
     unknown = sorted(tensors.keys() - known)
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; they begin as {min(known)} does"
+        hint = f"; did you mean {near[0]}?" if near else f"; its names look like {min(known)}"
         raise ConfigError(f"the model has no tensor {_shown(unknown)}{hint}")
     if not partial:
         missing = sorted(known - tensors.keys())
         if missing:
-            raise ConfigError(f"{_shown(missing)} of the model are not given; give all, or partial=True to keep them")
+            raise ConfigError(
+                f"{_shown(missing)} of the model are missing; give all tensors, or partial=True to keep the others"
+            )
     for recipe in recipes.values():
         missing = [name for name in recipe.parts if name not in tensors]
         if 0 < len(missing) < len(recipe.parts):

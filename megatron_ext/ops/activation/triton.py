@@ -15,7 +15,7 @@ def _lacks(x: Tensor) -> str | None:
     from megatron_ext.ops.activation import kernels
 
     if not x.is_contiguous():
-        return "activations have no kernel for numbers that do not lie in one piece"
+        return "activations have no kernel for tensors that are not contiguous"
     return kernels.relu_squared.lacks(T=x.dtype)
 
 

@@ -28,11 +28,11 @@ def _lacks(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor) -> str 
 
     window = weight.shape[1]
     if window not in kernels.WINDOWS:
-        return f"the convolution has no kernel for a window of {window}, but for {kernels.WINDOWS}"
+        return f"the convolution has no kernel for a window of {window}, only for {kernels.WINDOWS}"
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return f"the convolution has no kernel for weights of {weight.dtype} and inputs of {x.dtype}"
     if not own_rows(live):
-        return "the convolution has no kernel for states whose columns do not follow each other"
+        return "the convolution has no kernel for states with columns that are not contiguous"
     return kernels.conv_prefill.lacks(T=x.dtype, S=live.dtype)
 
 

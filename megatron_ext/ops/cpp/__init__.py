@@ -65,7 +65,7 @@ def _problem() -> str | None:
 def _choose() -> bool:
     wanted = os.environ.get(SWITCH, "auto")
     if wanted not in ("auto", "off", "required"):
-        raise ConfigError(f"{SWITCH}={wanted}: it is auto, off or required")
+        raise ConfigError(f"{SWITCH}={wanted}: it must be auto, off or required")
     if wanted == "off":
         return False
     problem = _problem()
@@ -73,7 +73,7 @@ def _choose() -> bool:
         return True
     if wanted == "required":
         raise ConfigError(f"{SWITCH}=required: {problem}")
-    say(f"operators run in plain torch, which is slower: {problem}")
+    say(f"operators run in plain torch, which is slower, because {problem}")
     return False
 
 

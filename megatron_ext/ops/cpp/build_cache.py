@@ -117,7 +117,7 @@ class BuildCache:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    say("waiting for another process, which compiles the operators")
+                    say("waiting for another process that compiles the operators")
                     fcntl.flock(handle, fcntl.LOCK_EX)
                 if os.fstat(handle).st_nlink:  # otherwise the lock file was removed with its build meanwhile
                     return handle

@@ -98,7 +98,7 @@ def open_library(say: Callable[[str], None]) -> Library:
     except OSError as error:
         named = str(error.filename or "")
         place = path if named.startswith("/proc/self/fd/") else path / named
-        raise BuildError(f"{place}: {error.strerror}; XDG_CACHE_HOME names another place for caches") from None
+        raise BuildError(f"{place}: {error.strerror}; set XDG_CACHE_HOME to another directory") from None
 
 
 def toolchain() -> Toolchain:
@@ -110,8 +110,8 @@ def toolchain() -> Toolchain:
     command = compiler()
     if command is None:
         named = os.environ.get("CXX")
-        problem = f"CXX={named} is not there" if named else "there is no C++ compiler (c++, g++, clang++)"
-        raise BuildError(f"{problem}; with one, operators are compiled once")
+        problem = f"CXX={named} does not exist" if named else "there is no C++ compiler (c++, g++, clang++)"
+        raise BuildError(f"{problem}; install one, or set CXX to one")
     plain = os.environ | {"LC_ALL": "C"}  # output independent of the user's language
     asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, env=plain)
     if asked.returncode != 0:
@@ -153,9 +153,9 @@ def _build(tools: Toolchain, cache: BuildCache, key: str, say: Callable[[str], N
     log = f"{key}.log"
     if _has_failed_lately(cache.folder / log):
         shown = cache.path / log
-        raise BuildError(f"compiling the operators has failed before, see {shown}; without that file it is tried again")
+        raise BuildError(f"compiling the operators failed before, see {shown}; delete that file to try again")
     began = time.monotonic()
-    say("compiling the operators for this CPU, once; half a minute or so")
+    say("compiling the operators for this CPU, once; this takes about half a minute")
     with cache.work_folder(key) as work:
         try:
             compile_library(tools.command, sources(), work, LIBRARY, _linked())
@@ -167,7 +167,7 @@ def _build(tools: Toolchain, cache: BuildCache, key: str, say: Callable[[str], N
     say(f"compiled the operators in {time.monotonic() - began:.0f} s: {cache.path / key}")
     library = cache.find(key)
     if library is None:
-        raise BuildError(f"{cache.path / key} was removed as soon as it was there; start again")
+        raise BuildError(f"{cache.path / key} was removed right after the build; start again")
     return library
 
 

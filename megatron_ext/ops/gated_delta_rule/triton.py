@@ -33,15 +33,15 @@ def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
     from megatron_ext.ops.gated_delta_rule import kernels
 
     if q.shape[-1] > MAX_KEYS:
-        return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, but for {MAX_KEYS} at most"
+        return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, only for up to {MAX_KEYS}"
     if q.shape[-1] > kernels.MAX_ODD_KEYS and not _is_aligned(q, k, v):
         return (
-            f"the gated delta rule has no kernel for {q.shape[-1]} and {v.shape[-1]} channels, but for multiples of 16"
+            f"the gated delta rule has no kernel for {q.shape[-1]} and {v.shape[-1]} channels, only for multiples of 16"
         )
     if q.dtype != v.dtype:
         return f"the gated delta rule has no kernel for keys of {q.dtype} and values of {v.dtype}"
     if not own_rows(live):
-        return "the gated delta rule has no kernel for states that do not lie in one piece"
+        return "the gated delta rule has no kernel for states that are not contiguous"
     return kernels.delta_prefill.lacks(T=q.dtype, S=live.dtype)
 
 

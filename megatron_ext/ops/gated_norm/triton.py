@@ -68,7 +68,7 @@ def add_and_norm(output: Tensor, residual: Tensor, norm: RowNorm, factor: float)
     """See `GateBackend.add_norm`."""
     lack = _lacks(output, residual, norm.weight)
     if lack is None and not (output.is_contiguous() and residual.is_contiguous() and output.shape == residual.shape):
-        lack = "sums and norms have no kernel for numbers that do not lie in one piece"
+        lack = "sums and norms have no kernel for tensors that are not contiguous"
     if lack is not None:
         say_reference_computes(lack)
         return None

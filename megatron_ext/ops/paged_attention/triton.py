@@ -102,11 +102,11 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
     if q.dtype != key_cache.dtype:
         return f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}"
     if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
-        return "paged attention has no kernel for keys and values whose blocks are laid out differently"
+        return "paged attention has no kernel for keys and values with different layouts"
     if q.shape[2] > MAX_CHANNELS:
-        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MAX_CHANNELS} at most"
+        return f"paged attention has no kernel for heads of {q.shape[2]} channels, only for up to {MAX_CHANNELS}"
     if not _is_aligned(q, key_cache, value_cache):
-        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
+        return f"paged attention has no kernel for heads of {q.shape[2]} channels, only for multiples of 16"
     return _kernels().paged_prefill.lacks(T=q.dtype)
 
 

@@ -21,7 +21,7 @@ def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cac
     if different:
         return f"rotary writes have no kernel for {heads.key.dtype} and {different[0]}"
     if not (own_rows(key_cache) and own_rows(value_cache) and _follow(key_cache) and _follow(value_cache)):
-        return "rotary writes have no kernel for keys and values whose blocks do not follow each other"
+        return "rotary writes have no kernel for keys and values with blocks that are not contiguous"
     max_channels, channels = kernels.BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
     if channels > max_channels or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
         return f"rotary writes have kernels for heads of up to {max_channels} contiguous channels, not of {channels}"

@@ -28,11 +28,11 @@ def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
 
     max_states = max(one["N"] for one in kernels.selective_prefill.configs)
     if B.shape[-1] > max_states:
-        return f"the selective scan has no kernel for states of {B.shape[-1]}, but for {max_states} and less"
+        return f"the selective scan has no kernel for states of {B.shape[-1]}, only for up to {max_states}"
     if B.dtype != u.dtype:
         return f"the selective scan has no kernel for u of {u.dtype} and B and C of {B.dtype}"
     if not own_rows(live):
-        return "the selective scan has no kernel for states that do not lie in one piece"
+        return "the selective scan has no kernel for states that are not contiguous"
     return kernels.selective_prefill.lacks(T=u.dtype, S=live.dtype)
 
 

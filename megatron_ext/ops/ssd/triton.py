@@ -29,11 +29,11 @@ def _lacks(x: Tensor, B: Tensor, live: Tensor) -> str | None:
 
     max_states = max(one["N"] for one in kernels.ssd_decode.configs)
     if B.shape[-1] > max_states:
-        return f"ssd has no kernel for states of {B.shape[-1]}, but for {max_states} and less"
+        return f"ssd has no kernel for states of {B.shape[-1]}, only for up to {max_states}"
     if B.dtype != x.dtype:
         return f"ssd has no kernel for x of {x.dtype} and B and C of {B.dtype}"
     if not own_rows(live):
-        return "ssd has no kernel for states that do not lie in one piece"
+        return "ssd has no kernel for states that are not contiguous"
     return kernels.ssd_decode.lacks(T=x.dtype, S=live.dtype)
 
 

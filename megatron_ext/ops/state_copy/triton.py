@@ -22,7 +22,7 @@ def _lacks(*pools: Tensor) -> str | None:
         if pool.element_size() not in (2, 4, 8):
             return f"copies of states have no kernel for {pool.dtype}"
         if not pool.is_contiguous():
-            return "copies of states have no kernel for pools that do not lie in one piece"
+            return "copies of states have no kernel for pools that are not contiguous"
     return None
 
 

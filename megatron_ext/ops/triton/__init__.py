@@ -31,7 +31,7 @@ def _import_problem() -> str | None:
     except ImportError as error:
         return f"triton cannot be imported ({error})"
     if not hasattr(triton, "knobs"):
-        return f"triton {triton.__version__} is too old; 3.6 and 3.7 are what kernels are written for"
+        return f"triton {triton.__version__} is too old; the kernels need 3.6 or 3.7"
     return None
 
 

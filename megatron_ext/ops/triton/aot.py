@@ -64,7 +64,7 @@ class Compiled:
             return f"spills {self.spilled_bytes} bytes"
         limit = SHARED_BYTES[self.case.arch]
         if self.shared_bytes > limit:
-            return f"wants {self.shared_bytes} bytes of shared memory; sm_{self.case.arch} has {limit}"
+            return f"needs {self.shared_bytes} bytes of shared memory; sm_{self.case.arch} has {limit}"
         return None
 
 

@@ -172,7 +172,7 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
         """Run over a grid; an empty grid does nothing."""
-        assert config in self.configs, f"{config.name} is no registered configuration of {self.name}"
+        assert config in self.configs, f"{config.name} is not a registered configuration of {self.name}"
         if _watching:
             self._note(config, arguments)
         if 0 in grid:
@@ -184,7 +184,7 @@ class Kernel:
         letters: dict[str, str] = {}
         for name, type_name in self.pointers.items():
             given = arguments[name]
-            assert isinstance(given, Tensor), f"{name} of {self.name} is no tensor"
+            assert isinstance(given, Tensor), f"{name} of {self.name} is not a tensor"
             found = TYPE_NAMES[given.dtype]
             if type_name in TYPE_NAMES.values():
                 assert found == type_name, f"{name} of {self.name} is of {found}, compiled for {type_name}"

@@ -222,13 +222,13 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
         name, leader = f"sleeping {request.request_id}", running.get(prefix_wait.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
         assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
-        assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for what is there"
+        assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for a block that is cached"
         assert request.block_hashes[prefix_wait.blocks - 1] == prefix_wait.block_hash, (
             f"{name} waits for what it cannot use"
         )
         if cache.states is None:
             assert pending_blocks.computes(prefix_wait.leader, prefix_wait.block_hash), (
-                f"{name} waits for what nobody computes"
+                f"{name} waits for a block that no request computes"
             )
         else:
-            assert cache.states.is_reserved(prefix_wait.block_hash), f"{name} waits for states that nobody takes"
+            assert cache.states.is_reserved(prefix_wait.block_hash), f"{name} waits for states that no request saves"

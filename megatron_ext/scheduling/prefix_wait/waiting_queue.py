@@ -207,18 +207,18 @@ class WaitingQueue:
         """Assert that each request is awake or asleep, and that the indexes and the pins agree on the sleepers."""
         asleep = dict(self.sleepers())
         assert len(self._awake) + len(asleep) == len(self._members), "awake and asleep, or neither"
-        assert {*self._awake, *asleep} == self._members, "somebody is neither awake nor asleep"
+        assert {*self._awake, *asleep} == self._members, "a request is neither awake nor asleep"
         assert self._prefix_waits.keys() <= self._members, "prefix waits of requests that do not wait"
         arrivals = [request.arrival for request in self._awake]
         assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
         for table, name in ((self._sleepers, "block_hash"), (self._followers, "leader")):
             indexed = [(request, key) for key, requests in table.items() for request in requests]
-            assert all(table.values()), "an entry of nobody"
-            assert len(indexed) == len(asleep), "somebody sleeps unknown, or is known to sleep and does not"
+            assert all(table.values()), "an entry without requests"
+            assert len(indexed) == len(asleep), "the sleepers and their index disagree"
             assert all(getattr(asleep[request], name) == key for request, key in indexed), f"another {name}"
         if self._pins is not None:
             pinned = Counter(prefix_wait.block_hash for prefix_wait in self._prefix_waits.values())
-            assert pinned == self._pins.wanted(), "kept for nobody, or not kept"
+            assert pinned == self._pins.wanted(), "blocks kept and blocks wanted disagree"
 
 
 def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request) -> None:

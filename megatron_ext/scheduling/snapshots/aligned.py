@@ -18,12 +18,12 @@ def check_aligned(limits: SchedulerLimits) -> None:
     """
     if not limits.chunked_prefill:
         raise ConfigError(
-            f"{_MODE} cuts prompts into chunks, and --no-enable-chunked-prefill forbids it; drop one of them"
+            f"{_MODE} splits prompts into chunks, which --no-enable-chunked-prefill forbids; drop one of them"
         )
     if limits.max_tokens < limits.block_size:
         raise ConfigError(
-            f"{_MODE} computes a block of {limits.block_size} tokens in a step, and "
-            f"{_MAX_TOKENS} is {limits.max_tokens}; {limits.block_size} would do"
+            f"{_MODE} computes a block of {limits.block_size} tokens in a step; {_MAX_TOKENS} {limits.max_tokens} "
+            f"is less; {limits.block_size} would do"
         )
 
 

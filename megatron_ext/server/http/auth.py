@@ -64,9 +64,9 @@ class KeyAuth:
         if caller.can_administrate if is_admins else caller.can_generate:
             return caller
         if is_admins and not self._keys.has_admin_key and (known or not self._keys.are_needed):
-            raise _forbidden("no key opens this path; the server needs --admin-key-file for it")
+            raise _forbidden("no key gives access to this path; start the server with --admin-key-file")
         if known is not None:
-            path = "needs the admin key" if is_admins else "needs an API key, and this one is for administrators"
+            path = "needs the admin key" if is_admins else "needs an API key, and the given key is the admin key"
             raise _forbidden(f"this path {path}")
         raise _unauthorized(is_missing=not given)
 

@@ -109,7 +109,7 @@ def parse_json(body: bytes) -> object:
         raise ApiError(400, "the body is empty; send a JSON object")
     count = count_containers(body)
     if count > MAX_CONTAINERS:
-        raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are taken")
+        raise ApiError(400, f"the body has {count} lists and objects; the limit is {MAX_CONTAINERS}")
     try:
         content = json.loads(body)
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -152,4 +152,4 @@ def check_depth(content: object) -> None:
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested too deeply; this server takes at most {MAX_LEVELS} levels")
+    return ApiError(400, f"the body is nested too deeply; the limit is {MAX_LEVELS} levels")

@@ -46,7 +46,7 @@ def effective_max_connections(limits: ServerLimits) -> int:
     taken = len(os.listdir("/dev/fd")) + SPARE_FILES
     if taken >= files:
         raise ConfigError(
-            f"`ulimit -n` is {files}, and {taken} files are open or kept for other use: no connection is left; "
+            f"`ulimit -n` is {files}, and {taken} files are open or kept for other use: no connection is possible; "
             f"raise it to {taken + limits.max_connections} for --max-connections {limits.max_connections}"
         )
     return min(limits.max_connections, files - taken)
@@ -75,7 +75,7 @@ class Connections:
         """
         if len(self) >= self.most:
             oldest = next(iter(self._waiting), None)
-            fate = "refused a new one" if oldest is None else "closed the one that had waited longest for its client"
+            fate = "refused the new one" if oldest is None else "closed the one whose client was idle for longest"
             logger.warning("%d connections are open, which is the limit; %s", len(self), fate)
             if oldest is None:
                 return False

@@ -33,19 +33,19 @@ _ERROR_SCHEMA: Schema = {
 }
 _KEY = "key"
 _EVERYWHERE = {
-    "400": "It makes no sense, or does not fit; the message names what",
-    "403": "This key does not open it, or host or origin are not this server's",
+    "400": "The request is not valid; the message says why",
+    "403": "The key gives no access, or host or origin are not accepted",
     "500": "The engine or the server has failed",
     "503": "Shutting down, asleep, or out of memory or connections",
 }
-_WITH_KEY = {"401": "No key, or a wrong one"}
+_WITH_KEY = {"401": "The key is missing or wrong"}
 _WITH_BODY = {
     "408": "The request was not complete in time",
     "413": "The body is too long",
-    "415": "The body is not said to be JSON",
+    "415": "The Content-Type of the body is not JSON",
 }
-_NAMES = {"404": "There is no such model"}
-_ADMIN = {"404": "No request in flight has that id"}
+_NAMES = {"404": "The model does not exist"}
+_ADMIN = {"404": "No running request has that id"}
 _GENERATES = {"429": "The queue is full; see Retry-After"}
 _FOREIGN = ("HTTPValidationError", "ValidationError")  # FastAPI's schemas of errors that are never sent here
 

@@ -65,7 +65,7 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
     connections = Connections(effective_max_connections(limits))
     if connections.most < limits.max_connections:
         logger.warning(
-            "`ulimit -n` allows for %d connections, not the %d of --max-connections",
+            "`ulimit -n` allows %d connections, not the %d of --max-connections",
             connections.most,
             limits.max_connections,
         )

@@ -91,7 +91,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 def _foreign_host(given: list[str]) -> ApiError:
     asked = repr(given[0]) if len(given) == 1 else "no host" if not given else f"{len(given)} hosts"
-    message = f"the request is for {asked}, which is not a name of this server; --allowed-hosts adds names"
+    message = f"the request is for {asked}, which this server does not accept; add it with --allowed-hosts"
     return ApiError(403, message, kind="permission_error", code="host_not_allowed")
 
 

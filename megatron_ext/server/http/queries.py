@@ -16,6 +16,6 @@ def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
         for name in request.query_params:
             if name not in names:
                 shown = name[:LONGEST_NAME]
-                raise ApiError(400, f"{shown} is no parameter that this route knows", param=shown)
+                raise ApiError(400, f"{shown} is not a parameter of this route", param=shown)
 
     return check

@@ -86,11 +86,12 @@ def _warn(endpoint: Endpoint | None) -> None:
             return
         where, remedy = f"{address} is in a directory that other users can enter", f"chmod 700 {directory}"
     elif endpoint.is_loopback:
-        where, remedy = f"every user of this machine can read {address}", "ipc:///PATH in a directory of mode 0700"
+        where = f"every user of this machine can connect to {address}"
+        remedy = "ipc:///PATH in a directory of mode 0700"
     else:
-        where, remedy = f"{address} leaves this machine", "a loopback address, or ipc:///PATH"
+        where, remedy = f"{address} is reachable from other machines", "a loopback address, or ipc:///PATH"
     logger.warning(
-        "KV events have the token ids of all prompts and answers that are cached, and %s; to keep them here: %s",
+        "KV events contain the token ids of all cached prompts and outputs, and %s; to keep them private: %s",
         where,
         remedy,
     )

@@ -53,7 +53,7 @@ class CacheView:
             self._looking.add_done_callback(self._looked)
         if not self._is_recent():
             await asyncio.shield(self._looking)
-        assert self._hottest is not None, "somebody has looked"
+        assert self._hottest is not None, "a route has asked for the list"
         state = self._metrics.state
         return {
             "geometry": self._engine.geometry.shown(),

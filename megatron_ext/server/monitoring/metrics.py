@@ -24,40 +24,60 @@ DEPTHS = (64, 256, 1024, 4096, 16384)  # tokens that agree: a date near the top 
 
 # name, help, where the value is
 _GAUGES = (
-    ("requests_running", "Requests in the batch", "running"),
+    ("requests_running", "Requests that run", "running"),
     ("requests_waiting", "Requests that wait for admission", "waiting"),
     ("requests_paused", "Requests without a block for their next token", "paused"),
     ("kv_blocks", "KV blocks of the pool", "use.blocks_total"),
-    ("kv_blocks_in_use", "KV blocks that requests refer to", "use.blocks_in_use"),
-    ("kv_blocks_cached", "KV blocks that can be found by their contents, in use or not", "use.blocks_cached"),
+    ("kv_blocks_in_use", "KV blocks referenced by requests", "use.blocks_in_use"),
+    ("kv_blocks_cached", "KV blocks indexed for matches, in use or not", "use.blocks_cached"),
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
     ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
-    ("state_slots_provisional", "Slots with a snapshot that nobody asked for", "use.provisional_slots"),
+    (
+        "state_slots_provisional",
+        "Slots with an opportunistic checkpoint that no request has used yet",
+        "use.provisional_slots",
+    ),
 )
 _COUNTERS = (
-    ("prefix_cache_hits", "Admissions that skipped something", "counters.hits"),
+    ("prefix_cache_hits", "Admissions that skipped prompt tokens", "counters.hits"),
     ("prefix_cache_blocks_matched", "KV blocks found in the cache", "counters.blocks_matched"),
-    ("coordination_waits", "Requests that waited for another one's prefix", "counters.coordination_waits"),
-    ("kv_blocks_evicted", "Cached KV blocks given up for memory", "use.blocks_evicted"),
+    (
+        "coordination_waits",
+        "Requests that waited for a prefix that another request computed",
+        "counters.coordination_waits",
+    ),
+    ("kv_blocks_evicted", "Cached KV blocks evicted", "use.blocks_evicted"),
     ("snapshots_taken", "Snapshots of recurrent states taken", "use.snapshots_taken"),
-    ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
-    ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
-    ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
-    ("provisional_taken", "Snapshots taken that nobody asked for", "use.provisional_taken"),
-    ("provisional_consumed", "Of those, that requests resumed from", "use.provisional_consumed"),
-    ("provisional_given_up", "Of those, gone before", "use.provisional_given_up"),
+    ("snapshots_skipped", "Snapshots not taken for lack of a slot", "use.snapshots_skipped"),
+    ("snapshots_evicted", "Snapshots evicted for lack of a slot", "use.slots_evicted"),
+    ("snapshots_replaced", "Snapshots of decode replaced by the next one of their request", "use.snapshots_replaced"),
+    ("provisional_taken", "Opportunistic checkpoints taken", "use.provisional_taken"),
+    ("provisional_consumed", "Opportunistic checkpoints that a request resumed from", "use.provisional_consumed"),
+    (
+        "provisional_given_up",
+        "Opportunistic checkpoints evicted before any request used them",
+        "use.provisional_given_up",
+    ),
     (
         "prompt_tokens_lost_slots",
-        "Computed, and skipped had there been more snapshot slots",
+        "Prompt tokens computed because their snapshot had been evicted",
         "counters.lost_slot_tokens",
     ),
-    ("prompt_tokens_lost_blocks", "Computed, and skipped had there been more blocks", "counters.lost_block_tokens"),
-    ("draft_tokens", "Drafts that steps have verified", "counters.drafted"),
-    ("accepted_draft_tokens", "Drafts that came", "counters.accepted"),
-    ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
-    ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
-    ("steps_launched_ahead", "Launched before the tokens of the step before were known", "counters.launched_ahead"),
+    (
+        "prompt_tokens_lost_blocks",
+        "Prompt tokens computed because their blocks had been evicted",
+        "counters.lost_block_tokens",
+    ),
+    ("draft_tokens", "Draft tokens verified", "counters.drafted"),
+    ("accepted_draft_tokens", "Draft tokens accepted", "counters.accepted"),
+    ("request_pauses", "Requests paused for lack of a block", "counters.pauses"),
+    ("request_evictions", "Paused requests that were preempted and lost their blocks", "counters.preemptions"),
+    (
+        "steps_launched_ahead",
+        "Steps launched before the tokens of the previous step were known",
+        "counters.launched_ahead",
+    ),
 )
 
 
@@ -77,23 +97,21 @@ class Metrics(Collector):
             f"{PREFIX}_requests", "Requests that have ended, by outcome", ["outcome"], registry=registry
         )
         self.rejected = Counter(
-            f"{PREFIX}_requests_rejected", "Requests turned away because the queue was full", registry=registry
+            f"{PREFIX}_requests_rejected", "Requests rejected because the queue was full", registry=registry
         )
-        self._skipped = Counter(
-            f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that no layer computed", registry=registry
-        )
+        self._skipped = Counter(f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens skipped", registry=registry)
         self._computed = Counter(
             f"{PREFIX}_prompt_tokens_computed", "Prompt tokens computed, by reason", ["reason"], registry=registry
         )
         self._why = Counter(
             f"{PREFIX}_prefix_cache_explanations",
-            "Why requests skipped no more, by reason",
+            "Explanations of requests, by the reason why they skipped no more",
             ["reason"],
             registry=registry,
         )
         self._near_misses = Counter(
             f"{PREFIX}_prefix_cache_near_misses",
-            "Requests that skipped less than they could have, by reason and by the tokens that agreed",
+            "Requests that skipped less than possible, by reason and by matching tokens",
             ["reason", "depth"],
             registry=registry,
         )
@@ -102,9 +120,9 @@ class Metrics(Collector):
         )
         self._generated = Counter(f"{PREFIX}_tokens_generated", "Tokens generated", registry=registry)
         self.step_failures = Counter(f"{PREFIX}_step_failures", "Engine steps that raised", registry=registry)
-        self._first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token")
-        self.inter_token = self._histogram("inter_token_seconds", "From one token of a request to its next")
-        self._latency = self._histogram("request_seconds", "From submission to the end")
+        self._first_token = self._histogram("time_to_first_token_seconds", "Time from submission to the first token")
+        self.inter_token = self._histogram("inter_token_seconds", "Time between two tokens of a request")
+        self._latency = self._histogram("request_seconds", "Time from submission to the end")
         Info(PREFIX, "The server", registry=registry).info({"version": megatron_ext.__version__, "model": model})
         for outcome in OUTCOMES:  # zero is a value too
             self._requests.labels(outcome)
@@ -146,8 +164,8 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         use = state.speculation
         if use is not None:
-            yield _by_position("draft_tokens_by_position", "Drafts that steps have verified", use.drafted)
-            yield _by_position("accepted_draft_tokens_by_position", "Drafts that came", use.accepted)
+            yield _by_position("draft_tokens_by_position", "Draft tokens verified", use.drafted)
+            yield _by_position("accepted_draft_tokens_by_position", "Draft tokens accepted", use.accepted)
 
     def values(self) -> dict[str, float]:
         """Return the samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.

@@ -44,7 +44,7 @@ class CompletionRequest(GatewayFields, GenerationRequest):
     def _is_n(cls, value: int | None, info: ValidationInfo) -> int | None:
         n = info.data.get("n") or 1
         if value not in (None, n):
-            raise ValueError(f"{value} is not supported: choices are not ranked; leave it out, or say {n} as n does")
+            raise ValueError(f"{value} is not supported: choices are not ranked; leave it out, or give {n} as for n")
         return value
 
     @property
@@ -80,7 +80,7 @@ class Message(BaseModel):
         parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
         other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if other is not None:
-            raise ValueError(f"has a part of type {other!r}; this server takes texts only, parts of type 'text'")
+            raise ValueError(f"has a part of type {other!r}; only parts of type 'text' are supported")
         return value
 
     @field_validator("tool_calls", mode="after")
@@ -124,7 +124,7 @@ class Function(Body):
     @classmethod
     def _is_not_guided(cls, value: bool | None) -> bool | None:
         if value:
-            raise ValueError("is not supported, since arguments are not guided; leave it out")
+            raise ValueError("is not supported: arguments are not constrained; leave it out")
         return value
 
 

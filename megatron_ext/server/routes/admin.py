@@ -38,7 +38,7 @@ class AbortRequest(Body):
     @model_validator(mode="after")
     def _names_something(self) -> AbortRequest:
         if (self.request_id is None) is not bool(self.abort_all):
-            raise ValueError("give request_id, or abort_all as true, and not both")
+            raise ValueError("give either request_id or abort_all = true")
         return self
 
 
@@ -56,7 +56,7 @@ async def sleep(
 ) -> dict[str, object]:
     """Free the pools' memory. Requests in flight wait and keep their tokens; new ones get a 503."""
     await serving.requests.sleep()
-    logger.info("asleep: the memory of the pools has been given back")
+    logger.info("asleep: the memory of the pools is freed")
     return {"is_sleeping": True}
 
 
@@ -69,7 +69,7 @@ async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dic
         if not is_out_of_memory(error):
             raise
         raise no_memory("the pools; the server stays asleep") from error
-    logger.info("awake: the pools have been allocated again")
+    logger.info("awake: the pools are allocated again")
     return {"is_sleeping": False}
 
 
@@ -104,7 +104,7 @@ async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, obje
 async def update_weights_from_disk(serving: ServerDependency, body: UpdateRequest) -> dict[str, object]:
     """Write the weights of a checkpoint into the model, all or nothing; the prefix cache is emptied."""
     if serving.updater is None:
-        raise ApiError(400, "this server reads no new weights; start it with --weights-root DIR", param="model_path")
+        raise ApiError(400, "this server cannot read new weights; start it with --weights-root DIR", param="model_path")
     count = await serving.updater.update(body.model_path, serving.engine, serving.requests.call)
     serving.identity = replace(serving.identity, weights=serving.updater.version)
     return {"success": True, "message": f"{count} tensors are those of {body.model_path}", "tensors": count}

@@ -46,11 +46,11 @@ class TokenizeRequest(TemplateFields):
     @model_validator(mode="after")
     def _has_one_text(self) -> TokenizeRequest:
         if (self.prompt is None) is (self.messages is None):
-            raise ValueError("give prompt, or messages, and not both")
+            raise ValueError("give either prompt or messages")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise ValueError("add_special_tokens is for a prompt; what a conversation begins with its template says")
+            raise ValueError("add_special_tokens is for a prompt; the chat template decides for messages; leave it out")
         if self.prompt is not None and self.has_options:
-            raise ValueError("tools and what else a chat template is told are for messages; leave them out")
+            raise ValueError("tools and other values of the chat template are for messages; leave them out")
         return self
 
 
@@ -95,7 +95,7 @@ async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict
     serving.check_name(body.model)
     most = serving.prompt_limits.sequence
     if len(body.tokens) > most:
-        raise ApiError(400, f"tokens: {len(body.tokens)} ids; at most {most} are taken", param="tokens")
+        raise ApiError(400, f"tokens: {len(body.tokens)} ids; the limit is {most}", param="tokens")
     serving.vocabulary.check_prompt(body.tokens)
     return {"prompt": await asyncio.to_thread(serving.vocabulary.detokenize, body.tokens, skip_special_tokens=False)}
 

@@ -184,7 +184,7 @@ class TestClosed:
             engine.close()  # once more does nothing
             assert not [one for one in threading.enumerate() if one.name.startswith("engine") and one in _of(engine)]
             for call in (engine.statistics, engine.suspend, lambda: engine.generate("A list is")):
-                with pytest.raises(EngineClosed, match=r"^the engine is closed; load another one"):
+                with pytest.raises(EngineClosed, match=r"^the engine is closed; load a new one"):
                     call()
 
     def test_the_pools_are_given_back(self, load):

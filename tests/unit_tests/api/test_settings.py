@@ -51,7 +51,7 @@ def test_every_flag_has_its_name():
 
 
 def test_what_sets_nothing_is_no_setting():
-    with pytest.raises(ConfigError, match="use_mcore_models is no setting of an engine"):
+    with pytest.raises(ConfigError, match="use_mcore_models is not a setting of an engine"):
         read_settings({"use_mcore_models": True})
 
 
@@ -66,7 +66,7 @@ def test_each_flag_by_its_name_says_what_it_says_typed(group, flag):
         words, value = [flag.option, *[typed] * count], [value] * count
     if not is_of_the_engine(group, flag):
         assert flag.field in OF_THE_RUN
-        with pytest.raises(ConfigError, match=f"^{spelled(flag.option)} says what tools/run_inference.py does with"):
+        with pytest.raises(ConfigError, match=f"^{spelled(flag.option)} is a setting of tools/run_inference.py only"):
             read_settings({spelled(flag.option): value})
         return
     expected = settings_or_error(lambda: parse_arguments(words))
@@ -86,9 +86,9 @@ def test_fields_do_not_hide_flags():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"laod_hf": "x"}, "laod_hf is no setting of an engine; did you mean load_hf?"),
+        ({"laod_hf": "x"}, "laod_hf is not a setting of an engine; did you mean load_hf?"),
         ({"max_request": 3}, "did you mean max_requests?"),
-        ({"zzzzzz": 3}, "zzzzzz is no setting of an engine; the names are those of tools/run_inference.py --help"),
+        ({"zzzzzz": 3}, "zzzzzz is not a setting of an engine; tools/run_inference.py --help lists the names"),
         ({"block_size": "64"}, "block_size '64' is not a whole number"),
         ({"bf16": 1}, "bf16 1 is not true or false"),
         ({"seed": None}, "seed None is not a whole number"),
@@ -97,7 +97,7 @@ def test_fields_do_not_hide_flags():
         ({"temperature": -1.0}, "temperature -1.0 must be zero (greedy) or more"),
         ({"load": "a", "load_hf": "b"}, "--load a and --load-hf b contradict each other; give one of them"),
         ({"block_size": 16, "inference_dynamic_batching_block_size": 16}, "is given twice, as block_size too"),
-        ({"prompts": ["a"]}, "prompts says what tools/run_inference.py does with prompts and results; leave it out"),
+        ({"prompts": ["a"]}, "prompts is a setting of tools/run_inference.py only; leave it out"),
         ({"load": "/nowhere/at/all"}, "--load /nowhere/at/all does not exist; give the directory of a checkpoint"),
         ({"tokenizer_model": "/nowhere"}, "tokenizer /nowhere does not exist; give a directory or a tokenizer.json"),
         (

@@ -50,7 +50,7 @@ def program(sizes: dict, quiet: float = 0.0) -> object:
         engine.suspend()
         engine.resume()
         seen.append(answers(engine))
-        with pytest.raises(ConfigError, match=r"^weights are written on one rank only, and this engine has several"):
+        with pytest.raises(ConfigError, match=r"^weights of an engine of several ranks cannot be updated"):
             engine.update_weights({})
     dist.barrier()
     return seen, in_use
@@ -145,7 +145,7 @@ class TestWorlds:
     def test_all_ranks_lead(self):
         """PY-7: a mistake that ends on all ranks, with a word."""
         first, second = run_ranks(without_follower, 2, None)
-        assert "rank 1 is not the first one: it calls follow_engine, not load_engine" in first + second
+        assert "rank 1 is not the first rank: call follow_engine, not load_engine" in first + second
 
     def test_a_follower_that_fails(self, waiting):
         """PY-7: a caller on rank 0 gets a RankError, and the engine can be closed."""
@@ -155,5 +155,5 @@ class TestWorlds:
 
 
 def test_one_rank_does_not_follow():
-    with pytest.raises(ConfigError, match=r"^the first rank, and one that is alone, calls load_engine"):
+    with pytest.raises(ConfigError, match=r"^this is the first or the only rank: call load_engine"):
         follow_engine(**SETTINGS)

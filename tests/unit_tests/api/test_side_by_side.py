@@ -154,7 +154,7 @@ print("done")
 
     def test_another_backend_is_refused(self, monkeypatch):
         monkeypatch.setattr("torch.distributed.get_backend", lambda: "mpi")
-        with pytest.raises(ConfigError, match=r"^distributed_backend gloo contradicts torch.distributed, which has"):
+        with pytest.raises(ConfigError, match=r"^distributed_backend gloo contradicts torch.distributed"):
             ProcessGroups().enter(ParallelConfig(distributed_backend="gloo"))
 
     @pytest.mark.parametrize("what", ["tensor", "pipeline", "expert"])

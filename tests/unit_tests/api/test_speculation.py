@@ -84,7 +84,7 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
     caplog.set_level("INFO")
     settings = SETTINGS | {"speculative_adaptive": True, "inference_dynamic_batching_max_requests": 2}
     engine = load(speculative_method="ngram", speculative_measure_costs=True, **settings)
-    (line,) = [message for message in caplog.messages if "verifying drafts costs" in message]
+    (line,) = [message for message in caplog.messages if "measured cost of drafts" in message]
     assert [int(row.split(":")[0]) for row in line.split("--speculative-cost-table ")[1].split(",")] == [1, 2]
     statistics = engine.statistics()
     assert (statistics.steps, statistics.ended, sum(statistics.speculation.drafted)) == (0, 0, 0)

@@ -81,7 +81,7 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
         (f"{NGRAM} --num-speculative-tokens 65", "--num-speculative-tokens 65 must be between 0 (off) and 64"),
         (f"{NGRAM} --speculative-ngram-longest 1", "--speculative-ngram-longest 1 must be between 1 and 64"),
-        (f"{NGRAM} --speculative-cost-table 1:2", "'1:2' is no row of a cost table; give rows of requests:fixed:each"),
+        (f"{NGRAM} --speculative-cost-table 1:2", "'1:2' is not a row of a cost table; give rows requests:fixed:each"),
         (f"{NGRAM} --speculative-cost-table 2:0:0,1:0:0", "a cost table has 1 to 64 rows of 1, 2, ... requests"),
         (f"{NGRAM} --speculative-cost-table 1:-1:0", "a cost table's row for 1 requests costs -1 and 0"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),

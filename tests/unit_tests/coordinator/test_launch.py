@@ -158,7 +158,7 @@ class TestLauncher:
             launcher.codes = {0: [1] * 5}
             launcher.start(Fleet(Router(RoutingConfig()), 5.0))
             await eventually(lambda: launcher.waits == {0})  # noqa: B023
-            assert [record.args[2] for record in caplog.records if "is started again" in record.message] == pauses
+            assert [record.args[2] for record in caplog.records if "restarting it" in record.message] == pauses
             await launcher.close()
 
     async def test_a_replica_that_does_not_end_is_killed_with_its_ranks(self, script, monkeypatch):
@@ -251,7 +251,7 @@ class TestPrivateEvents:
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, 1, has_private_events=True))
         launcher.start(fleet)
-        await eventually(lambda: "let TMPDIR name a directory that can be written" in caplog.text)
+        await eventually(lambda: "set TMPDIR to a writable directory" in caplog.text)
         monkeypatch.setattr(tempfile, "tempdir", "/tmp")
         await launcher.all_ready()
         assert launcher.failure is None
@@ -263,7 +263,7 @@ class TestPrivateEvents:
         place.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(place))
         settings = parse_coordinator_arguments(["--launch", "1"])
-        with pytest.raises(ConfigError, match=r"^TMPDIR: .* let TMPDIR name a directory with a shorter path$"):
+        with pytest.raises(ConfigError, match=r"^TMPDIR: .* set TMPDIR to a directory with a shorter path$"):
             plan_of(settings, script)
         assert not list(place.iterdir())
         assert not plan_of(dataclasses.replace(settings, has_private_events=False), script).has_private_events
@@ -390,11 +390,11 @@ class TestCommandLine:
             ("--replica http://a --load x", "unrecognized arguments: --load x"),
             ("--launch 1 --laod x", "of the replicas: unrecognized arguments: --laod x; did you mean --load?"),
             ("--launch -1", "--launch -1 must be between 0 and 1024"),
-            ("--replica a:8000", "--replica 'a:8000' is no URL of a replica"),
-            ("--replica http://a --replica http://a", "--replica has one URL twice"),
+            ("--replica a:8000", "--replica 'a:8000' is not the URL of a replica"),
+            ("--replica http://a --replica http://a", "--replica has a URL twice"),
             ("--replica http://a --replica-timeout 0", "--replica-timeout 0.0 must be more than zero"),
             ("--replicas-file /nowhere", "/nowhere"),
-            ("--replica http://a --enable-admin-routes", "--enable-admin-routes needs a key"),
+            ("--replica http://a --enable-admin-routes", "--enable-admin-routes needs an admin key"),
         ],
     )
     def test_mistakes_are_one_line(self, capsys, words, problem):

@@ -76,7 +76,7 @@ def test_calls_that_get_bytes_go_on():
     member = Member(URL, Source.FLAG)
     silent, heard, not_read = call(heard_at=1.0), call(heard_at=9.0), call(heard_at=1.0, is_waiting=False)
     member.calls |= {silent, heard, not_read}
-    member.give_up_calls("no sign of life", 5.0)
-    assert [one.reason for one in (silent, heard, not_read)] == ["no sign of life", None, None]
+    member.give_up_calls("no heartbeat", 5.0)
+    assert [one.reason for one in (silent, heard, not_read)] == ["no heartbeat", None, None]
     member.give_up_calls("it is gone")
     assert [one.reason for one in (silent, heard, not_read)] == ["it is gone", "it is gone", None]

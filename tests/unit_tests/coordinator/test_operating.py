@@ -101,7 +101,7 @@ class TestJoining:
             await eventually(lambda: second.url in members)
             await front.until(second, Status.READY)
             file.write_text("http://not a host\n")
-            await eventually(lambda: "the replicas stay as they are" in caplog.text)
+            await eventually(lambda: "the replicas are unchanged" in caplog.text)
             file.unlink()
             await asyncio.sleep(0.1)
             assert set(members) == {first.url, second.url}
@@ -135,11 +135,14 @@ class TestJoining:
             file.write_text(text)
             for _ in range(3):
                 watched.look()
-        assert caplog.text.count("the replicas stay as they are") == 2
+        assert caplog.text.count("the replicas are unchanged") == 2
 
     @pytest.mark.parametrize(
         ("text", "problem"),
-        [("http://a\nftp://b", "line 2: 'ftp://b' is no URL"), ("http://a\nhttp://a", "line 2: 'http://a' stands")],
+        [
+            ("http://a\nftp://b", "line 2: 'ftp://b' is not the URL"),
+            ("http://a\nhttp://a", "line 2: 'http://a' stands"),
+        ],
     )
     def test_mistakes_in_the_file(self, tmp_path, text, problem):
         (tmp_path / "replicas").write_text(text)
@@ -152,7 +155,7 @@ class TestJoining:
         async with coordinator(strange) as front:
             assert front.status(strange) is Status.JOINING
             told = (await front.http.get("/replicas")).json()["replicas"][0]
-            assert "does not answer as a replica does" in told["problem"]
+            assert "does not return a replica's answer" in told["problem"]
             assert (await front.http.get("/health")).status_code == 503
         await strange.stop()
 

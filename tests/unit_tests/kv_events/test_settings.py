@@ -92,7 +92,7 @@ def test_what_is_no_endpoint(text):
         ("--kv-events-endpoint tcp://*:1 --kv-events-buffer-steps 0", "between 1 and"),
         (
             "--kv-events-endpoint tcp://*:1 --no-inference-dynamic-batching-enable-prefix-caching",
-            "nothing is cached that could be told of",
+            "without a cache there are no events",
         ),
     ],
 )
@@ -104,15 +104,15 @@ def test_contradictions(words, message):
 def test_what_leaves_the_machine_is_warned_of(caplog):
     """RP-1: token ids leave the process."""
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
-        assert "token ids of all prompts" in caplog.text
-        assert "tcp://*:* leaves this machine" in caplog.text
+        assert "token ids of all cached prompts" in caplog.text
+        assert "tcp://*:* is reachable from other machines" in caplog.text
         assert len({publisher.endpoint for publisher in events.publishers}) == 2
 
 
 @pytest.mark.parametrize(
     ("mode", "endpoint", "said"),
     [
-        (0o700, "tcp://127.0.0.1:0", "every user of this machine can read tcp://127.0.0.1:*"),
+        (0o700, "tcp://127.0.0.1:0", "every user of this machine can connect to tcp://127.0.0.1:*"),
         (0o710, "ipc://{}/events", "chmod 700"),
         (0o700, "ipc://{}/events", None),
     ],

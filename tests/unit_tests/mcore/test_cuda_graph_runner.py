@@ -247,7 +247,7 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
     driver.run()
     driver.context.snapshots._contents = [b"another"] * len(driver.context.snapshots._contents)
     driver.add(1, [*make_prompt(40), 1], num_tokens_to_generate=4)
-    with pytest.raises(Exception, match="was to hold the states of one prefix"):
+    with pytest.raises(Exception, match="should hold the states of one prefix"):
         driver.step()
     driver.run()
     assert driver.records[1].status is Status.COMPLETED

@@ -286,5 +286,5 @@ def test_more_positions_than_were_learned_are_refused():
     """Learned positions bound a sequence; without them a sequence may be longer."""
     config = dataclasses.replace(HYBRID, position_embedding_type="learned_absolute")
     batching = BatchingConfig(block_count=2, max_sequence_length=10**6)
-    with pytest.raises(ConfigError, match=r"is more than the .* positions that the model has learned"):
+    with pytest.raises(ConfigError, match=r"is more than the .* learned positions"):
         build_engine(build_slow_decay(config), config, PieceTokenizer(97), batching, dtype=torch.float32)

@@ -195,9 +195,9 @@ class TestStartUp:
         [
             (
                 {"max_tokens": 15, "max_requests": 4},
-                r"block of 16 tokens in a step, and .*-max-tokens is 15; 16 would do",
+                r"block of 16 tokens in a step; .*-max-tokens 15 is less; 16 would do",
             ),
-            ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill forbids it; drop one"),
+            ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill forbids; drop one"),
         ],
     )
     def test_refused(self, get_driver, batching, message):

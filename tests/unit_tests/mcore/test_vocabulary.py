@@ -32,9 +32,7 @@ def test_a_prompt_is_refused_at_the_door(get_driver):
     with pytest.raises(ConfigError) as offline:
         tokenize_prompts(prompts, PieceTokenizer(KNOWN), 97)
     assert str(offline.value) == f"line 1: {refused.value}"
-    assert str(refused.value).startswith(
-        f"token id {KNOWN} has no token in the tokenizer, whose last one is {KNOWN - 1}"
-    )
+    assert str(refused.value).startswith(f"token id {KNOWN} has no token in the tokenizer, which ends at {KNOWN - 1}")
 
 
 @pytest.mark.parametrize("stop_words", [(), ("no such word",)])

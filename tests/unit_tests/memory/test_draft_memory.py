@@ -48,7 +48,7 @@ def test_errors_count_it():
         ConfigError, match=r"one block and the dummy block\); .* GB would do \(those of the draft model"
     ):
         geometry(TOGETHER, buffer_size_gb=0.001)
-    with pytest.raises(ConfigError, match="those of the draft model included"):
+    with pytest.raises(ConfigError, match="including those of the draft model"):
         check_fits(geometry(TOGETHER, block_count=99), 1000, "less")
     batching = BatchingConfig(buffer_size_gb=4.0)
     with pytest.raises(ConfigError) as error:

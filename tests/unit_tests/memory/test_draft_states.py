@@ -33,7 +33,7 @@ def test_attention_needs_none():
 
 def test_a_buffer_that_is_too_small():
     """The error says what they take, and its number would do."""
-    with pytest.raises(ConfigError, match=r"64 requests, each with 5 more behind drafts.*--num-speculative") as caught:
+    with pytest.raises(ConfigError, match=r"64 requests, each with 5 more after drafts.*--num-speculative") as caught:
         plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=0.03), OFF, "cpu")
     enough = number_that_would_do(caught.value)
     plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=enough), OFF, "cpu")

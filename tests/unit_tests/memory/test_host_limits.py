@@ -96,7 +96,7 @@ def test_ulimit(monkeypatch: pytest.MonkeyPatch, limit: str, kind: str):
 def test_an_allocation_that_fails_is_one_line(error: Exception):
     with pytest.raises(ConfigError) as caught, allocating("what", lambda: "5 would do"):
         raise error
-    assert str(caught.value) == "there is no memory for what, although it seemed to be free; 5 would do"
+    assert str(caught.value) == "allocating what failed, although the memory seemed to be free; 5 would do"
 
 
 def test_other_errors_stay_what_they_are():
@@ -111,6 +111,6 @@ def test_the_tools_say_when_not_even_the_libraries_fit(tool: str, flag: str):
     command = f"ulimit {flag} 400000; exec {sys.executable} tools/{tool}.py"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{tool}.py: error: ulimit {flag} 400000 is too little: the libraries alone take ")
+    assert done.stderr.startswith(f"{tool}.py: error: ulimit {flag} 400000 is too small: the libraries alone take ")
     assert done.stderr.endswith("would do\n")
     assert done.stderr.count("\n") == 1

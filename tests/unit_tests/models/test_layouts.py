@@ -127,7 +127,7 @@ def test_a_stack_of_somebody_elses_does_not_lose_layers():
     )
     errors = run_ranks(refused_spec, 4, config, sizes(pp=4))
     assert set(errors) == {errors[0]}
-    assert "--spec cannot be given with pipeline stages of 2, 2, 1, 1 layers" in errors[0]
+    assert "--spec cannot be used with pipeline stages of 2, 2, 1, 1 layers" in errors[0]
 
 
 def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None:

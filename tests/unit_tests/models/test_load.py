@@ -119,7 +119,7 @@ def test_other_values_are_named_and_the_weights_are_random(
     assert not torch.allclose(logits(loaded.model), logits(tiny_model))
     assert loaded.name.startswith("random weights")
     (message,) = (record.getMessage() for record in caplog.records if record.name == load.logger.name)
-    assert message == f"{flags} another model than the embedded one: its weights are random"
+    assert message == f"{flags} a model other than the embedded one: its weights are random"
 
 
 def test_random_weights_for_an_architecture() -> None:
@@ -202,7 +202,7 @@ def test_overrides_that_contradict_the_weights(overrides: dict, message: str, sa
         ({"untie_embeddings_and_output_weights": True}, "lacks output_layer.weight"),
         ({"normalization": "LayerNorm"}, "lacks decoder.final_norm.bias"),
         ({"disable_bias_linear": False}, "lacks decoder.layers.1.self_attention.linear_proj.bias"),
-        ({"swiglu": True}, r"linear_fc1.weight has shape \(128, 32\), the configuration asks for \(256, 32\)"),
+        ({"swiglu": True}, r"linear_fc1.weight has shape \(128, 32\), and the configuration requires \(256, 32\)"),
         ({"position_embedding_type": "learned_absolute"}, "lacks embedding.position_embeddings.weight"),
     ],
     ids=lambda value: str(value)[:40],

@@ -125,7 +125,7 @@ def fail_to_save(source: Path, target: Path, parallel: ParallelConfig, where: st
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("write", "No space left"), ("commit", "No space left"), ("share", "is not seen by rank 1")],
+    [("write", "No space left"), ("commit", "No space left"), ("share", "is not visible to rank 1")],
 )
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "over another"])
 def test_a_failure_leaves_nothing(where, said, is_there, whole, saved, tmp_path):

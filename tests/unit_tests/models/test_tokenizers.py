@@ -132,7 +132,7 @@ def test_that_it_is_not_saved_is_said(files, tmp_path, caplog, monkeypatch):
         load.save_model(tmp_path / "to", load.LoadedModel(None, None, tokenizer, None, "x"))
     assert saved == [None, None]
     assert [message.split(" ", 1)[1] for message in caplog.messages] == [
-        "does not get its tokenizer (object), which has no files"
+        "is saved without its tokenizer (object), which has no files"
     ]
 
 
@@ -182,7 +182,9 @@ def test_what_is_not_here_is_said(files, caplog):
     choose_tokenizer(SourceConfig(), files / "empty", ANY, facts)
     (line,) = caplog.messages
     assert "was trained with the Llama2Tokenizer" in line
-    assert line.endswith("gone.model, which is not here: texts are token ids; give --tokenizer-model")
+    assert line.endswith(
+        "gone.model, which is not on this machine: texts are shown as token ids; give --tokenizer-model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,9 @@ class TestHub:
 
     @pytest.mark.usefixtures("cache")
     def test_a_name_that_cannot_be_had(self):
-        with pytest.raises(ConfigError, match="tokenizer some/other does not exist here, and cannot be had") as caught:
+        with pytest.raises(
+            ConfigError, match="tokenizer some/other does not exist here, and cannot be fetched"
+        ) as caught:
             choose_tokenizer(SourceConfig(tokenizer_model="some/other"), None, ANY)
         assert "\n" not in str(caught.value)
 

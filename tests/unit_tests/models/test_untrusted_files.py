@@ -133,7 +133,7 @@ def test_a_tokenizer_runs_no_code_and_asks_nobody(coded: Path, tmp_path: Path, m
     asked = []
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(builtins, "input", lambda *question: asked.append(question) or "y")
-    with pytest.raises(ConfigError, match=r"it is code of its own \(auto_map\), which is never run") as caught:
+    with pytest.raises(ConfigError, match=r"it has custom code \(auto_map\), which is never run") as caught:
         TextTokenizer(coded)
     one_line(caught)
     assert asked == []
@@ -271,7 +271,7 @@ def index_of(directory: Path, shard: object) -> None:
 )
 def test_shards_are_in_the_directory(shard: object, llama_copy: Path) -> None:
     index_of(llama_copy, shard)
-    with pytest.raises(CheckpointError, match=r"names the shard .*, which is no file name") as caught:
+    with pytest.raises(CheckpointError, match=r"names the shard .*, which is not a file name") as caught:
         WeightFiles(llama_copy)
     one_line(caught)
 

@@ -48,7 +48,7 @@ def test_what_was_lost_has_a_line_if_anything_was():
     """SI-6."""
     lost = {"requests": 2, "tokens_for_want_of_slots": 60, "tokens_for_want_of_blocks": 4, "requests_since_given_up": 7}
     assert loss_lines(lost) == [
-        "lost: 64 prompt tokens of 2 requests had been cached and were given up (60 for want of snapshot slots, 4 for "
+        "lost: 64 prompt tokens of 2 requests had been cached and were evicted (60 for want of snapshot slots, 4 for "
         "want of blocks), on average 7 requests before"
     ]
     assert loss_lines(lost | {"requests": 0}) == loss_lines(None) == []
@@ -61,7 +61,7 @@ def test_geometry():
         "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │",
         "│ live states │ 64 of 292,864 bytes each, as much as the KV of 143 tokens │",
         "│ snapshots │ 5 slots of the same size │",
-        "│ prefix cache │ prompts of 65 tokens and more can hit │",
+        "│ prefix cache │ prompts of at least 65 tokens can hit │",
     ]
     text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, 1_234_567))
     assert "a model" in text

@@ -162,7 +162,7 @@ def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
     assert main([*TINY, *argv]) == 130
     captured = capfd.readouterr()
     line = captured.err.splitlines()[-1]
-    assert line.startswith("run_inference.py: SIGINT: the comparison did not come to its end; requests: 2 ")
+    assert line.startswith("run_inference.py: SIGINT: the comparison was not completed; requests: 2 ")
     assert "cache changes nothing" not in captured.out
     results = json.loads(output.read_text())
     assert (results["prefix_cache"] is None) == (step == 2)
@@ -202,7 +202,7 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
         with pytest.raises(RuntimeError, match="broken"):
             main(argv)
     assert not output.exists()
-    assert caplog.messages[-1] == f"{output}.partial.jsonl has the requests that had ended"
+    assert caplog.messages[-1] == f"{output}.partial.jsonl has the finished requests"
     lines = [json.loads(line) for line in Path(f"{output}.partial.jsonl").read_text().splitlines()]
     assert main(argv) == 0
     results = json.loads(output.read_text())

@@ -102,7 +102,7 @@ def test_results_that_cannot_be_written_are_printed(output, monkeypatch, capfd):
     partial = Path(f"{output}.partial.jsonl")
     assert captured.err.splitlines()[-1] == (
         f"run_inference.py: error: --output-path {output} could not be written: No space left on device; "
-        f"{partial} has what could be written of it"
+        f"{partial} has the part that could be written"
     )
     assert "1 request: 4 tokens generated" in captured.out
     assert output.read_text() == "old"

@@ -110,7 +110,7 @@ def test_devices_are_never_replaced(device):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (".", "is no name of a file; give one"),
+        (".", "is not a file name; give one"),
         ("missing/out.json", "the folder .*missing does not exist; create it first"),
         ("file/out.json", "the folder .*file is no folder"),
         ("n" * 250, "cannot be written: File name too long"),
@@ -132,7 +132,7 @@ def test_a_folder_that_takes_nothing_is_found_before_anything_runs(target, monke
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(ConfigError, match="nothing can be written beside it: Read-only file system"):
+    with pytest.raises(ConfigError, match="its folder is not writable: Read-only file system"):
         check_output_path(str(target))
 
 
@@ -178,7 +178,7 @@ class TestPartial:
         PartialResults(str(target), with_events=False).add([record(0)])
         assert [line["request_id"] for line in self.lines(target)] == [0]
         (message,) = caplog.messages
-        assert message.endswith("out.json.partial.jsonl of an earlier run that did not end is overwritten")
+        assert message.endswith("out.json.partial.jsonl, left by an interrupted run, is overwritten")
 
     def test_what_another_run_has_put_there_stays(self, target, record):
         mine = PartialResults(str(target), with_events=False)
@@ -194,7 +194,7 @@ class TestPartial:
         for _ in range(3):
             partial.add([record(1)])
         (message,) = caplog.messages
-        assert "cannot be written, so a crash would lose what has ended: No space left on device" in message
+        assert "cannot be written, so a crash would lose the finished requests: No space left on device" in message
         assert [line["request_id"] for line in self.lines(target)] == [0]
         partial.remove()
         assert list(target.parent.iterdir()) == []

@@ -86,5 +86,5 @@ def test_throughput_counts_generated_tokens(fake_engine, monkeypatch):
 
 def test_batches_must_lie_within_the_prompts():
     check_schedule(RunConfig(drain_between_batches=True, batch_boundaries=(0, 3)), prompt_count=4)
-    with pytest.raises(ConfigError, match="--batch-boundaries 4: there are 4 prompts, so indices go up to 3"):
+    with pytest.raises(ConfigError, match="--batch-boundaries 4: with 4 prompts indices go up to 3"):
         check_schedule(RunConfig(drain_between_batches=True, batch_boundaries=(0, 4)), prompt_count=4)

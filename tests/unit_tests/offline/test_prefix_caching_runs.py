@@ -172,14 +172,14 @@ class TestStatistics:
         assert results["prefix_cache"]["blocks_cached"] <= 16
 
 
-RANDOM = "describe another model than the embedded one: its weights are random"
+RANDOM = "describe a model other than the embedded one: its weights are random"
 
 
 class TestWarning:
     """HY-1: a setting without effect is reported once; effective ones are not."""
 
     NO_SLOT = "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is skipped"
-    UNUSED = "this model has no recurrent layers: settings for snapshots of their states have no effect"
+    UNUSED = "this model has no recurrent layers: settings of snapshots have no effect"
 
     def messages(self, caplog, *flags: str) -> list[str]:
         assert main([*ATTENTION_ONLY, *flags, "--prompts", "1 2 3"]) == DONE
@@ -247,7 +247,7 @@ class TestComparison:
     def test_nothing_skipped(self, compare):
         code, output = compare(line={"cache_salt": "another"})
         assert code == REQUEST_FAILED
-        assert "the cached run skipped nothing" in output
+        assert "the cached run skipped no tokens" in output
 
     @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
     def test_a_planted_difference(self, compare, monkeypatch, dtype):

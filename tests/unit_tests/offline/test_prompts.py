@@ -144,14 +144,14 @@ def test_unknown_fields_can_be_passed_over(caplog):
     """The error names the flag; with it, what was passed over is told once for the file."""
     lines = ({"text": "a", "source": "x", "id": 1}, {"text": "b", "source": "y"})
     with pytest.raises(
-        ConfigError, match=r"line 1: unknown field 'id'; .*; --ignore-unknown-prompt-fields passes over"
+        ConfigError, match=r"line 1: unknown field 'id'; .*; --ignore-unknown-prompt-fields ignores others"
     ):
         parse(*lines)
     prompts = parse(*lines, ignores_unknown=True)
     assert [prompt.content for prompt in prompts] == ["a", "b"]
     assert [prompt.params for prompt in prompts] == [DEFAULTS] * 2
     (message,) = caplog.messages
-    assert message.endswith("are ignored, in so many lines: 'source' (2), 'id' (1)")
+    assert message.endswith("are ignored; lines with each: 'source' (2), 'id' (1)")
     with pytest.raises(ConfigError, match="temperature"):
         parse({"text": "a", "source": 1, "temperature": "hot"}, ignores_unknown=True)
 
@@ -178,7 +178,7 @@ class TestMegatronsLength:
     @pytest.mark.parametrize(
         ("fields", "reason"),
         [
-            ({}, "--num-tokens-from-file needs chatgpt_output_token_length, and this line has none"),
+            ({}, "--num-tokens-from-file needs chatgpt_output_token_length, which this line lacks"),
             ({"chatgpt_output_token_length": 0}, "chatgpt_output_token_length 0 must be at least 1"),
             ({"chatgpt_output_token_length": "9"}, 'chatgpt_output_token_length "9" is not a whole number'),
             ({"chatgpt_output_token_length": 9, "num_tokens_to_generate": 9}, "give one of them"),
@@ -261,9 +261,9 @@ class TestTokenizePrompts:
             self.check((0,), (1, 100))
 
     def test_a_text_that_is_no_list_of_ids(self):
-        with pytest.raises(ConfigError, match=r"^line 1: 'Hello' is no token id"):
+        with pytest.raises(ConfigError, match=r"^line 1: 'Hello' is not a token id"):
             self.check("Hello")
 
     def test_a_text_without_tokens(self):
-        with pytest.raises(ConfigError, match=r'^line 1: the tokenizer makes no token of " "$'):
+        with pytest.raises(ConfigError, match=r'^line 1: the tokenizer returns no token for " "$'):
             self.check(" ")

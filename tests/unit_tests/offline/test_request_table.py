@@ -95,4 +95,4 @@ def test_of_many_the_first_and_last_are_shown(record, count):
 
 
 def test_where_to_get_what_is_left_out(record):
-    assert "--output-path FILE.json would keep them all" in "".join(printed([record(i) for i in range(20)]))
+    assert "--output-path FILE.json writes all requests" in "".join(printed([record(i) for i in range(20)]))

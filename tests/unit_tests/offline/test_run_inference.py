@@ -115,8 +115,8 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--prompts 1 --drain-between-batches --batch-boundaries 0,1", "there are 1 prompts"),
         ("--prompts 1 --tokenizer-model nowhere --tokenizer-type HuggingFaceTokenizer", "nowhere does not exist"),
         ("--prompts 1 --seed 99999999999999999999", "--seed 99999999999999999999 must be between 0"),
-        ("--prompts Hello", "--prompts, prompt 1: 'Hello' is no token id"),
-        ("--prompts 64", "--prompts, prompt 1: '64' is no token id"),
+        ("--prompts Hello", "--prompts, prompt 1: 'Hello' is not a token id"),
+        ("--prompts 64", "--prompts, prompt 1: '64' is not a token id"),
         ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
         ("--prompts 1 --hidden-size 10000000", "a model of hidden size 10000000, 4 layers and 64 vocabulary"),
         ("--prompts 1 --vocab-size 1000000000000", "--vocab-size 1000000000000 is too large; at most"),
@@ -147,7 +147,7 @@ class TestRanks:
 
     def test_alone(self, error_line):
         line = error_line(*TINY, "--prompts", "1", "--tensor-model-parallel-size", "2")
-        assert "--tensor-model-parallel-size 2 needs 2 ranks, and this process is alone" in line
+        assert "--tensor-model-parallel-size 2 needs 2 ranks, and this is a single process" in line
         assert "torchrun --nproc-per-node 2 " in line
 
     @pytest.mark.parametrize("rank", ["0", "1", "2"])
@@ -236,7 +236,7 @@ def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(pro
 def test_learned_positions_have_a_last_one(error_line, prompt_file):
     argv = ["--prompts", "1", "--position-embedding-type", "learned_absolute", "--max-position-embeddings", "64"]
     line = error_line(*TINY, *argv, "--inference-max-seq-length", "256")
-    assert "--inference-max-seq-length 256 is more than the 64 positions that the model has learned" in line
+    assert "--inference-max-seq-length 256 is more than the 64 learned positions" in line
 
 
 def test_synthetic_prompts(tmp_path):

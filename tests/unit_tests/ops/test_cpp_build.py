@@ -268,8 +268,8 @@ class TestWithout:
         self.assert_the_reference_computes(monkeypatch)
         said = capsys.readouterr().err
         assert said.splitlines() == [
-            "megatron_ext: operators run in plain torch, which is slower: CXX=/nowhere/c++ is not there; with one, "
-            "operators are compiled once"
+            "megatron_ext: operators run in plain torch, which is slower, because CXX=/nowhere/c++ does not exist; "
+            "install one, or set CXX to one"
         ]
 
     def test_a_build_that_fails(self, cache, fake, monkeypatch, capsys):
@@ -281,7 +281,7 @@ class TestWithout:
         assert lines[1].endswith(f"slower: the operators could not be compiled, see {log}")
         assert "what is wrong\n" in log.read_text()
         calls = compiler.count()
-        with pytest.raises(BuildError, match=f"has failed before, see {log}; without that file it is tried again"):
+        with pytest.raises(BuildError, match=f"failed before, see {log}; delete that file to try again"):
             library_file(pytest.fail)
         assert compiler.count() == calls
         log.unlink()
@@ -315,7 +315,7 @@ class TestWithout:
         fake()
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with pytest.raises(BuildError, match="Not a directory; XDG_CACHE_HOME names another place for caches"):
+        with pytest.raises(BuildError, match="Not a directory; set XDG_CACHE_HOME to another directory"):
             library_file(pytest.fail)
 
     def test_the_folder_is_made_for_the_user_alone(self, cache, fake):
@@ -353,7 +353,7 @@ class TestSwitch:
 
     def test_another_value(self, cache, monkeypatch):
         monkeypatch.setenv(cpp.SWITCH, "yes")
-        with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=yes: it is auto, off or required"):
+        with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=yes: it must be auto, off or required"):
             cpp.are_used()
 
 

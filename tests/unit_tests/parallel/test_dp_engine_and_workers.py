@@ -363,7 +363,7 @@ class TestFleet:
             world.core.compute()
         monkeypatch.undo()
         sent = len(world.sent)
-        with pytest.raises(RankError, match="stopped stepping"):
+        with pytest.raises(RankError, match="no longer in step"):
             world.core.compute()
         world.core.close()
         assert len(world.sent) == sent

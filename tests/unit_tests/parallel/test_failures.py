@@ -129,7 +129,7 @@ def test_a_rank_that_hangs(waiting_worlds):
 def test_a_rank_that_is_killed(waiting_worlds):
     outcomes = waiting_worlds["kill"]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL, 1]
-    assert said(outcomes) == ["run_inference.py: error: rank 1 ended without a word"]
+    assert said(outcomes) == ["run_inference.py: error: rank 1 ended without a message"]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("error", ["Wait timeout after 3000ms for keys: /1", "Timed out waiting for recv operation"])
 @pytest.mark.parametrize(
-    ("process", "words"), [("ended", "rank 1 ended without a word"), ("runs", "ranks 1, 2 did not answer within")]
+    ("process", "words"), [("ended", "rank 1 ended without a message"), ("runs", "ranks 1, 2 did not answer within")]
 )
 def test_a_process_that_has_ended_is_not_called_silent(error, process, words, monkeypatch: pytest.MonkeyPatch):
     """TE-3: the process decides, not the exception: a rank that dies before it has connected looks silent to others."""

@@ -136,7 +136,7 @@ class TestModels:
                 ["3 key heads of a gated delta net"],
             ),
             (sizes(pp=5), {}, ["4 layers", "--pipeline-model-parallel-size 5", "at most 4"]),
-            (sizes(ep=2), {}, ["--expert-model-parallel-size 2", "'M-*-' has no layer"]),
+            (sizes(ep=2), {}, ["--expert-model-parallel-size 2", "'M-*-' has no MoE layer"]),
         ],
     )  # fmt: skip
     def test_what_does_not(self, parallel, changes, words):

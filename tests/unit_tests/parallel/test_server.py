@@ -167,7 +167,7 @@ def test_a_rank_that_dies_in_silence_ends_the_server(name: str, ends: dict[str, 
     """TE-3: the server also ends if the rank dies before it has connected, where the others wait as for a slow one."""
     outcomes = ends[name]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
-    assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]
+    assert said(outcomes) == ["run_server.py: error: rank 1 ended without a message"]
 
 
 def test_megatrons_own_launch_line(tmp_path):

@@ -163,7 +163,7 @@ class TestLife:
         plan = scheduler.schedule()
         message = describe_step(plan.chunks, 4)
         scheduler.commit(message, {100: 7})
-        with pytest.raises(AssertionError, match="stands elsewhere"):
+        with pytest.raises(AssertionError, match="has another position"):
             scheduler.commit(message, {100: 7})
 
 

@@ -131,7 +131,7 @@ class TestWhoMayAsk:
         settings = ServerConfig(weights_root=str(tmp_path), enable_admin_routes=True)
         assert weights_root(settings, None) == WeightsRoot(tmp_path.resolve())
         assert weights_root(ServerConfig(), None) is None
-        with pytest.raises(ConfigError, match="--weights-root needs one rank"):
+        with pytest.raises(ConfigError, match="--weights-root works with one rank"):
             weights_root(settings, object())
 
 

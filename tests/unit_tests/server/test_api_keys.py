@@ -253,12 +253,16 @@ class TestSources:
 
     def test_files_that_are_none(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
-        for name, why in (("missing", "No such file"), (".", "no regular file|Is a directory"), ("pipe", "no regular")):
+        for name, why in (
+            ("missing", "No such file"),
+            (".", "not a regular file|Is a directory"),
+            ("pipe", "not a regular"),
+        ):
             with pytest.raises(ConfigError, match=f"--api-key-file .*({why})"):
                 load_keys(ServerConfig(api_key_file=str(tmp_path / name)), {})
 
     def test_one_admin_key_which_is_no_other(self, tmp_path):
-        for text, why in (("a\nb", "2 keys"), (ALICE, "API key too")):
+        for text, why in (("a\nb", "2 keys"), (ALICE, "also an API key")):
             (tmp_path / "admin").write_text(text)
             with pytest.raises(ConfigError, match=f"--admin-key-file .*{why}"):
                 load_keys(ServerConfig(api_key=ALICE, admin_key_file=str(tmp_path / "admin")), {})

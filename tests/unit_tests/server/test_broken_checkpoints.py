@@ -63,7 +63,7 @@ def test_texts_that_no_tokens_can_be_made_of(embedded, wrapped, caplog):
         ("/tokenize", {"prompt": text}),
     ):
         message = check_error(embedded.http.post(path, json=body), 400)["message"]
-        assert "cannot make tokens of this text" in message
+        assert "failed to encode this text" in message
         assert "retry-limit" in message
     assert "Traceback" not in caplog.text
 
@@ -75,7 +75,7 @@ def test_tokens_that_no_text_can_be_made_of(embedded, wrapped, caplog, more):
     body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, **more}
     with caplog.at_level(logging.ERROR):
         message = check_error(embedded.http.post(COMPLETIONS, json=body, timeout=120.0), 400)["message"]
-    assert "cannot make a text of these tokens" in message
+    assert "failed to decode these tokens" in message
     assert "Traceback" not in caplog.text
 
 
@@ -85,6 +85,6 @@ def test_streams_of_tokens_that_no_text_can_be_made_of(embedded, wrapped, caplog
     answer = embedded.http.post(COMPLETIONS, json=body, timeout=120.0)
     last = [line for line in answer.text.splitlines() if line.startswith("data: ")][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert "cannot make a text of these tokens" in error["message"]
+    assert "failed to decode these tokens" in error["message"]
     assert error["type"] == "invalid_request_error"
     assert "Traceback" not in caplog.text

@@ -244,8 +244,8 @@ class TestLines:
         assert [line for line in said if "this" in line] == [
             "this fails",
             "this fails",
-            "this fails (8 more like it were left out)",
+            "this fails (8 more such lines were left out)",
             "this fails",
-            "this fails (8 more like it were left out)",
+            "this fails (8 more such lines were left out)",
             "this fails",
         ]

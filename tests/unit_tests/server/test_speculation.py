@@ -69,7 +69,7 @@ def test_a_request_can_have_none(drafting):
 def test_without_a_method_a_request_cannot_ask_for_drafts(tiny):
     answer = ask(tiny, num_speculative_tokens=1)
     assert answer.status_code == 400
-    assert "there is no --speculative-method" in answer.text
+    assert "without --speculative-method" in answer.text
 
 
 def test_tokens_that_come_together_share_their_time(monkeypatch):

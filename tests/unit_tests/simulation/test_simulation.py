@@ -117,7 +117,7 @@ class TestFiles:
             ({"time": 0, "tokens": [-1]}, "line 1"),
             ({"time": 0, "tokens": [2**32 - 1]}, "too large"),
             ({"time": -1, "tokens": [1]}, "zero or more"),
-            ({"time": 0, "tokens": [1], "session": "a", "reply": True}, "no request before"),
+            ({"time": 0, "tokens": [1], "session": "a", "reply": True}, "without an earlier request"),
             ({"time": 0, "tokens": [1], "sesion": "a"}, "unknown field 'sesion'"),
             ({"timestamp": 0, "input_length": 0, "output_length": 3, "hash_ids": [0]}, "input_length 0"),
             ([1], "not an object"),

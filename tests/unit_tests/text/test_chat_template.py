@@ -214,7 +214,7 @@ def test_templates_that_refuse(template: str, expected: str, directory: Path) ->
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (5, "chat_template is no text"),
+        (5, "chat_template is not a text"),
         ([{"name": "tool_use", "template": "x"}], "none of the chat templates tool_use is named 'default'"),
         ([{"name": "default"}, "x"], None),
     ],

@@ -93,7 +93,7 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
         (schema(type="string", format="phone"), "Unknown format: phone"),
         (schema(type="string", pattern="(?=a)b"), "look-around"),
         (schema(**{"$ref": "http://127.0.0.1:1/schema.json"}), "does not fetch"),
-        (schema(**{"$ref": "#"}), "no answer has it"),
+        (schema(**{"$ref": "#"}), "no output satisfies it"),
         (schema(type="integer", minimum=3, maximum=2), "minimum (3) is greater"),
         (schema(type="animal"), "Invalid type: animal"),
         (schema(const="\x01"), "control character"),
@@ -107,7 +107,7 @@ def test_what_the_library_lacks_is_refused_by_its_name(form, named):
     with pytest.raises(ConfigError) as caught:
         GRAMMARS.check(form)
     assert named in str(caught.value)
-    assert str(caught.value).startswith(f"response_format: the {form.kind} cannot be followed: ")
+    assert str(caught.value).startswith(f"response_format: the {form.kind} is not supported: ")
     assert "\n" not in str(caught.value)
 
 
@@ -169,7 +169,7 @@ def test_answers_do_not_share_a_matcher():
 
 def test_tokenizers_that_cannot_be_read():
     for tokenizer in (NullTokenizer(100),):
-        with pytest.raises(ConfigError, match="no fast one of Hugging Face"):
+        with pytest.raises(ConfigError, match="a fast tokenizer of Hugging Face"):
             Grammars(tokenizer, 100).check(ResponseFormat("json_object"))
 
 

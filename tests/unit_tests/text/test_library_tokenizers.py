@@ -158,7 +158,7 @@ class TestSentencePiece:
     def test_a_file_that_is_none(self, tmp_path):
         path = tmp_path / "x.model"
         path.write_bytes(b"nothing")
-        with pytest.raises(ConfigError, match=r"x\.model is no SentencePiece model"):
+        with pytest.raises(ConfigError, match=r"x\.model is not a SentencePiece model"):
             SentencePieceTokenizer(path)
 
 
@@ -179,7 +179,7 @@ class TestGpt2:
     def test_files_that_are_none(self, gpt2_files, tmp_path):
         path = tmp_path / "vocab.json"
         path.write_text("[]")
-        with pytest.raises(ConfigError, match="are no byte pairs"):
+        with pytest.raises(ConfigError, match="are not byte pairs"):
             Gpt2Tokenizer(path, gpt2_files[1])
 
 
@@ -189,7 +189,7 @@ class TestGpt2:
 def test_a_package_that_is_missing_is_one_line(package, kind, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not there; install the extra"):
+    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed; install the extra"):
         kind(tmp_path / "x.json")
 
 

@@ -64,7 +64,7 @@ def test_texts(tmp_path, change):
     ):
         with pytest.raises(CheckpointError) as error:
             call()
-        check(error, "the tokenizer cannot make tokens of this text")
+        check(error, "the tokenizer failed to encode this text")
     assert tokenizer.detokenize(tokenizer.tokenize("Hello")) == "Hello", "it can be used for others"
 
 
@@ -73,7 +73,7 @@ def test_tokens(tmp_path):
     ids = tokenizer.tokenize(TEXT)
     with pytest.raises(CheckpointError) as error:
         tokenizer.detokenize(ids)
-    check(error, "the tokenizer cannot make a text of these tokens")
+    check(error, "the tokenizer failed to decode these tokens")
 
 
 def test_normalizers_of_special_tokens(tmp_path):
@@ -86,7 +86,7 @@ def test_normalizers_of_special_tokens(tmp_path):
     tokenizer = changed(tmp_path / "t", change)
     with pytest.raises(CheckpointError) as error:
         tokenizer.render_chat([{"role": "user", "content": TEXT}])
-    check(error, "the tokenizer cannot make tokens of this text")
+    check(error, "the tokenizer failed to encode this text")
 
 
 def test_tokenizers_of_older_formats(tmp_path):
@@ -98,7 +98,7 @@ def test_tokenizers_of_older_formats(tmp_path):
     normalizes(tokenizer._backend.wrapped.backend_tokenizer)
     with pytest.raises(CheckpointError) as error:
         tokenizer.tokenize(TEXT)
-    check(error, "the tokenizer cannot make tokens of this text")
+    check(error, "the tokenizer failed to encode this text")
 
 
 def test_reading(tmp_path):
@@ -107,7 +107,7 @@ def test_reading(tmp_path):
     content = json.loads((directory / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+"}, "content": "x"}
     (directory / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is no tokenizer"):
+    with pytest.raises(ValueError, match="is not a tokenizer"):
         TextTokenizer(directory)
 
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_sent_is_refused(renderer):
         nested = [nested]
     with pytest.raises(ConfigError, match="nested too deeply"):
         renderer.render(dataclasses.replace(PLAIN, variables={"x": nested}))
-    with pytest.raises(ConfigError, match="can be given data only"):
+    with pytest.raises(ConfigError, match="must be JSON data"):
         renderer.render(dataclasses.replace(PLAIN, variables={"x": lambda: 0}))
 
 

@@ -131,7 +131,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         TextTokenizer(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is no tokenizer"):
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
         TextTokenizer(tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_ids_as_text() -> None:
 
 @pytest.mark.parametrize("word", ["20", "-1", "three", "1.0", "²"])
 def test_words_that_are_no_ids(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{word}' is no token id; the NullTokenizer takes ids from 0 to 19"):
+    with pytest.raises(ConfigError, match=f"'{word}' is not a token id; the NullTokenizer accepts ids from 0 to 19"):
         NullTokenizer(20).tokenize(f"1 {word}")
 
 

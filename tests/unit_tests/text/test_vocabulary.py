@@ -43,9 +43,7 @@ def test_prompts(case):
     vocabulary = CASES[case]
     for token in range(10):
         if token in BAD[case]:
-            with pytest.raises(
-                ConfigError, match=rf"token id {token} has no token in the tokenizer, whose last one is 7"
-            ):
+            with pytest.raises(ConfigError, match=rf"token id {token} has no token in the tokenizer, which ends at 7"):
                 vocabulary.check_prompt((0, token, 1))
         else:
             vocabulary.check_prompt((0, token, 1))

@@ -162,7 +162,7 @@ def test_what_is_kept_elsewhere_only_where_it_may_be(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb") as file:
         WithPersistentIds(file, 4).dump([Runs(tmp_path)])
     data = (tmp_path / "x").read_bytes()
-    with pytest.raises(PlainPickleError, match="it refers to what is kept elsewhere"):
+    with pytest.raises(PlainPickleError, match="it refers to external storage"):
         plain_pickle.load(data, ())
     [made] = plain_pickle.load(data, (), stored_apart=True)
     assert (made.name, made.args) == (plain_pickle.STORED_APART, (7,))
@@ -184,8 +184,8 @@ def test_attributes_are_given_to_what_was_made_once_and_to_nothing_else(what: st
 
 
 OTHERS = {
-    "it is no whole pickle": b"",
-    "it is no whole pickle, byte 3": b"\x80\x02N",
+    "it is not a complete pickle": b"",
+    "it is not a complete pickle, byte 3": b"\x80\x02N",
     "it is cut off": b"\x80\x02X\xff\xff\xff\xffab",
     "it has instruction 0x50": b"P1\n.",
     "it has instruction 0x96": b"\x80\x05\x96\x00\x00\x00\x00\x00\x00\x00\x00.",
@@ -196,10 +196,10 @@ OTHERS = {
     "it has a key of type tuple": b"\x80\x02})Ns.",
     "it has a key of type Named": b"\x80\x02}cpathlib\nPath\nNs.",
     "it has a key without a value": b"\x80\x02}(Nu.",
-    "it calls what has no name": b"\x80\x02N)R.",
-    "it calls what has no name, ": b"\x80\x02cpathlib\nPath\n]R.",
-    "it names what has no end": b"\x80\x02c" + b"a" * 2000,
-    "it names what is no text": b"\x80\x04NN\x93.",
+    "it calls an object without a name": b"\x80\x02N)R.",
+    "it calls an object without a name, ": b"\x80\x02cpathlib\nPath\n]R.",
+    "it has a name without an end": b"\x80\x02c" + b"a" * 2000,
+    "it has a name that is not a text": b"\x80\x04NN\x93.",
     "it has a whole number of 200 bytes": b"\x80\x02\x8a\xc8" + b"\x01" * 200 + b".",
     "it has instruction 0x8b": b"\x80\x02\x8b\xff\xff\xff\x7f.",
 }

@@ -107,11 +107,11 @@ SPOILED = {
     "it has compressed": rewritten(lambda name, content: content, zipfile.ZIP_DEFLATED),
     "it has 4 bytes for a tensor": rewritten(lambda name, content: content[:4] if name.endswith("data/0") else content),
     "its data/0 is damaged": saved(VALUES).replace(VALUES.numpy().tobytes(), bytes(96)),
-    "it is no tensor of float32": rewritten(replaced("data.pkl", b"FloatStorage", b"HalfStorage")),
+    "it is not a tensor of float32": rewritten(replaced("data.pkl", b"FloatStorage", b"HalfStorage")),
     "it names 'os.system'": rewritten(replaced("data.pkl", b"ctorch\nFloatStorage", b"cos\nsystem")),
-    "its bytes are nowhere": rewritten(replaced("data.pkl", b"\x01\x00\x00\x000q", b"\x01\x00\x00\x00/q")),
+    "its storage is missing": rewritten(replaced("data.pkl", b"\x01\x00\x00\x000q", b"\x01\x00\x00\x00/q")),
     "it has no data/7": rewritten(replaced("data.pkl", b"\x01\x00\x00\x000q", b"\x01\x00\x00\x007q")),
-    "it is no archive of torch's": b"nothing of the kind",
+    "it is not an archive of torch's": b"nothing of the kind",
     "it has no data.pkl": rewritten(lambda name, content: content).replace(b"data.pkl", b"date.pkl"),
 }
 
@@ -124,7 +124,7 @@ def test_what_is_no_tensor(message: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3), (24,), (4, 3, 2), (2, 3, 5)])
 def test_another_shape(shape: tuple[int, ...]) -> None:
-    with pytest.raises(PlainPickleError, match="it is no tensor of shape"):
+    with pytest.raises(PlainPickleError, match="it is not a tensor of shape"):
         read_tensor(io.BytesIO(saved(VALUES)), torch.float32, shape)
 
 

@@ -127,7 +127,7 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=r"has no norm.weight, which the model has"):
             export_hf_checkpoint(tmp_path / "new", loaded.model, loaded.config, llama_copy)
         save_file(tensors | {"model.norm.weight": norm, "model.extra": norm.clone()}, llama_copy / WEIGHTS_FILE)
-        with pytest.raises(CheckpointError, match=r"has model.extra, which the model has not"):
+        with pytest.raises(CheckpointError, match=r"has model.extra, which the model lacks"):
             export_hf_checkpoint(tmp_path / "new", loaded.model, loaded.config, llama_copy)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
@@ -136,7 +136,7 @@ class TestRefused:
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         save_file(tensors | {name: torch.ones(4)}, llama_copy / WEIGHTS_FILE)
         self.export(llama_copy, tmp_path / "new", llama_copy)
-        assert f"has {name}, which is not loaded, and so not written" in caplog.text
+        assert f"has {name}, which is not loaded and therefore not written" in caplog.text
         assert name not in hf_tensors(tmp_path / "new")
 
 

@@ -243,10 +243,10 @@ def test_the_comparison_sees_a_missing_conversion(toy: Path, llamas, monkeypatch
 
 
 SPOILED = {
-    r"qkv.weight has shape \(95, 32\), the configuration asks for \(96, 32\)": {
+    r"qkv.weight has shape \(95, 32\), and the configuration requires \(96, 32\)": {
         "transformer.layers.1.attn.qkv.weight": torch.ones(95, 32)
     },
-    r"up_gate.weight has shape \(80, 31\), the configuration asks for \(80, 32\)": {
+    r"up_gate.weight has shape \(80, 31\), and the configuration requires \(80, 32\)": {
         "transformer.layers.0.ff.up_gate.weight": torch.ones(80, 31)
     },
     "has unexpected layers.0.attn.bias": {"transformer.layers.0.attn.bias": torch.ones(32)},

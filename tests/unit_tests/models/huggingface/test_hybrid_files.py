@@ -126,7 +126,7 @@ SPOILED: dict[str, Callable[[dict[str, Tensor]], None]] = {
     r"lacks model\.layers\.0\.linear_attn\.k_conv1d\.weight, which is a part of": _drop_one,
     r"has both model\.layers\.0\.linear_attn\.conv1d\.weight and .*q_conv1d": _add_whole,
     "are not parts of one": _misfit,
-    r"conv1d.weight has shape \(81, 1, 4\), the configuration asks for \(80, 1, 4\)": _too_many,
+    r"conv1d.weight has shape \(81, 1, 4\), and the configuration requires \(80, 1, 4\)": _too_many,
 }
 
 

@@ -184,11 +184,11 @@ INDEX_ERRORS = {
     ),
     "a shard outside the directory": (
         lambda m: m.update({"model.norm.weight": "../elsewhere.safetensors"}),
-        "names the shard '../elsewhere.safetensors', which is no file name",
+        "names the shard '../elsewhere.safetensors', which is not a file name",
     ),
     "a shard that is no name": (
         lambda m: m.update({"model.norm.weight": 3}),
-        "names the shard 3, which is no file name",
+        "names the shard 3, which is not a file name",
     ),
 }
 
@@ -220,10 +220,10 @@ SPOILED = {
     r"has unexpected layers\.2\.mlp\.up_proj\.weight": lambda t: t.update(
         {"model.layers.2.mlp.up_proj.weight": torch.ones(40, 32)}
     ),
-    r"gate_proj.weight has shape \(48, 32\), the configuration asks for \(40, 32\)": lambda t: t.update(
+    r"gate_proj.weight has shape \(48, 32\), and the configuration requires \(40, 32\)": lambda t: t.update(
         {"model.layers.0.mlp.gate_proj.weight": torch.ones(48, 32)}
     ),
-    r"v_proj.weight has shape \(16, 32\), the configuration asks for \(32, 32\)": lambda t: t.update(
+    r"v_proj.weight has shape \(16, 32\), and the configuration requires \(32, 32\)": lambda t: t.update(
         {"model.layers.0.self_attn.v_proj.weight": torch.ones(16, 32)}
     ),
     "has both model.norm.weight and norm.weight": lambda t: t.update({"norm.weight": torch.ones(32)}),

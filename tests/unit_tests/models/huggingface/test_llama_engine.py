@@ -148,5 +148,5 @@ def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
     assert controller.tokenize_prompt(TEXT, add_BOS=True) == [0, *IDS]
     controller.tokenizer.bos = None
     assert controller.tokenize_prompt(TEXT) == IDS
-    with pytest.raises(ConfigError, match="add_BOS is set, but the tokenizer has no token that begins a document"):
+    with pytest.raises(ConfigError, match="add_BOS is set, but the tokenizer has no beginning-of-document token"):
         controller.tokenize_prompt(TEXT, add_BOS=True)

@@ -250,7 +250,7 @@ SPOILED = {
     "has unexpected layers.1.mixer.experts.6.up_proj.weight": lambda t: t.update(
         {"backbone.layers.1.mixer.experts.6.up_proj.weight": torch.ones(24, 32)}
     ),
-    r"experts.2.down_proj.weight has shape \(24, 32\), the configuration asks for \(32, 24\)": lambda t: t.update(
+    r"experts.2.down_proj.weight has shape \(24, 32\), and the configuration requires \(32, 24\)": lambda t: t.update(
         {"backbone.layers.1.mixer.experts.2.down_proj.weight": torch.ones(24, 32)}
     ),
 }

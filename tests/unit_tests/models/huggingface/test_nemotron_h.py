@@ -165,10 +165,10 @@ def test_query_key_value_rows() -> None:
 SPOILED = {
     "lacks backbone.*|lacks layers.0.mixer.A_log": lambda t: t.pop("backbone.layers.0.mixer.A_log"),
     "has unexpected .*rotary": lambda t: t.update({"backbone.rotary.inv_freq": torch.ones(2)}),
-    r"k_proj.weight has shape \(8, 32\), the configuration asks for \(32, 32\)": lambda t: t.update(
+    r"k_proj.weight has shape \(8, 32\), and the configuration requires \(32, 32\)": lambda t: t.update(
         {"backbone.layers.1.mixer.k_proj.weight": torch.ones(8, 32)}
     ),
-    r"conv1d.weight has shape \(64, 1, 3\), the configuration asks for \(64, 1, 4\)": lambda t: t.update(
+    r"conv1d.weight has shape \(64, 1, 3\), and the configuration requires \(64, 1, 4\)": lambda t: t.update(
         {"backbone.layers.0.mixer.conv1d.weight": torch.ones(64, 1, 3)}
     ),
     "norm_f.weight is of type int64": lambda t: t.update({"backbone.norm_f.weight": torch.ones(32).long()}),

@@ -221,8 +221,8 @@ def place_of(directory: Path, key: str) -> tuple[int, int]:
 PARTS: dict[str, Callable[[Path], object]] = {
     "it names 'posix.mkdir'": Runs,
     "it names 'argparse.Namespace'": lambda folder: Namespace(x=Runs(folder)),
-    "it is no tensor of shape": lambda folder: torch.ones(16, 2),
-    "it is no tensor of bfloat16|it is no tensor of float32": lambda folder: torch.ones(32, dtype=torch.float64),
+    "it is not a tensor of shape": lambda folder: torch.ones(16, 2),
+    "it is not a tensor of bfloat16|it is not a tensor of float32": lambda folder: torch.ones(32, dtype=torch.float64),
     "it names 'torch._utils._rebuild_sparse_tensor'": lambda folder: torch.ones(32).to_sparse(),
 }
 
@@ -293,23 +293,23 @@ def set_tensor(**fields: object) -> Callable[[Metadata], object]:
 
 
 SPOILED: dict[str, Callable[[Metadata], object]] = {
-    r"is in '\.\./checkpoint/__0_0\.distcp', which is no file name": set_place(
+    r"is in '\.\./checkpoint/__0_0\.distcp', which is not a file name": set_place(
         relative_path="../checkpoint/__0_0.distcp"
     ),
-    r"is in '/etc/passwd', which is no file name": set_place(relative_path="/etc/passwd"),
-    r"is in '\.\.', which is no file name": set_place(relative_path=".."),
-    r"is in 'a\\nb', which is no file name": set_place(relative_path="a\nb"),
-    r"is in a bytes, which is no file name": set_place(relative_path=b"a"),
-    "the offset of .* is -1, which is no size": set_place(offset=-1),
-    "the length of .* is a bool, which is no size": set_place(length=True),
+    r"is in '/etc/passwd', which is not a file name": set_place(relative_path="/etc/passwd"),
+    r"is in '\.\.', which is not a file name": set_place(relative_path=".."),
+    r"is in 'a\\nb', which is not a file name": set_place(relative_path="a\nb"),
+    r"is in a bytes, which is not a file name": set_place(relative_path=b"a"),
+    "the offset of .* is -1, which is not a size": set_place(offset=-1),
+    "the length of .* is a bool, which is not a size": set_place(length=True),
     "99 bytes from byte .* are not what .* bytes of tensor take": set_place(length=99),
     "from byte 4611686018427387904 on": set_place(offset=2**62),
     "is compressed or otherwise transformed": set_place(transform_descriptors=["zstd"]),
     "_StorageInfo has other attributes than expected": set_place(more=1),
     "a part of 'decoder.final_norm.weight' is outside of it": set_chunk(sizes=torch.Size([33])),
     "a part of 'decoder.final_norm.weight' is nowhere": set_chunk(offsets=torch.Size([1]), sizes=torch.Size([31])),
-    "the parts of decoder.final_norm.weight do not make up the whole": set_chunk(sizes=torch.Size([31])),
-    r"is of shape .*, which no memory holds": set_tensor(size=torch.Size([2**40, 2**40])),
+    "the stored parts of decoder.final_norm.weight do not cover the tensor": set_chunk(sizes=torch.Size([31])),
+    r"has shape .*, which is too large": set_tensor(size=torch.Size([2**40, 2**40])),
     "has no list of parts": set_tensor(chunks=None),
     "has no shape": set_tensor(size=[32]),
 }
@@ -329,7 +329,7 @@ def test_common_state_takes_no_more_than_it_is_long(saved: Path) -> None:
     for _ in range(40):
         doubled = [doubled, doubled]
     (saved / "common.pt").write_bytes(zipped({"args": doubled}))
-    with pytest.raises(CheckpointError, match="one far inside of another"):
+    with pytest.raises(CheckpointError, match="too deep nesting"):
         read_common(saved)
     wide: list = [0] * 1000
     (saved / "common.pt").write_bytes(zipped({"args": [[wide] * 1000] * 1000}))

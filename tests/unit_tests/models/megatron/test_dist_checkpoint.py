@@ -174,11 +174,11 @@ SPOILED = {
     "lacks decoder.final_norm.weight and has unexpected final_norm.weight": lambda t: t.update(
         {"final_norm.weight": t.pop("decoder.final_norm.weight")}
     ),
-    r"decoder.final_norm.weight has shape \(16,\), the configuration asks for \(32,\)": lambda t: t.update(
+    r"decoder.final_norm.weight has shape \(16,\), and the configuration requires \(32,\)": lambda t: t.update(
         {"decoder.final_norm.weight": torch.ones(16)}
     ),
-    r"embedding.word_embeddings.weight has shape \(64, 32\), the configuration asks for \(50, 32\)": lambda t: t.update(
-        {"embedding.word_embeddings.weight": torch.ones(64, 32)}
+    r"embedding.word_embeddings.weight has shape \(64, 32\), and the configuration requires \(50, 32\)": lambda t: (
+        t.update({"embedding.word_embeddings.weight": torch.ones(64, 32)})
     ),
     "mixer.A_log is of type uint8; supported are float32": lambda t: t.update(
         {"decoder.layers.0.mixer.A_log": torch.ones(8, dtype=torch.uint8)}

@@ -128,7 +128,7 @@ def test_vocabulary_that_contradicts_the_arguments(
 ) -> None:
     tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
     megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config, padded_vocab_size=64))
-    message = r"embedding.word_embeddings.weight has shape \(50, 32\), the configuration asks for \(64, 32\)"
+    message = r"embedding.word_embeddings.weight has shape \(50, 32\), and the configuration requires \(64, 32\)"
     with pytest.raises(CheckpointError, match=message):
         load_dist_checkpoint(tmp_path, device=CPU)
 
@@ -155,9 +155,9 @@ def make_legacy(directory: Path) -> None:
 
 DIRECTORIES = {
     "says 200, and .* has no iter_0000200": set_latest("200"),
-    "says 'soon', which is no iteration": set_latest("soon"),
-    "says '', which is no iteration": set_latest(""),
-    r"says '\.\./x', which is no iteration": set_latest("../x"),
+    "says 'soon', which is not an iteration": set_latest("soon"),
+    "says '', which is not an iteration": set_latest(""),
+    r"says '\.\./x', which is not an iteration": set_latest("../x"),
     "has no latest_checkpointed_iteration.txt; give an iteration, as in iter_0000100": lambda directory: (
         directory / "latest_checkpointed_iteration.txt"
     ).unlink(),
@@ -240,7 +240,7 @@ def test_gpt_with_norms_of_their_own_and_singleton_shards(tmp_path: Path) -> Non
 def test_gpt_with_fewer_layers_than_its_arguments_say(tmp_path: Path) -> None:
     state = {"model": gpt_model(GPT).sharded_state_dict(), "args": gpt_arguments(GPT, num_layers=4)}
     dist_checkpointing.save(state, str(tmp_path), InProcessSave())
-    with pytest.raises(CheckpointError, match=r"has shape \(3, .*, the configuration asks for \(4, "):
+    with pytest.raises(CheckpointError, match=r"has shape \(3, .*, and the configuration requires \(4, "):
         load_dist_checkpoint(tmp_path, device=CPU)
 
 

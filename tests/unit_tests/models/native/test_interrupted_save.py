@@ -132,11 +132,11 @@ class TestTargets:
         assert "cannot be written: " in refused(tmp_path / "file" / "checkpoint")
 
     def test_what_cannot_be_moved(self, refused):
-        assert refused(Path("/")) == "--save / is where a file system is mounted; give a directory in it"
+        assert refused(Path("/")) == "--save / is a mount point; give a directory in it"
 
     def test_a_link_to_nothing(self, refused, tmp_path):
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        assert "is a link to nothing; give a directory" in refused(tmp_path / "link")
+        assert "is a broken link; give a directory" in refused(tmp_path / "link")
 
     def test_the_check_leaves_nothing(self, refused, tmp_path):
         assert "--load nowhere" in refused(tmp_path / "new" / "checkpoint")

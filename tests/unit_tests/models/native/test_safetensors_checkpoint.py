@@ -88,7 +88,7 @@ SPOILED_WEIGHTS = {
     "lacks decoder.final_norm.weight and has unexpected final_norm.weight": lambda t: t.update(
         {"final_norm.weight": t.pop("decoder.final_norm.weight")}
     ),
-    r"decoder.final_norm.weight has shape \(16,\), the configuration asks for \(32,\)": lambda t: t.update(
+    r"decoder.final_norm.weight has shape \(16,\), and the configuration requires \(32,\)": lambda t: t.update(
         {"decoder.final_norm.weight": torch.ones(16)}
     ),
 }

@@ -214,8 +214,8 @@ class TestRefused:
     CASES: tuple[tuple[Callable[[dict], object], str], ...] = (
         (lambda new: {}, "no tensor is given; give all of the model's, or some with partial=True"),
         (lambda new: 5, "named tensors are of type int; give a dict, or pairs of name and tensor"),
-        (lambda new: ["abc"], "str is no pair of name and tensor"),
-        (lambda new: [(3, new[TestRefused.NORM])], "the name 3 is of type int; names of tensors are texts"),
+        (lambda new: ["abc"], "str is not a pair of name and tensor"),
+        (lambda new: [(3, new[TestRefused.NORM])], "the name 3 is of type int; give a text"),
         (lambda new: [*new.items(), *new.items()], "tensor embedding.word_embeddings.weight is given twice"),
         (
             lambda new: new | {"decoder.layers.0.norm.wieght": new[TestRefused.NORM]},
@@ -227,7 +227,7 @@ class TestRefused:
         ),
         (
             lambda new: _without(new, TestRefused.NORM),
-            "layers.0.norm.weight of the model are not given; give all",
+            "layers.0.norm.weight of the model are missing; give all tensors",
         ),
         (lambda new: new | {TestRefused.NORM: torch.ones(31)}, "weight has shape (31,); the model's has (32,)"),
         (lambda new: new | {TestRefused.NORM: torch.ones(1, 32)}, "weight has shape (1, 32); the model's has (32,)"),
@@ -244,7 +244,7 @@ class TestRefused:
         (lambda new: new | {TestRefused.NORM: torch.ones(32).to_sparse()}, "weight is sparse_coo; give a dense tensor"),
         (
             lambda new: new | {TestRefused.NORM: _Spread(torch.ones(32))},
-            "weight is spread over ranks; give decoder",
+            "weight is sharded over ranks; give decoder",
         ),
     )
 

@@ -108,7 +108,7 @@ class TestNesting:
         """A chat nested 900 deep ended in a 500 and 300 KB of log."""
         message = {"role": "assistant", "content": "a", "tool_calls": [nested(900)]}
         response = embedded.http.post(CHAT, json={"messages": [message], "max_tokens": 1})
-        assert "nested too deeply; this server takes at most 64" in check_error(response, 400)["message"]
+        assert "nested too deeply; the limit is 64" in check_error(response, 400)["message"]
         assert sum(len(record.getMessage()) for record in caplog.records) < 1000
         check_alive(embedded)
 
@@ -181,7 +181,7 @@ class TestParts:
         monkeypatch.setattr(bodies, "MAX_CONTAINERS", 50)
         for key, count in (("metadata", 63), ("prompt", 62)):
             many = tiny.http.post(COMPLETIONS, json=GOOD | {key: [{}] * 60})
-            assert f"{count} lists and objects; at most 50" in check_error(many, 400)["message"]
+            assert f"{count} lists and objects; the limit is 50" in check_error(many, 400)["message"]
         text = '[{"\\' * 60
         assert tiny.http.post(COMPLETIONS, json=GOOD | {"user": text}).status_code == 200
 
@@ -203,10 +203,10 @@ class TestWhatIsAskedFor:
     @pytest.mark.parametrize(
         ("fields", "named"),
         [
-            ({"prompt": [[1]] * 9}, "9 prompts in one request; this server takes at most 8"),
+            ({"prompt": [[1]] * 9}, "9 prompts in one request; this server accepts at most 8"),
             ({"prompt": ["<1>"] * 9}, "9 prompts in one request"),
-            ({"prompt": [[1]] * 3, "n": 4}, "3 prompts with 4 choices (n) each, which are 12"),
-            ({"prompt": "<1>", "n": 9}, "9 choices (n) of a prompt; this server takes at most 8"),
+            ({"prompt": [[1]] * 3, "n": 4}, "3 prompts with 4 choices (n) each, 12"),
+            ({"prompt": "<1>", "n": 9}, "9 choices (n) of a prompt; this server accepts at most 8"),
         ],
         ids=["ids", "texts", "both", "choices"],
     )
@@ -313,7 +313,7 @@ def test_an_image_is_named(tiny):
     body = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": parts}]}
     error = check_error(tiny.http.post(CHAT, json=body), 400)
     assert error["param"] == "messages"
-    assert error["message"].startswith("messages.1.content: has a part of type 'image_url'; this server takes texts")
+    assert error["message"].startswith("messages.1.content: has a part of type 'image_url'; only parts of type 'text'")
 
 
 def test_a_model_without_a_name(tiny):

@@ -230,7 +230,7 @@ def test_refused_by_name(embedded, fields, named, param):
 def test_a_template_that_takes_no_tools(embedded, monkeypatch):
     monkeypatch.setattr(embedded.serving.tokenizer, "_chat_template", "{{ messages[0].content }}")
     body = {"messages": QUESTION, "tools": [WEATHER], "max_tokens": 1}
-    assert "takes no tools" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
+    assert "does not support tools" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
 
 def test_marks_that_are_special_tokens_are_seen(tmp_path):
