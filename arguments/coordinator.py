@@ -40,6 +40,10 @@ COORDINATOR = FlagGroup(
         Flag(
             "launch", "Number of replicas to start on this machine, with the flags of run_server.py that are also given"
         ),
+        Flag(
+            "replicas_end_with_coordinator",
+            "End launched replicas when the coordinator is killed; otherwise the next one on this port finds them",
+        ),
         Flag("replica_timeout", "Seconds without a heartbeat after which a replica counts as dead"),
         Flag(
             "allowed_event_sources",

@@ -26,6 +26,7 @@ class CoordinatorConfig(AccessConfig):
     replicas_file: str | None = None  # file with more URLs, one a line; read again when it changes
     model: tuple[str, ...] = ()  # served names that replicas may have; default: that of the first replica
     launch: int = 0  # replicas to start on this machine
+    replicas_end_with_coordinator: bool = False  # also when it is killed; else the next one finds them
     replica_timeout: float = 30.0  # without a response, until a replica counts as dead
     # Where replicas may publish KV events besides their own hosts: hosts, `*` for any, `ipc:///DIRECTORY`.
     allowed_event_sources: tuple[str, ...] = ()

@@ -5,21 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import hashlib
+import json
 import logging
 import os
 import re
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import megatron_ext
 from megatron_ext.config.coordinator import CoordinatorSettings
-from megatron_ext.config.kv_events import LONGEST_IPC_PATH
 from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.launched import (
+    EVENTS,
+    REPLAY,
+    FoundReplica,
+    LaunchRecord,
+    find_replicas,
+    private_directory,
+    start_of,
+)
 from megatron_ext.coordinator.member import Source
 from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.errors import ConfigError
@@ -35,8 +46,6 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _READY = re.compile(r"^ready: (http://\S+)$")
 _LONGEST_LINE = 1 << 16
-_EVENTS, _REPLAY = "events", "replay"  # sockets of a replica's KV events, in a directory of its own
-_DIRECTORY_PREFIX = "kv-events-"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -54,6 +63,8 @@ class LaunchPlan:
         shutdown_timeout: Seconds that a replica has to end.
         devices: GPUs of the machine, as CUDA names them; empty without GPUs.
         has_private_events: Whether each replica publishes its KV events in a directory that only this user can enter.
+        home: Directory of the replicas, in which the next coordinator finds those that outlive this one; None if they
+            end with this one.
     """
 
     script: Path
@@ -64,6 +75,7 @@ class LaunchPlan:
     shutdown_timeout: float = 30.0
     devices: tuple[str, ...] = ()
     has_private_events: bool = False
+    home: Path | None = None
 
     def __post_init__(self) -> None:
         needed = self.count * self.world
@@ -78,8 +90,8 @@ class LaunchPlan:
         runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
         own = ["--host", "127.0.0.1", "--port", "0"]
         if events is not None:
-            own += ["--kv-events-endpoint", f"ipc://{events / _EVENTS}"]
-            own += ["--kv-events-replay-endpoint", f"ipc://{events / _REPLAY}"]
+            own += ["--kv-events-endpoint", f"ipc://{events / EVENTS}"]
+            own += ["--kv-events-replay-endpoint", f"ipc://{events / REPLAY}"]
         return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
 
     def environment(self, index: int) -> dict[str, str]:
@@ -91,6 +103,12 @@ class LaunchPlan:
             variables[DEVICES_VARIABLE] = ",".join(self.devices[index * self.world : (index + 1) * self.world])
         return variables
 
+    def fingerprint(self, index: int) -> str:
+        """Return a hash of the flags and the environment of the replica with this number, and of this version."""
+        told = [self.command(), self.has_private_events, megatron_ext.__version__, self.api_key]
+        devices = self.environment(index).get(DEVICES_VARIABLE)
+        return hashlib.sha256(json.dumps([*told, devices]).encode()).hexdigest()
+
 
 def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the GPUs without initializing CUDA, which would occupy one."""
@@ -98,30 +116,6 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, 
     if told is not None:
         return tuple(one.strip() for one in told.split(",") if one.strip() and one.strip() != "-1")
     return tuple(str(number) for number in range(len(list(_GPUS.iterdir())))) if _GPUS.is_dir() else ()
-
-
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """Create a directory of mode 0700 for sockets, deleted at the end with its contents.
-
-    Raises:
-        ConfigError: The directory cannot be created, or its path is too long for a socket's.
-    """
-    try:
-        place = tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise ConfigError(
-            f"no directory for the sockets of KV events: {error.strerror}: {error.filename}; "
-            "set TMPDIR to a writable directory"
-        ) from None
-    with place as name:
-        length = len(os.fsencode(os.path.join(name, _EVENTS)))
-        if length > LONGEST_IPC_PATH:
-            raise ConfigError(
-                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and the limit is "
-                f"{LONGEST_IPC_PATH}; set TMPDIR to a directory with a shorter path"
-            )
-        yield Path(name)
 
 
 def _end_with_parent() -> None:
@@ -147,14 +141,21 @@ class Launcher:
         self.failure: ConfigError | None = None
         self.pids: dict[int, int] = {}  # of running processes, by replica number
         self._tasks: list[asyncio.Task[None]] = []
+        self._found: dict[int, list[FoundReplica]] = defaultdict(list)  # of an earlier coordinator, by number
         self._is_ready = [asyncio.Event() for _ in range(plan.count)]
 
     def start(self, fleet: Fleet) -> None:
-        """Start the tasks that run the replicas."""
-        start = self._supervisor.start
+        """Start the tasks that run the replicas; those of an earlier coordinator are kept if their settings fit."""
+        for found in [] if self._plan.home is None else find_replicas(self._plan.home):
+            self._found[found.record.index].append(found)
+        start, count = self._supervisor.start, self._plan.count
         self._tasks = [
-            start("launches", f"replica {index}", partial(self._keep_running, index, fleet))
-            for index in range(self._plan.count)
+            start("launches", f"replica {index}", partial(self._keep_running, index, fleet)) for index in range(count)
+        ]
+        self._tasks += [
+            start("launches", f"replica {index}", partial(self._take_over, index, fleet))
+            for index in list(self._found)
+            if index not in range(count)
         ]
 
     async def all_ready(self) -> None:
@@ -167,7 +168,31 @@ class Launcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _take_over(self, index: int, fleet: Fleet) -> None:
+        """Run what an earlier coordinator launched with this number until it ends; end it if it does not fit."""
+        while self._found[index]:
+            found = self._found[index].pop()
+            url, is_of_plan = found.record.url, index < self._plan.count
+            try:
+                if is_of_plan and url and found.record.plan == self._plan.fingerprint(index) and index not in self.pids:
+                    logger.info("replica %d is running since before, as process %d; it is kept", index, found.pid)
+                    self.pids[index] = found.pid
+                    fleet.add(url, Source.LAUNCH, found.directory)
+                    self._is_ready[index].set()
+                    await found.wait()
+                    logger.error("replica %d, which an earlier coordinator launched, has ended", index)
+                else:
+                    logger.warning("replica %d of an earlier coordinator has other settings; it is ended", index)
+            finally:
+                await self._end(found)
+                found.forget()
+                if self.pids.get(index) == found.pid:
+                    del self.pids[index]
+                if url in fleet.members:
+                    fleet.remove(url)
+
     async def _keep_running(self, index: int, fleet: Fleet) -> None:
+        await self._take_over(index, fleet)
         pause = FIRST_PAUSE
         while True:
             started = time.monotonic()
@@ -194,19 +219,20 @@ class Launcher:
 
     async def _run_once(self, index: int, fleet: Fleet) -> int:
         """Run a process from start to end; return its exit code."""
-        with private_directory() if self._plan.has_private_events else contextlib.nullcontext() as events:
-            return await self._run_in(events, index, fleet)
+        plan = self._plan
+        with private_directory(plan.home) if plan.has_private_events or plan.home else contextlib.nullcontext() as own:
+            return await self._run_in(own, index, fleet)
 
-    async def _run_in(self, events: Path | None, index: int, fleet: Fleet) -> int:
+    async def _run_in(self, directory: Path | None, index: int, fleet: Fleet) -> int:
         process = await asyncio.create_subprocess_exec(
-            *self._plan.command(events),
+            *self._plan.command(directory if self._plan.has_private_events else None),
             env=self._plan.environment(index),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LONGEST_LINE,
             start_new_session=True,  # Ctrl-C reaches only the coordinator, which lets requests end first
-            preexec_fn=_end_with_parent,
+            preexec_fn=_end_with_parent if self._plan.home is None else None,
         )
         self.pids[index] = process.pid
         urls: list[str] = []
@@ -215,7 +241,8 @@ class Launcher:
             found = _READY.match(line)
             if found is not None:
                 urls.append(found[1])
-                fleet.add(found[1], Source.LAUNCH, events)
+                self._record(directory, index, process.pid, found[1])
+                fleet.add(found[1], Source.LAUNCH, directory)
                 self._is_ready[index].set()
 
         assert process.stdout is not None, "it is a pipe"
@@ -224,6 +251,7 @@ class Launcher:
             _tell(index, process.stdout, sys.stdout, heard), _tell(index, process.stderr, sys.stderr)
         )
         try:
+            self._record(directory, index, process.pid)
             code = await process.wait()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(telling, 1.0)
@@ -236,7 +264,13 @@ class Launcher:
                 if url in fleet.members:
                     fleet.remove(url)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    def _record(self, directory: Path | None, index: int, pid: int, url: str | None = None) -> None:
+        """Record a process for the next coordinator, if it outlives this one."""
+        if directory is not None and self._plan.home is not None:
+            with contextlib.suppress(ProcessLookupError):
+                LaunchRecord(index, pid, start_of(pid), self._plan.fingerprint(index), url).write(directory)
+
+    async def _end(self, process: asyncio.subprocess.Process | FoundReplica) -> None:
         """Terminate a process; kill it after its grace period."""
         if process.returncode is not None:
             return
@@ -266,15 +300,20 @@ async def _tell(
         heard(text)
 
 
-def plan_of(settings: CoordinatorSettings, script: Path) -> LaunchPlan:
+def plan_of(settings: CoordinatorSettings, script: Path, home: Path | None = None) -> LaunchPlan:
     """Return a plan for this machine.
+
+    Args:
+        settings: Settings of the coordinator and its replicas.
+        script: `tools/run_server.py`.
+        home: See `LaunchPlan`.
 
     Raises:
         ConfigError: The machine has GPUs, but too few; or the directory for KV event sockets cannot be created.
     """
     config = settings.coordinator
     if settings.has_private_events:
-        with private_directory():  # fails before any process is started
+        with private_directory(home):  # fails before any process is started
             pass
     return LaunchPlan(
         script,
@@ -285,4 +324,5 @@ def plan_of(settings: CoordinatorSettings, script: Path) -> LaunchPlan:
         config.shutdown_timeout,
         visible_devices(),
         settings.has_private_events,
+        home,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher, plan_of
+from megatron_ext.coordinator.launched import fleet_directory
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.http.connections import effective_max_connections
 from megatron_ext.server.http.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
@@ -35,9 +37,13 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
     coordination = Coordination(config, load_keys(config))
     effective_max_connections(config.limits)
     launcher = None
-    if config.launch:
-        launcher = Launcher(plan_of(settings, server_script), supervisor=coordination.supervisor)
-    with bind(config.host, config.port) as listener:
+    outlives = config.launch and config.port and not config.replicas_end_with_coordinator
+    with (
+        bind(config.host, config.port) as listener,
+        fleet_directory(config.port) if outlives else contextlib.nullcontext() as home,
+    ):
+        if config.launch:
+            launcher = Launcher(plan_of(settings, server_script, home), supervisor=coordination.supervisor)
         run_until_signal(build_coordinator(coordination, announce, launcher), listener)
     if launcher is not None and launcher.failure is not None:
         raise launcher.failure

@@ -25,6 +25,7 @@ from megatron_ext.config.kv_events import LONGEST_IPC_PATH, KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.launch import BAD_USAGE, DEVICES_VARIABLE, Launcher, LaunchPlan, plan_of, visible_devices
+from megatron_ext.coordinator.member import Status
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.routing.router import Router
@@ -270,13 +271,16 @@ class TestPrivateEvents:
 
     async def test_requests_go_where_events_say_and_no_port_publishes_them(self):
         """Prompts that a launched replica was sent directly are routed to it, beside a replica without events."""
-        other = await FakeReplica(name="other", beat={"block_size": 16}).start()
+        other = await FakeReplica(name="other", beat={"block_size": 16}, status_body=b"not yet").start()
         words = ("--launch", "1", "--replica", other.url, "--inference-dynamic-batching-block-size", "16")
         settings = parse_coordinator_arguments([*words, "--no-access-log"])
         launcher = Launcher(plan_of(settings, ROOT / "tools/run_server.py"))
         async with coordinator(other, launcher=launcher) as front:
             (url,) = set(front.coordination.fleet.members) - {other.url}
             launched = front.coordination.fleet.members[url]
+            other.beat |= dataclasses.asdict(launched.beat.identity) | {"weights": launched.beat.weights}
+            other.status_body = None
+            await front.until(other, Status.READY)
             (source,) = launched.beat.events
             ports = listening(launcher.pids[0])
             assert launched.address.port in ports
