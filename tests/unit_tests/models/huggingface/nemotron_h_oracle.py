@@ -172,7 +172,7 @@ def routing_margin(model: NemotronHForCausalLM, tokens: list[int]) -> float:
     their_logits(model, tokens)
     for hook in hooks:
         hook.remove()
-    return min(_margin(gate, hidden) for gate, hidden in inputs)
+    return min((_margin(gate, hidden) for gate, hidden in inputs), default=math.inf)
 
 
 def _margin(gate: nn.Module, hidden: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Imported checkpoints with attention in every layer: what transformers computes, warm and cold; and this can fail."""
+"""Engines with attention in every layer of imported models: little memory, 16 bits, windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
@@ -22,8 +21,8 @@ from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import dense_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface.families import engine_excess, excess, load_hf
 from tests.unit_tests.models.huggingface.test_engine import PARAMS
-from tests.unit_tests.models.huggingface.test_snapshots import excess as engine_excess
 from tests.unit_tests.support.caching import CachingDriver
 from tests.unit_tests.support.driver import Driver
 
@@ -31,37 +30,10 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 CPU = torch.device("cpu")
 NAMES = [shape.name for shape in dense_oracle.SHAPES]
-LENGTHS = (1, 65, 300)
 BLOCK = 16
 # Chunks of 48 tokens, and fewer blocks than all requests together want.
 TIGHT = {"block_size": BLOCK, "block_count": 14, "max_requests": 8, "max_tokens": 48}
 P95, MOST = math.log(1.05), math.log(1.2)  # of differences between log-probs in 16 bits
-
-
-def load_hf(directory: Path, overrides: dict | None = None, **source: object) -> LoadedModel:
-    return load_model(SourceConfig(load_hf=str(directory), **source), overrides or {}, device=CPU)
-
-
-def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
-    tokens = oracle.prompt(length, seed=length)
-    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_and_greedy_tokens_equal(name: str, denses) -> None:
-    """FA-1: an oracle that we did not write: full forwards and greedy continuations, fp32."""
-    theirs, directory = denses(name)
-    ours = load_hf(directory).model
-    for length in LENGTHS:
-        tokens = oracle.prompt(length, seed=length)
-        assert oracle.their_logits(theirs, tokens).std() > 0.3, "flat logits would make this test blind"
-        assert dense_oracle.routing_margin(theirs, tokens) > 1e-5, "rounding alone may choose other experts"
-        assert excess(ours, theirs, length) <= 1, length
-    tokens = oracle.prompt(20, seed=20)
-    generated = oracle.their_greedy(theirs, tokens, 12)
-    assert len(set(generated)) > 3, "a loop would make this test blind"
-    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 12) == generated
 
 
 WARM = ("llama, biases of attention, yarn", "mistral, window", "qwen3 moe")
@@ -216,67 +188,7 @@ def test_imported_checkpoint_saved_and_loaded(denses, tmp_path: Path) -> None:
 # Negative controls
 
 
-def _zeroed(name: str):
-    return lambda model: model.get_parameter(f"decoder.layers.{name}").zero_()
-
-
-def _halves_swapped(name: str):
-    def swap(model: nn.Module) -> None:
-        tensor = model.get_parameter(f"decoder.layers.{name}")
-        tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
-
-    return swap
-
-
 YARN_NAME = "llama, biases of attention, yarn"
-QKV_BIAS, OUTPUT_BIAS = "0.self_attention.linear_qkv.bias", "2.self_attention.linear_proj.bias"
-EXPERT = "1.mlp.experts.local_experts.2.linear_fc1.weight"
-CONTROLS = {
-    "bias of queries, keys, values": ("qwen2", _zeroed(QKV_BIAS)),
-    "queries and keys of the bias": ("qwen2", _halves_swapped(QKV_BIAS)),
-    "bias behind attention": (YARN_NAME, _zeroed(OUTPUT_BIAS)),
-    "bias inside an MLP": ("llama, biases of MLPs, tied", _halves_swapped("1.mlp.linear_fc1.bias")),
-    "bias behind an MLP": ("llama, biases of MLPs, tied", _zeroed("3.mlp.linear_fc2.bias")),
-    "norm of queries": ("qwen3", _zeroed("0.self_attention.q_layernorm.weight")),
-    "norm of keys": ("qwen3 moe", _zeroed("2.self_attention.k_layernorm.weight")),
-    "gate and up of an expert": ("mixtral", _halves_swapped(EXPERT)),
-    "an expert": ("qwen3 moe", _zeroed(EXPERT)),
-    "router": ("qwen3 moe, one expert a token", _halves_swapped("1.mlp.router.weight")),
-}
-SETTINGS = {
-    "no yarn": (YARN_NAME, {"yarn_rotary_scaling_factor": None}),
-    "another factor": (YARN_NAME, {"yarn_rotary_scaling_factor": 3.0}),
-    "no magnitude": (YARN_NAME, {"yarn_mscale": 0.0}),
-    "another length": (YARN_NAME, {"yarn_original_max_position_embeddings": 512}),
-    "whole pairs": ("qwen2, window, yarn, tied", {"yarn_correction_range_round_to_int": True}),
-    "fewer turns": ("qwen2, window, yarn, tied", {"yarn_beta_slow": 1.0}),
-    "weights summed to one": ("qwen3 moe, sums of weights, MLPs in some layers", {"moe_router_pre_softmax": False}),
-    "weights not summed to one": ("mixtral", {"moe_router_pre_softmax": True}),
-    "base": ("qwen3", {"rotary_base": 11000}),
-    "epsilon": ("mistral", {"norm_epsilon": 1e-3}),
-    "another window": ("mistral, window", {"attention_window": 41}),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("control", CONTROLS)
-@torch.no_grad()
-def test_comparison_sees_one_wrong_tensor(control: str, denses) -> None:
-    """Each error is at least ten times the tolerance."""
-    name, spoil = CONTROLS[control]
-    theirs, directory = denses(name)
-    ours = load_hf(directory).model
-    spoil(ours)
-    assert excess(ours, theirs) > 10
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("control", SETTINGS)
-def test_comparison_sees_one_wrong_setting(control: str, denses) -> None:
-    """Flags win over the checkpoint; these have no weights that could contradict them."""
-    name, override = SETTINGS[control]
-    theirs, directory = denses(name)
-    assert excess(load_hf(directory, override).model, theirs, 300) > 10
 
 
 @pytest.mark.parametrize("field", ["rotary_magnitude", "yarn_rotary_scaling_factor"])

@@ -16,26 +16,10 @@ from megatron_ext.models.huggingface import family_registry
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from tests.unit_tests.models.huggingface import (
-    dense_oracle,
-    hybrid_oracle,
-    llama_oracle,
-    mamba_oracle,
-    nemotron_h_oracle,
-    qwen3_next_oracle,
-)
+from tests.unit_tests.models.huggingface.families import EVERY_SHAPE
 
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
-FAMILIES = {
-    "llamas": llama_oracle.SHAPES,
-    "oracles": nemotron_h_oracle.SHAPES,
-    "qwens": qwen3_next_oracle.SHAPES,
-    "mambas": mamba_oracle.SHAPES,
-    "hybrids": hybrid_oracle.SHAPES,
-    "denses": dense_oracle.SHAPES,
-}
-EVERY_SHAPE = [(fixture, shape.name) for fixture, shapes in FAMILIES.items() for shape in shapes]
 
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,8 @@ from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
 from megatron_ext.parallel.layout import check_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
-from tests.unit_tests.models.huggingface.test_hybrids import CPU, LAST, load_hf
+from tests.unit_tests.models.huggingface.families import CPU, load_hf
+from tests.unit_tests.models.huggingface.test_hybrids import LAST
 
 OLMO = "olmo"
 CONVOLUTION = "model.layers.0.linear_attn.{}_conv1d.weight"

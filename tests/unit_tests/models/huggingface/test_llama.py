@@ -1,52 +1,24 @@
-"""Imported Llama checkpoints compute what transformers computes; and the comparison can fail."""
+"""Imported Llama checkpoints: tied embeddings, scaled wavelengths, types and files."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from tests.unit_tests.models.huggingface import llama_oracle
+from megatron_ext.models.load import load_model, save_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface.families import excess, load_hf
 
-LENGTHS = (1, 3, 64, 65, 300)
 TIED = "gqa, tied"
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
-
-
-def load_hf(directory: Path, overrides: Mapping[str, object] | None = None) -> LoadedModel:
-    return load_model(SourceConfig(load_hf=str(directory)), overrides or {}, device=CPU)
-
-
-def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
-    tokens = oracle.prompt(length, seed=length)
-    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
-
-
-@pytest.mark.parametrize("shape", llama_oracle.SHAPES, ids=lambda shape: shape.name)
-def test_logits_and_greedy_tokens_equal(shape: llama_oracle.Shape, llamas) -> None:
-    """An oracle that we did not write: full forwards and greedy continuations, fp32."""
-    theirs, directory = llamas(shape.name)
-    ours = load_hf(directory).model
-    for length in LENGTHS:
-        reference = oracle.their_logits(theirs, oracle.prompt(length, seed=length))
-        assert reference.std() > 0.3, "flat logits would make this test blind"
-        assert excess(ours, theirs, length) <= 1, length
-    tokens = oracle.prompt(20, seed=20)
-    generated = oracle.their_greedy(theirs, tokens, 16)
-    assert len(set(generated)) > 4, "a loop would make this test blind"
-    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 16) == generated
 
 
 def test_layers_and_embeddings(llamas) -> None:
@@ -81,58 +53,6 @@ def test_scaled_wavelengths_matter(llamas, tmp_path: Path) -> None:
     for override in ({"use_rope_scaling": False}, {"rope_scaling_factor": 4.0}):
         changed = load_hf(directory, override).model
         assert excess(changed, theirs, 400) > 10, override
-
-
-# Negative controls
-
-
-def _swap(model: nn.Module, name: str, rows: slice, other: slice) -> None:
-    weight = model.get_parameter(name)
-    both = weight[rows].clone(), weight[other].clone()
-    weight[other], weight[rows] = both
-
-
-GATE, UP = slice(40), slice(40, 80)
-QUERY, KEY, VALUE = slice(8), slice(8, 16), slice(16, 24)  # of the first head of shape "mha"
-CONTROLS = {
-    "gate and up swapped": lambda m: _swap(m, "decoder.layers.1.mlp.linear_fc1.weight", GATE, UP),
-    "query and key swapped in one head": lambda m: _swap(
-        m, "decoder.layers.2.self_attention.linear_qkv.weight", QUERY, KEY
-    ),
-    "key and value swapped in one head": lambda m: _swap(
-        m, "decoder.layers.0.self_attention.linear_qkv.weight", KEY, VALUE
-    ),
-    "halves of one query head swapped": lambda m: _swap(
-        m, "decoder.layers.0.self_attention.linear_qkv.weight", slice(4), slice(4, 8)
-    ),
-    "attention norm": lambda m: m.get_parameter("decoder.layers.2.input_layernorm.weight").fill_(1),
-    "MLP norm": lambda m: m.get_parameter("decoder.layers.1.pre_mlp_layernorm.weight").fill_(1),
-    "final norm": lambda m: m.get_parameter("decoder.final_norm.weight").fill_(1),
-    "output": lambda m: _swap(m, "output_layer.weight", slice(1), slice(1, 2)),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("control", CONTROLS)
-@torch.no_grad()
-def test_comparison_sees_one_wrong_tensor(control: str, llamas) -> None:
-    """Each error is at least a hundred times the tolerance."""
-    theirs, directory = llamas("mha")
-    ours = load_hf(directory).model
-    assert excess(ours, theirs) <= 1
-    CONTROLS[control](ours)
-    assert excess(ours, theirs) > 100
-
-
-@pytest.mark.parametrize(
-    "override",
-    [{"rotary_base": 11000}, {"rotary_percent": 0.5}, {"position_embedding_type": "none"}, {"norm_epsilon": 1e-3}],
-    ids=str,
-)
-def test_comparison_sees_one_wrong_setting(override: dict, llamas) -> None:
-    """Flags win over the checkpoint; these have no weights that could contradict them."""
-    theirs, directory = llamas("mha")
-    assert excess(load_hf(directory, override).model, theirs) > 10
 
 
 # Files

@@ -1,82 +1,25 @@
-"""Imported Qwen3-Next checkpoints compute what transformers computes, also with warm prompts; and this can fail."""
+"""Imported Qwen3-Next checkpoints: layers, types, fields and files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.hf_checkpoint import translate
-from megatron_ext.models.load import LoadedModel, load_model, save_model
-from tests.on_request import long_except
+from megatron_ext.models.load import load_model, save_model
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface import qwen3_next_oracle
-from tests.unit_tests.models.huggingface.test_snapshots import excess as engine_excess
-from tests.unit_tests.models.huggingface.test_snapshots import play
-from tests.unit_tests.support.hybrid_caching import HybridDriver
+from tests.unit_tests.models.huggingface.families import excess, load_hf
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-LENGTHS = (1, 3, 64, 65, 300)
 NAMES = [shape.name for shape in qwen3_next_oracle.SHAPES]
 CPU = torch.device("cpu")
-
-
-def load_hf(directory: Path, overrides: Mapping[str, object] | None = None) -> LoadedModel:
-    return load_model(SourceConfig(load_hf=str(directory)), overrides or {}, device=CPU)
-
-
-def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
-    """Largest error of a prompt's logits in units of the tolerance: at most 1 is equal."""
-    tokens = oracle.prompt(length, seed=length)
-    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_and_greedy_tokens_equal(name: str, qwens) -> None:
-    """LA-2: full forwards and greedy continuations, fp32."""
-    theirs, directory = qwens(name)
-    ours = load_hf(directory).model
-    for length in LENGTHS:
-        tokens = oracle.prompt(length, seed=length)
-        assert oracle.their_logits(theirs, tokens).std() > 0.3, "flat logits would make this test blind"
-        assert qwen3_next_oracle.routing_margin(theirs, tokens) > 1e-5, "rounding alone may choose other experts"
-        assert excess(ours, theirs, length) <= 1, length
-    tokens = oracle.prompt(20, seed=20)
-    generated = oracle.their_greedy(theirs, tokens, 16)
-    assert len(set(generated)) > 4, "a loop would make this test blind"
-    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 16) == generated
-
-
-@pytest.mark.parametrize("mode", long_except(["kernel"], ["kernel", "align"]))
-@pytest.mark.parametrize("name", NAMES)
-def test_warm_starts_equal_transformers(name: str, mode: str, qwens) -> None:
-    """LA-2, HY-3, HY-4, EX-1: an implementation that we did not write computes the whole prompt."""
-    theirs, directory = qwens(name)
-    loaded = load_hf(directory)
-    driver = HybridDriver(loaded.model, loaded.config, block_size=16, mode=mode, max_requests=8, max_tokens=400)
-    assert play(driver) == [0, 96, 64 if mode == "kernel" else 0, 112, 64]  # 64: an opportunistic checkpoint
-    for request_id in range(5):
-        assert engine_excess(driver, request_id, theirs) <= 1
-
-
-@pytest.mark.parametrize("which", ["conv", "ssm"])
-def test_the_comparison_sees_a_lost_state(which: str, qwens) -> None:
-    """Negative control: one layer of all snapshots is zero."""
-    theirs, directory = qwens("dense")
-    loaded = load_hf(directory)
-    driver = HybridDriver(loaded.model, loaded.config, block_size=16, max_tokens=400)
-    driver.sight(0, oracle.prompt(100, seed=1))
-    getattr(driver.context.snapshots, which)[1] = 0.0
-    assert driver.sight(1, oracle.prompt(100, seed=1)) == 96
-    assert engine_excess(driver, 0, theirs) <= 1
-    assert engine_excess(driver, 1, theirs) > 10
 
 
 def test_layers(qwens) -> None:
@@ -109,63 +52,6 @@ def test_sixteen_bits(qwens) -> None:
     error = (oracle.our_logits(narrow.model, tokens).float() - exact).abs().mean()
     their_error = (oracle.their_logits(their_narrow, tokens).float() - exact).abs().mean()
     assert error < 1.2 * their_error
-
-
-# Negative controls
-
-
-def _swap(model: nn.Module, name: str, rows: slice, other: slice) -> None:
-    weight = model.get_parameter(name)
-    both = weight[rows].clone(), weight[other].clone()
-    weight[other], weight[rows] = both
-
-
-def _in_proj(rows: slice, other: slice):
-    return lambda m: _swap(m, "decoder.layers.0.mixer.in_proj.weight", rows, other)
-
-
-def _filled(name: str, value: float):
-    return lambda m: m.get_parameter(name).fill_(value)
-
-
-QKV_NAME = "decoder.layers.6.self_attention.linear_qkv.weight"
-CONTROLS = {  # of shape "experts": rows q [16], k [16], v [48], gate [48], beta [4], alpha [4]
-    "q and k": _in_proj(slice(16), slice(16, 32)),
-    "v and gate": _in_proj(slice(32, 80), slice(80, 128)),
-    "beta and alpha": _in_proj(slice(128, 132), slice(132, 136)),
-    "two value heads": _in_proj(slice(32, 44), slice(56, 68)),
-    "norm of the gated delta net": _filled("decoder.layers.0.mixer.out_norm.weight", 0.0),
-    "norm before it": _filled("decoder.layers.0.norm.weight", 0.0),
-    "query and gate of attention": lambda m: _swap(m, QKV_NAME, slice(32), slice(32, 64)),
-    "norm of queries": _filled("decoder.layers.6.self_attention.q_layernorm.weight", 0.0),
-    "norm of keys": _filled("decoder.layers.6.self_attention.k_layernorm.weight", 0.0),
-    "shared experts' gate": _filled("decoder.layers.1.mlp.shared_experts.gate_weight", 0.0),
-    "two experts": lambda m: _swap(m, "decoder.layers.1.mlp.router.weight", slice(1), slice(1, 2)),
-    "gate and up of an expert": lambda m: _swap(
-        m, "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight", slice(24), slice(24, 48)
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("control", CONTROLS)
-@torch.no_grad()
-def test_comparison_sees_one_wrong_tensor(control: str, qwens) -> None:
-    """Each error is at least ten times the tolerance."""
-    theirs, directory = qwens("experts")
-    ours = load_hf(directory).model
-    assert excess(ours, theirs) <= 1
-    CONTROLS[control](ours)
-    assert excess(ours, theirs) > 10
-
-
-@pytest.mark.parametrize(
-    "override", [{"rotary_base": 500}, {"rotary_percent": 0.5}, {"norm_epsilon": 1e-2}, {"apply_layernorm_1p": False}]
-)
-def test_comparison_sees_one_wrong_setting(override: dict, qwens) -> None:
-    """Flags win over the checkpoint; these have no weights that could contradict them."""
-    theirs, directory = qwens("dense")
-    assert excess(load_hf(directory, override).model, theirs) > 10
 
 
 # Files and fields
