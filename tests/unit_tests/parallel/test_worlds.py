@@ -19,7 +19,7 @@ import torch
 from tests import worlds
 from tests.priority import TestPriority
 from tests.unit_tests.support import ranks
-from tests.unit_tests.support.ranks import RanksFailed, run_ranks, run_world
+from tests.unit_tests.support.ranks import RanksFailed, run_ranks
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
@@ -56,20 +56,6 @@ def kill_on(rank: int) -> None:
     torch.distributed.barrier()
 
 
-def leave_with(code: object) -> None:
-    if torch.distributed.get_rank() == 1:
-        print("on the way out")
-        sys.exit(code)
-
-
-def large_result() -> torch.Tensor:
-    return torch.full((300, 1000), float(torch.distributed.get_rank()))
-
-
-def hash_and_pid() -> tuple[int, bool]:
-    return hash("what a set is ordered by"), "torch" in sys.modules and torch.distributed.is_initialized()
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -94,10 +80,8 @@ def test_without_the_mark_no_ranks_are_started(monkeypatch):
         run_ranks(gather, 2, 10)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_returns_what_it_computed(size):
-    everything = [10 + rank for rank in range(size)]
-    assert run_ranks(gather, size, 10) == [(rank, everything, 1) for rank in range(size)]
+def test_every_rank_returns_what_it_computed():
+    assert run_ranks(gather, 2, 10) == [(rank, [10, 11], 1) for rank in range(2)]
 
 
 def test_the_server_has_imported_everything_and_computed_nothing():
@@ -106,12 +90,6 @@ def test_the_server_has_imported_everything_and_computed_nothing():
     assert threads == 1
     assert {"megatron_ext.mcore.adapter", "megatron.core.dist_checkpointing", "megatron_ext.offline.run"} <= modules
     assert "tests.unit_tests.support.rank_imports" in modules
-
-
-def test_results_of_any_size_come_back():
-    """Results are files: no pipe fills up, and no shared memory vanishes with its process."""
-    results = run_ranks(large_result, 2)
-    assert [float(one.mean()) for one in results] == [0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,23 +117,6 @@ def test_a_rank_that_hangs_is_killed_and_says_where_it_was(tmp_path):
 def test_a_signal_is_a_failure():
     with pytest.raises(RanksFailed, match=r"\Arank 1: ended by signal 9"):
         run_ranks(kill_on, 2, 1)
-
-
-@pytest.mark.parametrize(("code", "expected"), [(3, 3), ("bad usage", 1), (None, 0)])
-def test_exit_codes_are_told(code, expected):
-    outcomes = run_world(leave_with, 2, code)
-    assert [one.exit_code for one in outcomes] == [0, expected]
-    assert outcomes[1].stdout == "on the way out\n"
-    assert ("bad usage" in outcomes[1].stderr) == (code == "bad usage")
-
-
-def test_hash_seeds_are_those_of_the_ranks():
-    """Ranks with hash seeds are started by exec, since a fork inherits the seed."""
-    same, _ = run_ranks(hash_and_pid, 2)
-    assert same == run_ranks(hash_and_pid, 1)[0]
-    first, second = run_ranks(hash_and_pid, 2, hash_seeds=(1, 2), meet=False)
-    assert first[0] != second[0]
-    assert not first[1]
 
 
 def test_a_world_that_fails_in_the_middle_of_a_start_leaves_nothing(monkeypatch, tmp_path):

@@ -12,11 +12,12 @@ from arguments.megatron.flag_table import SERVER_TABLE, TABLE, family_of, record
 from megatron_ext.errors import ConfigError
 
 BATCHING = "--inference-dynamic-batching"
-PARSERS = {"run": (parse_arguments, TABLE), "server": (parse_server_arguments, SERVER_TABLE)}
+# The server has the same table and the sampling flags of runs, so of the table it is asked a few.
+OF_RUNS = list(records(TABLE))
+OF_SERVERS = [*OF_RUNS[::20], *(flag for flag in records(SERVER_TABLE) if flag not in OF_RUNS)]
 CASES = [
-    pytest.param(parse, flag, id=f"{tool} {flag.name}")
-    for tool, (parse, table) in PARSERS.items()
-    for flag in records(table)
+    *(pytest.param(parse_arguments, flag, id=f"run {flag.name}") for flag in OF_RUNS),
+    *(pytest.param(parse_server_arguments, flag, id=f"server {flag.name}") for flag in OF_SERVERS),
 ]
 
 # What the specification lists, spelled out once more, so that a flag which is lost is missed.
