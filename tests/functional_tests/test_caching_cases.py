@@ -107,6 +107,7 @@ def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
         assert set(entry["prefill_reasons"]) <= {"caching_off", "opted_out"}
 
 
+@pytest.mark.long
 @each_caching_case
 def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
     """Negative control: what requests share is lost before they read it, KV of matched blocks and restored states."""
@@ -125,6 +126,7 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
     assert differences(golden_of(case.name), run_here(case), case.outcome), "it sees nothing: let it compare log-probs"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [case for case in CACHING if case.name.startswith("attention/")], ids=lambda c: c.name)
 def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
     """Negative control of KV-1: with keys that do not cover the tokens, prompts hit blocks of other texts."""

@@ -16,7 +16,7 @@ from megatron_ext.models.weight_files import WEIGHTS_FILE
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
 PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
-LONG = RequestParams(num_tokens_to_generate=600, ignore_eos=True)
+LONG = RequestParams(num_tokens_to_generate=300, ignore_eos=True)
 
 
 Outcomes = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -100,7 +100,7 @@ def test_while_requests_run(new, fresh, load):
         engine.update_weights(new)
         assert not running.done()
         found = outcomes(engine)
-        assert [len(record.generated_tokens) for record in running.result()] == [600] * 3
+        assert [len(record.generated_tokens) for record in running.result()] == [300] * 3
     assert_equal(found, outcomes(fresh))
     assert_equal(outcomes(engine), outcomes(fresh))
 
