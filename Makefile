@@ -42,8 +42,9 @@ demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a tabl
 test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2 runs as on a CPU with AVX2).
 	$(PYTEST) $(ARGS)
 
+# Exit code 5 of pytest: none of the tests that ARGS names is long.
 test-all: test ## Run `make test`, then the tests that are marked long.
-	$(PYTEST) -m long $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ]) # 5: none of those that ARGS names is long
+	$(PYTEST) -m long $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ])
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
 	$(PYTEST) -m kernels $(ARGS)

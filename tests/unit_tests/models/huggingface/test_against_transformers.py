@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ext.config.layers.multipliers import MULTIPLIERS
+from megatron_ext.config.model_fields import MULTIPLIERS
 from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import hybrid_oracle
