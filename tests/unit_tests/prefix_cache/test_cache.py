@@ -1,4 +1,4 @@
-"""KV-2 to KV-5, EX-4: the cache by literal cases; see test_cache_machine.py for random lives."""
+"""KV-2 to KV-5, EX-4: the cache by literal cases; scheduling/caching_machine.py has random lives."""
 
 from __future__ import annotations
 

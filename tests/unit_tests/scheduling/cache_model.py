@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.scheduling.request_events import EventType
 
 Key = tuple[str | None, tuple[int, ...]]  # salt, all tokens up to the end of the block
 
@@ -39,6 +40,8 @@ class Owner:
     again: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     first_match: int | None = None
+    steps: int = 0
+    events: list[EventType] = field(default_factory=lambda: [EventType.ADD_ENGINE])
     has_waited: bool = False
     claim: int = 0  # blocks from its start that are kept for it as long as all of them are cached
 

@@ -22,6 +22,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
@@ -61,7 +62,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
         self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
         self.memory = Memory(self.limits.block_size)
-        self.hits = self.matched = self.waits = 0
+        self.hits = self.matched = self.waits = self.preemptions = self.pauses = 0
 
     def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
         max_requests = data.draw(st.sampled_from([4, 3, 2, 1]), "max_requests")
@@ -134,7 +135,9 @@ class CachingMachine(RuleBasedStateMachine):
         self.scheduler.abandon(plan.chunks, "RuntimeError: planted")
         self.note_claims()
         for chunk in plan.chunks:
-            self.send_back(self.owner_of(chunk.request))
+            owner = self.owner_of(chunk.request)
+            self.send_back(owner)
+            owner.events.append(EventType.ERROR_TRANSIENT)
         self.verify()
 
     @precondition(lambda self: self.alive())
@@ -199,6 +202,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
         for chunk in plan.chunks:
             owner = self.owner_of(chunk.request)
+            owner.steps += 1
             self.count_computed(owner, range(chunk.start, chunk.end))
             owner.computed = chunk.end
             if not owner.opts_out and self.world.is_current(owner):
@@ -226,9 +230,12 @@ class CachingMachine(RuleBasedStateMachine):
 
     def generate(self, owner: Owner, token: int) -> None:
         owner.tokens.append(token)
+        if len(owner.tokens) == owner.prompt + 1:
+            owner.events.append(EventType.FIRST_TOKEN)
         assert owner.skipped + owner.reasons.total() == owner.prompt, "a token came before all of the prompt"
         if len(owner.tokens) == owner.prompt + owner.to_generate:
             assert self.requests[owner].status is Status.COMPLETED
+            owner.events.append(EventType.FINISH)
             self.note_end(owner)
 
     def end(self, owner: Owner, status: Status) -> None:
@@ -386,12 +393,16 @@ class CachingMachine(RuleBasedStateMachine):
             assert math.ceil(len(owner.tokens) / self.limits.block_size) > self.limits.total_blocks
             self.world.release(owner)
             owner.place = "ended"
+            owner.events.append(EventType.FAIL)
+        self.preemptions, self.pauses = self.preemptions + len(plan.preemptions), self.pauses + len(plan.pauses)
         for request in plan.preemptions:
             owner = self.owner_of(request)
             assert len(owner.tokens) > owner.tokens_at_admission, "preempted before it got a token: that may never end"
             self.send_back(owner)
+            owner.events.append(EventType.EVICT)
         for request in plan.pauses:
             self.owner_of(request).place = "paused"
+            self.owner_of(request).events.append(EventType.PAUSE)
         for request in plan.resumes:
             self.owner_of(request).place = "running"
         paused = self.placed("paused")
@@ -399,6 +410,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     def enter(self, owner: Owner, outcome: tuple) -> None:
         _, matched, new, start, _ = outcome
+        owner.events.append(EventType.ADD_CONTEXT)
         self.world.take(owner, new)
         owner.place, owner.computed, owner.published, owner.era = "running", start, matched, self.world.era
         owner.tokens_at_admission = len(owner.tokens)
@@ -476,6 +488,7 @@ class CachingMachine(RuleBasedStateMachine):
             self.matched,
             self.waits,
         )
+        assert (counters.preemptions, counters.pauses) == (self.preemptions, self.pauses)
         assert counters.skipped_tokens == sum(owner.skipped for owner in world.owners)
         pairs = set()
         for owner in world.owners:
@@ -487,6 +500,9 @@ class CachingMachine(RuleBasedStateMachine):
     def verify_request(self, owner: Owner, request: Request) -> None:
         assert request.tokens == owner.tokens
         assert request.computed_end == owner.computed
+        assert request.timeline.step_count == owner.steps
+        events = [event.type for event in request.timeline.events if event.type is not EventType.ERROR_NONTRANSIENT]
+        assert events == owner.events
         assert request.sequence.ledger.skipped == owner.skipped
         assert request.sequence.ledger.recomputed == owner.again
         assert dict(request.sequence.ledger.reasons) == dict(owner.reasons)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,7 +21,9 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
 from megatron_ext.scheduling.prefix_wait import prefix_leaders
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
@@ -308,6 +311,79 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_publish", publish_prompts)
 
 
+class NeverSeen(list):
+    """List that claims to be empty when tested for truth."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def admits_in_a_step_that_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_growth = planner._plan_growth
+
+    def hide(*args: object) -> SimpleNamespace:
+        growth = plan_growth(*args)
+        return SimpleNamespace(**(vars(growth) | {"preempted": NeverSeen(growth.preempted)}))
+
+    monkeypatch.setattr(planner, "_plan_growth", hide)
+
+
+def serves_the_youngest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestQueue, "__iter__", lambda self: iter(tuple(reversed(self._requests))))
+
+
+def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    continuations = planner._plan_continuations
+    monkeypatch.setattr(
+        planner, "_plan_continuations", lambda prefilling, limits, tokens: continuations(prefilling, limits, tokens + 1)
+    )
+
+
+def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
+        request.sequence.block_table, request.sequence.computed_end = (), 0  # forgets to release
+        self.running_slots.give_back(request.sequence.running_slot)
+        request.sequence.running_slot = None
+        self.queues.move(request, self.queues.waiting)
+        if event is not None:
+            request.timeline.note(event, payload)
+
+    monkeypatch.setattr(Scheduler, "_requeue", requeue)
+
+
+def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Request.advance
+
+    def forgetful(self: Request, end: int) -> int:
+        self.sequence.ledger.known_end = self.computed_end
+        return advance(self, end)
+
+    monkeypatch.setattr(Request, "advance", forgetful)
+
+
+def commits_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
+        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
+
+    monkeypatch.setattr(Scheduler, "abandon", abandon)
+
+
+def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_check_fits_pool", lambda request, limits: None)
+
+
+def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_step = planner.plan_step
+
+    def reverse(*args: object) -> StepPlan:
+        plan = plan_step(*args)
+        return StepPlan(**(vars(plan) | {"chunks": plan.chunks[::-1]}))
+
+    monkeypatch.setattr(planner, "plan_step", reverse)
+    monkeypatch.setattr(scheduler, "plan_step", reverse)
+
+
+@pytest.mark.long
 @pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
@@ -342,6 +418,14 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         keeps_old_keys_in_the_queue,
         survives_a_suspend,
         never_caches_generated_tokens,
+        admits_in_a_step_that_preempts,
+        serves_the_youngest_first,
+        gives_prefill_one_token_too_many,
+        keeps_blocks_when_preempting,
+        counts_what_is_computed_again_as_new,
+        commits_a_failed_step,
+        lets_an_outgrown_request_wait,
+        puts_prefills_first,
     ],
 )
 def test_the_machine_finds_a_planted_mistake(

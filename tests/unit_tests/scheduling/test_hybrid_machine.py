@@ -208,6 +208,7 @@ def keeps_the_slots_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateIndex, "cancel", lambda self, block_hash: None)
 
 
+@pytest.mark.long
 @pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
