@@ -26,14 +26,6 @@ def check_all(driver: Driver, oracle: object) -> None:
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("kind", KINDS)
 class TestAgainstRecompute:
-    @pytest.mark.parametrize("block_size", [16, 64])
-    def test_alone(self, get_driver, get_oracle, kind, prefill, block_size):
-        driver = get_driver(kind, block_size=block_size, **prefill)
-        for request_id, length in enumerate(LENGTHS):
-            driver.add(request_id, make_prompt(length))
-            driver.run()
-        check_all(driver, get_oracle(kind))
-
     def test_alone_in_a_pool_without_a_block_to_spare(self, get_driver, get_oracle, kind, prefill):
         for length in LENGTHS:
             driver = get_driver(kind, block_count=-(-(length + 17) // 16), **prefill)
@@ -59,9 +51,7 @@ class TestAgainstRecompute:
         driver.run()
         check_all(driver, get_oracle(kind))
 
-    @pytest.mark.parametrize(
-        "paused_blocks", [pytest.param(None, id="no_paused_limit"), 0, 8], ids=lambda n: f"paused_limit_{n}"
-    )
+    @pytest.mark.parametrize("paused_blocks", [0, 8])
     def test_mixed_batch_under_pressure(self, get_driver, get_oracle, kind, prefill, paused_blocks):
         """The pool holds six of the nine prompts and nothing more, and four of the six soon need another block."""
         limit = {}

@@ -1,4 +1,7 @@
-"""EX-2, KV-10, KV-13: every prompt token skipped, or computed for one reason; counted once, whatever happens."""
+"""EX-2, EX-5, KV-10: accounts, log-probs of prompts, events and statistics of an engine with a cache.
+
+scheduling/test_accounting.py has the reasons.
+"""
 
 from __future__ import annotations
 
@@ -21,85 +24,6 @@ def warm(get_caching_driver) -> CachingDriver:
     driver.add(0, PROMPT, num_tokens_to_generate=1)
     driver.run()
     return driver
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "matched", "reasons"),
-    [
-        pytest.param(PROMPT, {}, 3, {"partial_block": 7}, id="partial_block"),
-        pytest.param(PROMPT[:48], {}, 3, {"last_token": 1}, id="last_token"),
-        pytest.param([*PROMPT[:20], *[1] * 30], {}, 1, {"not_cached": 32, "partial_block": 2}, id="divergence"),
-        pytest.param(PROMPT[:10], {}, 0, {"partial_block": 10}, id="short"),
-        pytest.param([1, *PROMPT], {}, 0, {"not_cached": 48, "partial_block": 8}, id="shifted"),
-        pytest.param(PROMPT, {"enable_prefix_caching": False}, 0, {"opted_out": 55}, id="opted_out"),
-        pytest.param(
-            PROMPT,
-            {"enable_prefix_caching": False, "skip_prompt_log_probs": False},
-            0,
-            {"opted_out": 55},
-            id="opted_out_first",
-        ),
-        pytest.param(PROMPT, {"skip_prompt_log_probs": False}, 0, {"prompt_logprobs": 55}, id="prompt_logprobs"),
-        pytest.param(PROMPT, {"cache_salt": "b"}, 0, {"not_cached": 48, "partial_block": 7}, id="salted"),
-    ],
-)
-def test_reasons(warm, oracle, prompt, params, matched, reasons):
-    """EX-2, KV-9: the first reason that applies, token by token; the sums are exact."""
-    warm.add(1, prompt, **params)
-    warm.run()
-    record = warm.records[1]
-    assert (record.matched_block_count, record.prefill_reasons) == (matched, reasons)
-    assert record.skipped_prefill_token_count == len(prompt) - sum(reasons.values())
-    assert_equals_oracle(warm, 1, oracle)
-
-
-def test_repeats(warm, oracle):
-    """EX-2: repeats of one prompt have ledgers of their own, and the engine's is their sum."""
-    for request_id in (1, 2, 3):
-        warm.add(request_id, PROMPT)
-        warm.run()
-        assert warm.records[request_id].prefill_reasons == {"partial_block": 7}
-        assert warm.engine.lifetime_skipped_token_count == 48 * request_id
-        assert warm.engine.lifetime_prefill_token_count == 55 + 7 * request_id
-        assert warm.scheduler.counters.hits == request_id
-        assert_equals_oracle(warm, request_id, oracle)
-    assert warm.engine.prefix_cache_statistics()["hits"] == 3
-
-
-@pytest.mark.parametrize(
-    ("limits", "blockers"),
-    [
-        pytest.param({"max_requests": 1}, [60], id="requests"),
-        pytest.param({"block_count": 7}, [60], id="blocks"),
-        pytest.param({"max_tokens": 61, "enable_chunked_prefill": False, "max_requests": 4}, [60, 59, 58], id="tokens"),
-    ],
-)
-def test_a_retried_admission_counts_once(get_caching_driver, oracle, limits, blockers):
-    """KV-13: refused in several steps though its blocks are cached: nothing is counted or pinned until it gets in."""
-    driver = get_caching_driver(**limits)
-    driver.add(0, PROMPT[: 2 * BLOCK], num_tokens_to_generate=1)
-    driver.run()
-    for request_id, length in enumerate(blockers, start=1):
-        driver.add(request_id, make_prompt(length), num_tokens_to_generate=8)
-    driver.add(9, PROMPT)
-    request, counters = driver.engine.get_request(9), driver.scheduler.counters
-    refused = 0
-    while not request.block_table:
-        assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-        assert (
-            request.sequence.ledger.matched_blocks,
-            request.sequence.ledger.skipped,
-            request.sequence.running_slot,
-        ) == (None, 0, None)
-        assert driver.scheduler.cache.use().blocks_evictable >= 2
-        driver.step()
-        refused += not request.block_table
-    assert refused >= 3
-    assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (1, 2, 32)
-    driver.run()
-    assert driver.events(9) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]
-    assert driver.records[9].prefill_reasons == {"not_cached": 16, "partial_block": 7}
-    assert_equals_oracle(driver, 9, oracle)
 
 
 def test_failures_and_suspensions_count_no_token_twice(warm, oracle):

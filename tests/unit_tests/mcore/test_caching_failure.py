@@ -193,7 +193,7 @@ def test_a_paused_request_is_aborted(get_oracle):
 
 @pytest.mark.parametrize("slots", [100, 0])
 def test_a_preempted_request_resumes_from_its_snapshot(get_oracle, slots):
-    """Its blocks were kept as evictable: only tokens after its snapshot are computed again."""
+    """Blocks of the request were kept as evictable: only tokens after its snapshot are computed again."""
     driver = build_driver(get_oracle, slots=slots, block_count=6)
     driver.add(0, make_prompt(60), num_tokens_to_generate=18)
     driver.add(1, make_prompt(20, seed=1), num_tokens_to_generate=20)

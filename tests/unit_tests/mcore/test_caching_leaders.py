@@ -1,6 +1,7 @@
 """KV-6: one of several requests with an uncached prefix in common computes it; the others wait, and then hit.
 
-With recurrent layers they wait only for a leader that will leave a snapshot for them.
+With recurrent layers they wait only for a leader that will leave a snapshot for them. Which requests lead and follow:
+scheduling/prefix_wait/test_prefix_leaders.py.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class TestLeaders:
             assert snapshots == [16, 32, 48, 64, LAST]
 
     def test_an_aborted_leader(self, get_oracle, kind, max_tokens):
-        """Its reservation is returned; the first follower leads, and takes the snapshot for the second."""
+        """The leader's reservation is returned; the first follower leads, and takes the snapshot for the second."""
         driver = build_driver(get_oracle, kind, max_tokens=max_tokens)
         add_all(driver)
         plan = driver.scheduler.schedule()  # admitted, and gone before anything is computed
@@ -158,42 +159,3 @@ def test_a_snapshot_that_is_given_up_before_the_follower_comes(get_oracle):
     driver.forget(ALIKE[0], [COMMON])
     assert finish(driver, get_oracle) == {0: 0, 1: 0}
     assert driver.matched[1] == [4]
-
-
-@pytest.mark.parametrize("kind", FAILING)
-def test_prompt_log_probs_lead_and_never_follow(get_oracle, kind):
-    """EX-5: the request computes everything itself and waits for no leader; its blocks serve others."""
-    driver = build_driver(get_oracle, kind)
-    driver.add(0, ALIKE[0], skip_prompt_log_probs=False)
-    driver.add(1, ALIKE[0], skip_prompt_log_probs=False)
-    driver.add(2, ALIKE[1])
-    driver.step()
-    assert admitted(driver, 0) == [0, 1]
-    assert finish(driver, get_oracle, kind) == {0: 0, 1: 0, 2: COMMON}
-    assert waits(driver) == 1
-
-
-@pytest.mark.parametrize("params", [{"enable_prefix_caching": False}, {"cache_salt": "b"}])
-def test_requests_that_may_not_read_its_blocks_do_not_follow(get_oracle, params):
-    """KV-9, EX-3: opted out, or of another tenant."""
-    driver = build_driver(get_oracle, "attention_only")
-    driver.add(0, ALIKE[0], cache_salt="a")
-    driver.add(1, ALIKE[0], **params)
-    driver.add(2, ALIKE[0], cache_salt="a")
-    assert finish(driver, get_oracle, "attention_only") == {0: 0, 1: 0, 2: 96}
-    assert admitted(driver, 0) == [0, 1]
-    assert waits(driver) == 1
-
-
-def test_a_request_that_waits_for_room_does_not_lead(get_oracle):
-    """KV-6, KV-13: it computes nothing; its followers wait for room too, and hit later."""
-    driver = build_driver(get_oracle, "attention_only", block_count=8)
-    driver.add(0, make_prompt(40, seed=4), num_tokens_to_generate=12)
-    driver.step()
-    driver.add(1, ALIKE[0][:101])
-    driver.add(2, ALIKE[1][:101])
-    driver.step()
-    assert driver.scheduler.pending_blocks.requests() == set()
-    assert waits(driver) == 0
-    assert finish(driver, get_oracle, "attention_only") == {0: 0, 1: 0, 2: COMMON}
-    assert waits(driver) == 1

@@ -70,16 +70,6 @@ def test_the_mixer_keeps_nothing_itself(get_oracle, oracle, monkeypatch):
         kernel.sight(0, prompt)
 
 
-def test_where_prefixes_part(get_oracle, oracle):
-    """HY-4: the second that begins alike stops there, and the third resumes there."""
-    driver = build_driver(get_oracle, mode="align")
-    shared = make_prompt(2 * BLOCK + 5)
-    for number, expected in enumerate([0, 0, 32]):
-        assert driver.sight(number, [*shared, *make_prompt(30, seed=number + 1)]) == expected
-        assert_equals_oracle(driver, number, oracle)
-    assert chunks(driver, 1)[0] == (0, 32)
-
-
 @pytest.mark.parametrize("budget", [2 * BLOCK, 400])
 def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
     """KV-6: the leader stops in the step in which the follower is admitted, or in a later one."""
@@ -114,16 +104,6 @@ def test_prefills_beside_decodes(get_oracle, oracle, budget):
         assert driver.sight(20 + number, [*prompt, *make_prompt(9, seed=number)]) == 48
     for request_id in driver.records:
         assert_equals_oracle(driver, request_id, oracle)
-
-
-def test_a_chat_resumes_in_its_own_answer(get_oracle, oracle):
-    """EX-1: decode leaves its states at boundaries in either mode."""
-    driver = build_driver(get_oracle, mode="align")
-    prompt = make_prompt(20)
-    driver.sight(0, prompt, num_tokens_to_generate=20)
-    turn = [*prompt, *driver.records[0].generated_tokens, *make_prompt(4, seed=3)]
-    assert driver.sight(1, turn) == 32
-    assert_equals_oracle(driver, 1, oracle)
 
 
 def test_who_opted_out_is_not_cut(get_oracle, oracle):
