@@ -10,7 +10,7 @@ from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_p
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
-LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 500)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
+LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 1000)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
 KINDS = ("hybrid", "attention_only")
 CHUNKED = {"max_tokens": 80}  # cuts prompts off the grid of blocks and kernel chunks
 WHOLE = {"max_tokens": 1200, "enable_chunked_prefill": False}

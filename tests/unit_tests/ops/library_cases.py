@@ -19,7 +19,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.library_process import COMPUTE
-from tests.unit_tests.ops.triton_cases import Operator, operator
+from tests.unit_tests.ops.state_cases import Operator, operator
 from tools.oracles import LIBRARIES
 
 Tensors = dict[str, Tensor]

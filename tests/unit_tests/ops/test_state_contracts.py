@@ -6,33 +6,19 @@ each operator's formula, token by token in fp64, over every sequence as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D, CausalConv1d
-from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
-from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
-from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.conftest import moved
-from tests.unit_tests.ops.oracles import (
-    assert_close,
-    assert_states_close,
-    convolution,
-    delta_recurrence,
-    recurrence,
-    selective_recurrence,
-)
+from tests.unit_tests.ops.oracles import assert_close, assert_states_close
+from tests.unit_tests.ops.state_cases import operator
 
 CHUNK = 16
 LENGTHS = (70, 2, 33, 1)  # tokens of the sequences; the first tokens of some are computed by an earlier step
@@ -40,71 +26,12 @@ DONE = (32, 1, 0, 0)
 LIVE_SLOTS = (4, 0, 2, 5)  # of 7
 SNAPSHOT_SLOT, SNAPSHOT_AT = 1, 48  # of 3; tokens of the first sequence
 
-PER_TOKEN = Sequence[Tensor]
-Truth = Callable[[PER_TOKEN, Sequence[int]], tuple[Tensor, Tensor]]
-
-
-@dataclass
-class Case:
-    """An operator, its inputs by token and fixed ones, and its formula."""
-
-    operator: Recurrence | CausalConv1d
-    inputs: list[Tensor]  # [T, ...] each, sequences one after the other
-    order: Callable[..., tuple[Tensor, ...]]  # inputs by token -> what the operator is called with
-    options: dict[str, object]
-    truth: Truth  # inputs by token of one sequence -> y [T, ...] and the state after every token [T, ...]
-
-
-def build(name: str) -> Case:
-    generator = torch.Generator().manual_seed(3)
-    total = sum(LENGTHS)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator) + 0.5
-
-    if name in ("causal_conv1d", "plain_conv1d"):
-        weight, bias, operator = normal(6, 4), normal(6), OPERATORS[name]
-        truth = partial(_conv, weight, bias, name == "causal_conv1d")
-        return Case(operator, [normal(total, 6)], lambda x: (x, weight, bias), {}, truth)
-    if name == "ssd":
-        A, D = -uniform(4) * 0.05, normal(4)
-        tokens = [normal(total, 4, 3), uniform(total, 4) * 0.05, normal(total, 2, 5), normal(total, 2, 5)]
-        truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-        return Case(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
-    if name == "selective_scan":
-        A, D = -uniform(6, 5) * 0.05, normal(6)
-        tokens = [normal(total, 6), uniform(total, 6) * 0.05, normal(total, 5), normal(total, 5)]
-        truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
-        return Case(SELECTIVE_SCAN, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
-    q, k = (F.normalize(normal(total, 2, 5), dim=-1) for _ in range(2))
-    tokens = [q, k, normal(total, 4, 3), -uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
-    truth = lambda t, n: delta_recurrence(*t, n)  # noqa: E731
-    return Case(GATED_DELTA_RULE, tokens, lambda *t: t, {}, truth)
-
-
-def _conv(
-    weight: Tensor, bias: Tensor, activate: bool, tokens: PER_TOKEN, lengths: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The formula, and the state after every token."""
-    y, _ = convolution(tokens[0], weight, bias, lengths, activate=activate)
-    after = [convolution(tokens[0][: end + 1], weight, bias, [end + 1])[1][0] for end in range(len(tokens[0]))]
-    return y, torch.stack(after)
-
-
-OPERATORS = {
-    "causal_conv1d": CAUSAL_CONV1D,
-    "plain_conv1d": PLAIN_CONV1D,
-    "ssd": SSD,
-    "selective_scan": SELECTIVE_SCAN,
-    "gated_delta_rule": GATED_DELTA_RULE,
-}
+SIZES = {"causal_conv1d": 4, "plain_conv1d": 4, "ssd": 5, "selective_scan": 5, "gated_delta_rule": 5}
+OPERATORS = {name: operator(name, size, total=sum(LENGTHS)) for name, size in SIZES.items()}
 BACKENDS = [
     pytest.param(name, backend, marks=interpreted(backend))
-    for name, operator in OPERATORS.items()
-    for backend in usable(operator.backends)
+    for name, one in OPERATORS.items()
+    for backend in usable(one.run.backends)
 ]
 
 
@@ -112,9 +39,9 @@ class Pools:
     """Live states and snapshots of one layer, and the steps that advance them."""
 
     def __init__(self, name: str, backend: str, dtype: torch.dtype = torch.float32) -> None:
-        self.case, self.backend, self.device = build(name), backend, platform.device()
-        sequences = self.case.inputs[0].split(LENGTHS)
-        parts = [[t.split(LENGTHS)[i] for t in self.case.inputs] for i in range(len(sequences))]
+        self.case, self.backend, self.device = OPERATORS[name], backend, platform.device()
+        sequences = self.case.tokens[0].split(LENGTHS)
+        parts = [[t.split(LENGTHS)[i] for t in self.case.tokens] for i in range(len(sequences))]
         self.truths = [self.case.truth(part, [len(part[0])]) for part in parts]
         shape = self.truths[0][1].shape[1:]
         self.live = torch.full((7, *shape), torch.nan, dtype=dtype, device=self.device)
@@ -132,8 +59,8 @@ class Pools:
             places = SnapshotPlaces(*self._index([SNAPSHOT_SLOT], [0], [chunk], [SNAPSHOT_AT - starts[0]]))
         (live,) = self._index([LIVE_SLOTS[row] for row in rows])
         slots = StateSlots(live, torch.tensor([start > 0 for start in starts], device=self.device), places)
-        with self.case.operator.backends.forced(self.backend):
-            y = self.case.operator.prefill(
+        with self.case.run.backends.forced(self.backend):
+            y = self.case.run.prefill(
                 *tokens, chunks=chunks, slots=slots, live=self.live, snapshots=self.snapshots, **self._options()
             )
         return y.cpu()
@@ -143,8 +70,8 @@ class Pools:
         tokens = self._tokens(rows, positions, [position + 1 for position in positions])
         (slots,) = self._index([LIVE_SLOTS[row] for row in rows])
         where = slice(LIVE_SLOTS[rows[0]], LIVE_SLOTS[rows[0]] + 1) if as_slice else slots
-        with self.case.operator.backends.forced(self.backend):
-            return self.case.operator.decode(*tokens, slots=where, live=self.live, **self._options()).cpu()
+        with self.case.run.backends.forced(self.backend):
+            return self.case.run.decode(*tokens, slots=where, live=self.live, **self._options()).cpu()
 
     def _tokens(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, ...]:
         spans = list(zip(rows, starts, ends, strict=True))
@@ -158,7 +85,7 @@ class Pools:
         return [torch.tensor(values, device=self.device) for values in lists]
 
     def __len__(self) -> int:
-        return len(self.case.inputs)
+        return len(self.case.tokens)
 
     def expected(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         spans = zip(rows, starts, ends, strict=True)

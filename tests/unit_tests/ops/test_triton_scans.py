@@ -9,7 +9,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
 from tests.unit_tests.ops.backends import interpreted
-from tests.unit_tests.ops.triton_cases import DONE, LENGTHS, Steps
+from tests.unit_tests.ops.state_cases import DONE, LENGTHS, Steps
 
 pytestmark = [
     pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Steps of sequences through one operator with states for the parity tests of kernels, with their references.
+"""Operators with states: inputs and formulas, and steps of sequences for the parity tests of kernels.
 
 Three steps: some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN in
 unwritten places, and rows and slots of padding are in every step.
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.ops import triton
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D, CausalConv1d
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -54,9 +54,9 @@ class Operator:
     truth: Truth
 
 
-def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
+def operator(name: str, size: int, dtype: torch.dtype = torch.float32, total: int = sum(LENGTHS)) -> Operator:
     """Operator with `size` states (columns of the convolution's window, channels of a key), with slow decay."""
-    generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
+    generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -64,15 +64,16 @@ def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator) + 0.5
 
-    if name == "causal_conv1d":
+    if name in ("causal_conv1d", "plain_conv1d"):
         weight, bias = normal(130, size), normal(130)  # more channels than a program has
-        return Operator(
-            CAUSAL_CONV1D, [normal(total, 130)], lambda x: (x, weight, bias), {}, lambda t, n: _conv(weight, bias, t[0])
-        )
+        activate = name == "causal_conv1d"
+        truth: Truth = lambda t, n: _conv(weight, bias, t[0], activate)  # noqa: E731
+        run = CAUSAL_CONV1D if activate else PLAIN_CONV1D
+        return Operator(run, [normal(total, 130)], lambda x: (x, weight, bias), {}, truth)
     if name == "ssd":
         A, D = -uniform(4) * 0.05, uniform(4)
         tokens = [normal(total, 4, 18), uniform(total, 4) * 0.2, normal(total, 2, size), normal(total, 2, size)]
-        truth: Truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
+        truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
         return Operator(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
     if name == "gated_delta_rule":
         tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18 if size < 65 else 32)]
@@ -89,8 +90,8 @@ def _delta(tokens: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Te
     return delta_recurrence(q, k, *tokens[2:], lengths)
 
 
-def _conv(weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    y, _ = convolution(x, weight, bias, [len(x)])
+def _conv(weight: Tensor, bias: Tensor, x: Tensor, activate: bool) -> tuple[Tensor, Tensor]:
+    y, _ = convolution(x, weight, bias, [len(x)], activate=activate)
     padded = torch.cat([x.new_zeros(weight.shape[1] - 1, x.shape[1]), x]).double()
     return y, padded.unfold(0, weight.shape[1] - 1, 1)[1:]
 
