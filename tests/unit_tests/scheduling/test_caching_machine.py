@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +10,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from megatron_ext.prefix_cache import matching
-from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
 from megatron_ext.scheduling import cache_keys, planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
-from megatron_ext.scheduling.prefix_wait import prefix_leaders
+from megatron_ext.scheduling.plan import Admission, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
-from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -49,38 +45,6 @@ def forgets_that_matches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "is_evictable", lambda self, block: False)
 
 
-def pins_after_others_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    pin, admit = PrefixCache.pin, Scheduler._admit
-
-    def pin_later(self: PrefixCache, blocks: Iterable[BlockId]) -> None:
-        if isinstance(blocks, tuple):  # as admissions have them
-            vars(self).setdefault("late", []).append(blocks)
-        else:
-            pin(self, blocks)
-
-    def admit_late(self: Scheduler, admission: Admission) -> None:
-        for blocks in vars(self.cache).pop("late", []):
-            pin(self.cache, blocks)
-        admit(self, admission)
-
-    monkeypatch.setattr(PrefixCache, "pin", pin_later)
-    monkeypatch.setattr(Scheduler, "_admit", admit_late)
-
-
-def publishes_what_is_yet_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = Scheduler.schedule
-
-    def schedule_and_publish(self: Scheduler) -> StepPlan:
-        plan = schedule(self)
-        for chunk in plan.chunks:
-            chunk.request.sequence.computed_end = chunk.end
-            self._publish(chunk.request)
-            chunk.request.sequence.computed_end = chunk.start
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", schedule_and_publish)
-
-
 def publishes_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     abandon = Scheduler.abandon
 
@@ -103,20 +67,6 @@ def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
         return [self._evictable.popitem(last=True)[0] for _ in range(count)]
 
     monkeypatch.setattr(LeafFirstLru, "evict", evict_newest)
-
-
-def evicts_by_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is used again keeps its old place in the line."""
-    hold = LeafFirstLru.hold
-
-    def hold_at_old_place(self: LeafFirstLru, blocks: Sequence[BlockId]) -> None:
-        places = vars(self).setdefault("places", {})
-        for block in blocks:
-            places.setdefault(block, len(places))
-        hold(self, blocks)
-        self._evictable = type(self._evictable)(sorted(self._evictable.items(), key=lambda item: places[item[0]]))
-
-    monkeypatch.setattr(LeafFirstLru, "hold", hold_at_old_place)
 
 
 def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,30 +92,6 @@ def shares_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "retain", lambda self, blocks: retain(self, blocks[:-1]))
 
 
-def indexes_only_the_beginning_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = BlockIndex.add
-
-    def add_first(
-        self: BlockIndex, block_hashes: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
-    ) -> None:
-        add(self, block_hashes[:1], blocks[:1], parent)
-
-    monkeypatch.setattr(BlockIndex, "add", add_first)
-
-
-def keeps_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = PrefixCache.publish
-
-    def publish_unless_known(
-        self: PrefixCache, block_hashes: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
-    ) -> tuple[BlockId, ...]:
-        known = len(self.match(block_hashes))
-        parent = block_hashes[known - 1] if known else parent
-        return (*blocks[:known], *publish(self, block_hashes[known:], blocks[known:], parent))
-
-    monkeypatch.setattr(PrefixCache, "publish", publish_unless_known)
-
-
 def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block that is matched is taken for one more, of other contents."""
     match = PrefixCache.match
@@ -181,18 +107,6 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     root = cache_keys.root_hash
     monkeypatch.setattr(cache_keys, "root_hash", lambda fields: root(fields[:3]))
-
-
-def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_chain = Scheduler._start_chain
-
-    def start_anyway(self: Scheduler, request: Request) -> None:
-        wish = request.params.enable_prefix_caching
-        object.__setattr__(request.params, "enable_prefix_caching", True)
-        start_chain(self, request)
-        object.__setattr__(request.params, "enable_prefix_caching", wish)
-
-    monkeypatch.setattr(Scheduler, "_start_chain", start_anyway)
 
 
 def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,56 +127,12 @@ def resumes_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "resume_position", lambda length, matched: min(matched + 1, length - 1))
 
 
-def resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = matching.resume_position
-    monkeypatch.setattr(matching, "resume_position", lambda length, matched: max(0, resume(length, matched) - 1))
-
-
 def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingBlocks, "discard", lambda self, request_id: None)
 
 
 def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "wait_for_prefix", lambda *args: None)
-
-
-def sees_no_leader_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.PrefixLeaders, "add", lambda self, admission: None)
-
-
-def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_admissions = planner._plan_admissions
-
-    def cut_off(*args: object) -> object:
-        entry = plan_admissions(*args)
-        followers = [deferral.request.arrival for deferral in entry.deferrals if deferral.wait_for is not None]
-        entry.admissions[:] = [a for a in entry.admissions if a.request.arrival < min(followers, default=1 << 30)]
-        return entry
-
-    monkeypatch.setattr(planner, "_plan_admissions", cut_off)
-
-
-def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = prefix_leaders.note_followers
-
-    def note_again(deferrals: Sequence[Deferral], counters: Counters) -> None:
-        for deferral in deferrals:
-            deferral.request.timeline.has_waited_for_prefix = False
-        note(deferrals, counters)
-
-    monkeypatch.setattr(scheduler, "note_followers", note_again)
-
-
-def counts_hits_that_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = Scheduler.schedule
-
-    def count_first(self: Scheduler) -> StepPlan:
-        plan = schedule(self)
-        if plan.deferral is not None:
-            self.counters.hits += bool(self.cache.match(plan.deferral.request.block_hashes))
-        return plan
-
-    monkeypatch.setattr(Scheduler, "schedule", count_first)
 
 
 def counts_skipped_tokens_at_each_admission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,16 +171,6 @@ def survives_a_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "suspend", suspend)
 
 
-def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = Scheduler._publish
-
-    def publish_prompts(self: Scheduler, request: Request) -> None:
-        if not request.is_decoding and request.computed_end <= request.prompt_length:
-            publish(self, request)
-
-    monkeypatch.setattr(Scheduler, "_publish", publish_prompts)
-
-
 class NeverSeen(list):
     """List that claims to be empty when tested for truth."""
 
@@ -326,10 +186,6 @@ def admits_in_a_step_that_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(**(vars(growth) | {"preempted": NeverSeen(growth.preempted)}))
 
     monkeypatch.setattr(planner, "_plan_growth", hide)
-
-
-def serves_the_youngest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RequestQueue, "__iter__", lambda self: iter(tuple(reversed(self._requests))))
 
 
 def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +217,6 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Request, "advance", forgetful)
 
 
-def commits_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
-        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
-
-    monkeypatch.setattr(Scheduler, "abandon", abandon)
-
-
 def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_check_fits_pool", lambda request, limits: None)
 
@@ -389,41 +238,27 @@ def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
     "plant",
     [
         forgets_that_matches_are_pinned,
-        pins_after_others_have_grown,
-        publishes_what_is_yet_to_be_computed,
         publishes_a_failed_step,
         releases_parents_first,
         evicts_the_newest,
-        evicts_by_first_use,
         ref_zero_keeps_blocks,
         swaps_duplicates_and_keeps_both,
         shares_without_a_reference,
-        indexes_only_the_beginning_of_a_run,
-        keeps_duplicates,
         hits_one_block_too_many,
         ignores_the_salt,
-        caches_for_who_opted_out,
         skips_tokens_whose_scores_are_wanted,
         writes_shared_blocks,
         resumes_a_token_late,
-        resumes_a_token_early,
         mourns_a_leader_for_ever,
         follows_nobody,
-        sees_no_leader_of_the_same_step,
-        lets_nobody_overtake_followers,
-        counts_every_wait,
-        counts_hits_that_are_deferred,
         counts_skipped_tokens_at_each_admission,
         publishes_what_began_before_a_reset,
         keeps_old_keys_in_the_queue,
         survives_a_suspend,
-        never_caches_generated_tokens,
         admits_in_a_step_that_preempts,
-        serves_the_youngest_first,
         gives_prefill_one_token_too_many,
         keeps_blocks_when_preempting,
         counts_what_is_computed_again_as_new,
-        commits_a_failed_step,
         lets_an_outgrown_request_wait,
         puts_prefills_first,
     ],
