@@ -34,8 +34,6 @@ PATHS = (
     "tests/unit_tests/api/test_side_by_side.py",
     "tests/unit_tests/api/test_update_weights.py",
     "tests/unit_tests/mcore/layers",
-    "tests/unit_tests/mcore/test_captured_steps.py",
-    "tests/unit_tests/mcore/test_cuda_graph_runner.py",
     "tests/unit_tests/mixers",
     "tests/unit_tests/models/megatron/test_dist_checkpoint.py",
     "tests/unit_tests/models/native/test_safetensors_checkpoint.py",

@@ -28,7 +28,7 @@ HOST = {
     "runner/test_structured_output.py::test_the_same_request_in_any_batch": BATCH,
     "runner/test_structured_output.py::test_with_drafts": BATCH,
     "mcore/test_prefills_per_step.py": "it changes the defaults of CPUs",
-    "mcore/test_captured_steps.py::test_a_step_is_sent_in_one_copy": "a device has a copy more",
+    "runner/cuda_graphs/test_captured_steps.py::test_a_step_is_sent_in_one_copy": "a device has a copy more",
     "mcore/test_memory_at_start.py": CPU,
     "mcore/parallel_state/test_gloo.py": CPU,
     "mcore/test_platform.py": CPU,

@@ -11,7 +11,7 @@ from unittest import mock
 from megatron_ext.engine import async_scheduling as ahead_module
 from megatron_ext.engine import replica as replica_module
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.input_buffers import PendingOutput
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.scheduler import Scheduler

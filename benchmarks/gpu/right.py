@@ -26,8 +26,8 @@ from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.models.build import build_model
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.scheduling.record import RequestRecord
 
 PARITY = 2e-3  # of log-probs in fp32, whose products may be rounded to tf32

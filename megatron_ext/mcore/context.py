@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -20,15 +19,13 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
 from megatron_ext.runner.block_rows import BlockRows
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
-
-if TYPE_CHECKING:  # imports this module in turn
-    from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 
 
 class InferenceContext(DynamicInferenceContext):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.mcore.layers.dense_moe import problem_of
+from megatron_ext.mcore.layers.dense_moe import fixed_shapes, problem_of
+from megatron_ext.memory.pools import Pools
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
-from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs, NoGraphs
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, NoGraphs
+from megatron_ext.runner.model_input import ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,49 @@ def cuda_graph_runner_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    return CudaGraphRunner(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
+    return new_runner(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
+
+
+def new_runner(
+    context: InferenceContext, controller: InferenceController, buckets: Buckets, graphs: Capture
+) -> CudaGraphRunner:
+    """Return a runner of captured steps around the controller's model."""
+    model = _ContextModel(context, controller)
+    return CudaGraphRunner(model, context.plan, context.staging_rules, buckets, graphs)
+
+
+class _ContextModel:
+    """`CapturedModel` of a context and a controller."""
+
+    def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
+        self._context, self._controller = context, controller
+        self.vocabulary_size = controller.vocabulary_size
+
+    @property
+    def operators(self) -> str | None:
+        """See `CapturedModel`; may change during a run."""
+        return self._controller.operators
+
+    @property
+    def pools(self) -> Pools | None:
+        """See `CapturedModel`."""
+        return self._context.pools
+
+    def weight_addresses(self) -> tuple[int, ...]:
+        """See `CapturedModel`."""
+        return self._controller.weight_addresses()
+
+    def clear_step(self) -> None:
+        """See `CapturedModel`."""
+        self._context.clear_step()
+
+    def forward(self, step: ModelInput) -> Tensor:
+        """See `CapturedModel`."""
+        self._context.begin(step)
+        with fixed_shapes():
+            logits = self._controller.forward()
+        assert logits is not None, "the last stage is here"
+        return logits[0]
 
 
 def _problem(model: nn.Module, *, is_alone: bool) -> str | None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import cuda_graph_setup
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner, Launched
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
 from megatron_ext.runner.cuda_graphs.input_batch import NOBODY
 from megatron_ext.runner.model_input import ModelInput

@@ -16,12 +16,12 @@ import torch
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.cuda_graph_setup import new_runner
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.test_cuda_graph_runner import check_metadata, serve
+from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import check_metadata, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
@@ -61,7 +61,7 @@ class Captured(PaddedDriver):
             context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
         )
         self.graphs = CountedGraphs(rules.device) if rules.device.type == "cuda" else ReplayedGraphs()
-        context.cuda_graph_runner = CudaGraphRunner(context, self.engine.controller, found, self.graphs)
+        context.cuda_graph_runner = new_runner(context, self.engine.controller, found, self.graphs)
         self._watch_graphs(context.cuda_graph_runner)
         self.engine.create_cuda_graphs()
 

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.context import InferenceContext
-from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.layers.dense_moe import fixed_shapes
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.pools import Pools
-from megatron_ext.memory.state_pool import copy_rows, copy_states
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
@@ -26,6 +25,7 @@ from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.layout import Layout
 from megatron_ext.runner.logits_metadata import (
     entry_counts,
@@ -34,6 +34,7 @@ from megatron_ext.runner.logits_metadata import (
     unsent_entries,
     write_logits_inputs,
 )
+from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.runner.sampler import SamplerNeeds, sampler_needs_of
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
@@ -45,6 +46,31 @@ _LESS = (
     "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
     "or --cuda-graph-impl none"
 )
+
+
+class CapturedModel(Protocol):
+    """Model and pools of this rank, as graphs use them."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """V, the width of the logits."""
+
+    @property
+    def operators(self) -> str | None:
+        """Backend name of the operators, or None; see `ops.backend_selection`."""
+
+    @property
+    def pools(self) -> Pools | None:
+        """Pools; None while they are freed."""
+
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Return the memory addresses of parameters and buffers."""
+
+    def forward(self, step: ModelInput) -> Tensor:
+        """Return the logits of a step [rows, V], computed in shapes that do not depend on values."""
+
+    def clear_step(self) -> None:
+        """Discard the step after its end."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +85,22 @@ class CudaGraphRunner:
     """Runner of the steps that fit a bucket, by captured graphs.
 
     Args:
-        context: Context whose pools have spare slots.
-        controller: Controller around the model.
+        model: Model whose pools have spare slots.
+        plan: Sizes of the pools.
+        rules: Constants of pools and model.
         buckets: Sizes that steps are padded to.
         graphs: Captures the graphs.
     """
 
     def __init__(
-        self, context: InferenceContext, controller: InferenceController, buckets: Buckets, graphs: Capture
+        self, model: CapturedModel, plan: EnginePlan, rules: StagingRules, buckets: Buckets, graphs: Capture
     ) -> None:
-        self._context, self._controller = context, controller
+        self._model, self._rules = model, rules
         self._buckets, self._graphs = buckets, graphs
-        self._rules = context.staging_rules
-        plan = context.plan
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = InputBatch(self._rules, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
-        self._vocabulary = size = controller.vocabulary_size
+        self._vocabulary = size = model.vocabulary_size
         self._processed, self._guided = (
             {
                 one: layout | logits_layout(one.rows, room_for(one.rows), size, has_mask=has_mask)
@@ -102,7 +127,7 @@ class CudaGraphRunner:
         Raises:
             ConfigError: The pools leave too little memory for the graphs; none is kept then.
         """
-        if not self._graphs.takes_long or self._context.pools is self._pools:
+        if not self._graphs.takes_long or self._model.pools is self._pools:
             return
         self.forget()
         buckets = self._buckets.all()
@@ -121,24 +146,24 @@ class CudaGraphRunner:
         self._prev_sampled_token_ids.forget()
         self._graphs.forget()
         self._logits = None
-        self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
+        self._pools, self._weights = self._model.pools, self._model.weight_addresses()
 
     def notice_new_weights(self) -> None:
         """Drop the graphs if changed weights have moved, as they would read freed memory; else keep them."""
-        if self._programs and self._weights != self._controller.weight_addresses():
+        if self._programs and self._weights != self._model.weight_addresses():
             self.forget()
 
     def _program(self, bucket: Bucket) -> BucketGraphs:
-        if self._context.pools is not self._pools:
+        if self._model.pools is not self._pools:
             self.forget()
         if bucket not in self._programs:
             self._send(_EMPTY, bucket, [], _EVERYTHING)  # capture computes only padding rows
             try:
-                with preferring(self._controller.operators):  # also at the start, before any launch
+                with preferring(self._model.operators):  # also at the start, before any launch
                     self._programs[bucket] = self._make(bucket)
-                self._weights = self._controller.weight_addresses()  # experts' weights may be contiguous now
+                self._weights = self._model.weight_addresses()  # experts' weights may be contiguous now
             finally:
-                self._context.clear_step()
+                self._model.clear_step()
         return self._programs[bucket]
 
     @torch.inference_mode()
@@ -186,7 +211,7 @@ class CudaGraphRunner:
         Capturing computes padding rows, which would overwrite these tokens.
         """
         bucket, _ = self._find(step)
-        is_made = bucket in self._programs and self._context.pools is self._pools
+        is_made = bucket in self._programs and self._model.pools is self._pools
         return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
@@ -206,7 +231,7 @@ class CudaGraphRunner:
             launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
         finally:
             self._prev_sampled_token_ids.forget()
-            self._context.clear_step()
+            self._model.clear_step()
         self._prev_sampled_token_ids.note(launched.rows)
         return launched
 
@@ -244,7 +269,7 @@ class CudaGraphRunner:
             Live states to copy into snapshots, as (running state slot, slot), and (slot, block hash) of all written
             snapshots.
         """
-        snapshots = self._context.snapshots
+        _, snapshots = self._states
         if snapshots is None:
             return [], []
         restored = [chunk.restore for chunk in step.chunks if chunk.restore is not None]
@@ -260,7 +285,7 @@ class CudaGraphRunner:
 
     def _close(self, copies: Sequence[tuple[int, int]], block_hashes: Sequence[tuple[int, bytes]]) -> None:
         """Copy the states that exceed the graph's capacity, then mark all snapshots complete for later work."""
-        live, snapshots = self._context.live_states, self._context.snapshots
+        live, snapshots = self._states
         if live is None or snapshots is None:
             return
         if copies:
@@ -278,17 +303,21 @@ class CudaGraphRunner:
     @torch.inference_mode()
     def _forward_logits(self, bucket: Bucket) -> Tensor:
         parts = self._buffers.parts(self._layouts[bucket])
-        live, snapshots = self._context.live_states, self._context.snapshots
+        live, snapshots = self._states
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
         parts["input_ids"] = self._prev_sampled_token_ids.fill_in(bucket, parts)
-        self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
-        with fixed_shapes():
-            logits = self._controller.forward()
-        assert logits is not None, "the last stage is here"
+        logits = self._model.forward(model_input(self._chunks, bucket, parts, self._rules))
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])
-        return logits[0]
+        return logits
+
+    @property
+    def _states(self) -> tuple[StatePool | None, SnapshotPool | None]:
+        """Running states and snapshots; None for models without recurrent layers."""
+        pools = self._model.pools
+        assert pools is not None, "the engine is suspended: there are no pools"
+        return pools.live_states, pools.snapshots
 
 
 def _sampling(chunks: Sequence[ScheduledChunk]) -> list[Sampling | None]:
