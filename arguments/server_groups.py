@@ -50,15 +50,26 @@ KV_EVENTS = FlagGroup(
             "ipc:///PATH is a socket file, readable only with access to its directory. Default: no events",
             metavar="tcp://HOST:PORT",
         ),
-        Flag("kv_events_topic", "Topic of the events; events of recurrent states append .states"),
+        Flag("kv_events_topic", "Topic of the events"),
         Flag(
             "kv_events_replay_endpoint",
             "Address at which subscribers request lost events; default: no replay",
             metavar="tcp://HOST:PORT",
         ),
         Flag(
+            "kv_events_states_endpoint",
+            "Publish the positions at which a model with recurrent layers can resume, in events of this package; "
+            "default: no such events",
+            metavar="tcp://HOST:PORT",
+        ),
+        Flag(
+            "kv_events_states_replay_endpoint",
+            "Address at which subscribers request lost events of states; default: no replay",
+            metavar="tcp://HOST:PORT",
+        ),
+        Flag(
             "kv_events_buffer_steps",
-            "Number of messages kept for replay; after a longer gap subscribers get the whole cache contents",
+            "Number of messages that each socket keeps for replay; after a longer gap subscribers get the whole contents",
         ),
     ),
 )

@@ -173,8 +173,8 @@ class Process:
 
 def replica(times: int = 1) -> Process:
     """A server with events."""
-    any_port = "tcp://127.0.0.1:0"
-    events = ("--kv-events-endpoint", any_port, "--kv-events-replay-endpoint", any_port)
+    kinds = ("", "replay-", "states-", "states-replay-")
+    events = [word for kind in kinds for word in (f"--kv-events-{kind}endpoint", "tcp://127.0.0.1:0")]
     return Process("run_server.py", *memory(times), *events)
 
 

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import is_loopback, parse_host
+from megatron_ext.config.kv_event_limits import MAX_BUFFER_STEPS, MAX_TOPIC_BYTES
 
-MAX_BUFFERED = 2**20
 LONGEST_SOCKET_PATH = 107  # bytes, on Linux: a socket's address has 108 with the final zero
 LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # leaves room for the rank of a replica, as in .1023
 _EXAMPLES = "tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc:///PATH of a socket in a directory of yours"
@@ -89,43 +89,92 @@ def _is_port(text: str) -> bool:
 
 @dataclass(frozen=True)
 class KvEventsConfig:
-    """Settings of KV events (RP-1), in vLLM's format; off without an endpoint."""
+    """Settings of KV events (RP-1), in vLLM's format; off without an endpoint.
+
+    Blocks and snapshots of recurrent layers (states) are published on sockets of their own, since clients with vLLM's
+    message classes cannot decode events of states.
+    """
 
     kv_events_endpoint: str | None = None  # tcp://HOST:PORT or ipc:///PATH
     kv_events_topic: str = "kv-events"
     kv_events_replay_endpoint: str | None = None  # default: no replay
-    kv_events_buffer_steps: int = 10_000  # messages that can be replayed one by one
+    kv_events_buffer_steps: int = 10_000  # messages of each socket that can be replayed one by one
+    kv_events_states_endpoint: str | None = None  # default: states are not published
+    kv_events_states_replay_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        for flag, endpoint in (
-            ("--kv-events-endpoint", self.kv_events_endpoint),
-            ("--kv-events-replay-endpoint", self.kv_events_replay_endpoint),
-        ):
-            parsed = None if endpoint is None else parse_endpoint(endpoint)
-            require(endpoint is None or parsed is not None, f"{flag} {endpoint!r} must be {_EXAMPLES}")
-            length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0
-            require(
-                length <= LONGEST_IPC_PATH,
-                f"{flag} {endpoint!r}: the path has {length} bytes and may have {LONGEST_IPC_PATH}; give a shorter one",
-            )
+        texts = self._texts()
+        for flag, text in texts.items():
+            _check(flag, text)
+        blocks, replay, states, states_replay = texts.values()
         require(
-            self.kv_events_endpoint is not None or self.kv_events_replay_endpoint is None,
-            f"--kv-events-replay-endpoint {self.kv_events_replay_endpoint} needs --kv-events-endpoint; give both",
+            blocks is not None or replay is None,
+            f"--kv-events-replay-endpoint {replay} needs --kv-events-endpoint; give both",
         )
-        replay = self.kv_events_replay_endpoint
-        address = None if replay is None else parse_endpoint(replay)
-        bound = address is None or address.is_bound
-        require(bound, f"--kv-events-replay-endpoint {replay} must be this machine's: a loopback address, * or ipc://")
+        require(
+            blocks is not None or states is None,
+            f"--kv-events-states-endpoint {states} needs --kv-events-endpoint; give both",
+        )
+        require(
+            states is not None or states_replay is None,
+            f"--kv-events-states-replay-endpoint {states_replay} needs --kv-events-states-endpoint; give both",
+        )
+        require(
+            states is None or (replay is None) == (states_replay is None),
+            f"--kv-events-states-endpoint {states}: blocks and states are either both replayed or neither is; give "
+            "both --kv-events-replay-endpoint and --kv-events-states-replay-endpoint, or none of them",
+        )
+        for flag in ("--kv-events-replay-endpoint", "--kv-events-states-replay-endpoint"):
+            address = _parsed(texts[flag])
+            bound = address is None or address.is_bound
+            require(bound, f"{flag} {texts[flag]} must be this machine's: a loopback address, * or ipc://")
+        length = len(self.kv_events_topic.encode())
+        require(
+            length <= MAX_TOPIC_BYTES,
+            f"--kv-events-topic has {length} bytes and may have {MAX_TOPIC_BYTES}; give a shorter one",
+        )
         steps = self.kv_events_buffer_steps
-        valid_steps = 1 <= steps <= MAX_BUFFERED
-        require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MAX_BUFFERED}")
+        valid_steps = 1 <= steps <= MAX_BUFFER_STEPS
+        require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MAX_BUFFER_STEPS}")
+
+    def _texts(self) -> dict[str, str | None]:
+        return {
+            "--kv-events-endpoint": self.kv_events_endpoint,
+            "--kv-events-replay-endpoint": self.kv_events_replay_endpoint,
+            "--kv-events-states-endpoint": self.kv_events_states_endpoint,
+            "--kv-events-states-replay-endpoint": self.kv_events_states_replay_endpoint,
+        }
+
+    def endpoints(self) -> dict[str, Endpoint]:
+        """Return the endpoints that are given, by flag."""
+        parsed = {flag: _parsed(text) for flag, text in self._texts().items()}
+        return {flag: endpoint for flag, endpoint in parsed.items() if endpoint is not None}
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Endpoint where events are published; None if KV events are off."""
-        return None if self.kv_events_endpoint is None else parse_endpoint(self.kv_events_endpoint)
+        """Endpoint where events of blocks are published; None if KV events are off."""
+        return _parsed(self.kv_events_endpoint)
 
     @property
-    def replay_endpoint(self) -> Endpoint | None:
-        """Endpoint for requests to replay events; None without replay."""
-        return None if self.kv_events_replay_endpoint is None else parse_endpoint(self.kv_events_replay_endpoint)
+    def states_endpoint(self) -> Endpoint | None:
+        """Endpoint where events of states are published; None if they are not."""
+        return _parsed(self.kv_events_states_endpoint)
+
+
+def _parsed(text: str | None) -> Endpoint | None:
+    return None if text is None else parse_endpoint(text)
+
+
+def _check(flag: str, text: str | None) -> None:
+    """Check that a flag's value is an address.
+
+    Raises:
+        ConfigError: It is not, or its path is too long.
+    """
+    parsed = _parsed(text)
+    require(text is None or parsed is not None, f"{flag} {text!r} must be {_EXAMPLES}")
+    length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0
+    require(
+        length <= LONGEST_IPC_PATH,
+        f"{flag} {text!r}: the path has {length} bytes and may have {LONGEST_IPC_PATH}; give a shorter one",
+    )

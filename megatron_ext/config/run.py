@@ -9,6 +9,7 @@ from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.kv_event_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
@@ -212,6 +213,12 @@ class ServerSettings(EngineSettings):
             self.cache.enable_prefix_caching or endpoint is None,
             f"--no-inference-dynamic-batching-enable-prefix-caching and --kv-events-endpoint {endpoint} contradict "
             "each other: without a cache there are no events; give one of them",
+        )
+        size = self.batching.block_size
+        require(
+            endpoint is None or size <= MAX_BLOCK_TOKENS,
+            f"--inference-dynamic-batching-block-size {size} and --kv-events-endpoint {endpoint}: blocks that are "
+            f"published have at most {MAX_BLOCK_TOKENS} tokens; give a smaller size",
         )
 
 

@@ -95,7 +95,14 @@ class Coordination:
         beat = member.beat
         assert beat is not None, "it has answered"
         if beat.events:
-            self._readers[member.url] = EventReader(self.router, member.url, beat.events)
+            self._readers[member.url] = EventReader(
+                self.router,
+                member.url,
+                beat.events,
+                beat.block_size,
+                beat.blocks,
+                lambda: self.metrics.event_fault(member.url),
+            )
         else:
             self._prefix_index[member.url] = ApproximatePrefixIndex(
                 self.router, member.url, beat.block_size, beat.blocks, has_states=beat.has_states

@@ -38,14 +38,18 @@ class EventSource:
     """Addresses of a cache's KV events.
 
     Attributes:
-        endpoint: Address to subscribe to, as ZeroMQ spells it.
-        replay: Address of replays; None without replays.
+        endpoint: Address to subscribe to for events of blocks, as ZeroMQ spells it.
+        replay: Address of their replays; None without replays.
         topic: Topic of the events.
+        states: Address to subscribe to for events of states; None if the replica does not publish them.
+        states_replay: Address of their replays; None without replays.
     """
 
     endpoint: str
     replay: str | None
     topic: str
+    states: str | None = None
+    states_replay: str | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,14 @@ class Heartbeat:
         """Name that the model is served under, which is that of the group."""
         return self.identity.model
 
+    @property
+    def has_known_states(self) -> bool:
+        """True if the replica resumes at snapshots only, and its events (or its answers, without events) tell where.
+
+        Otherwise routers take a cached run's whole length as skipped: with recurrent layers runs end at snapshots.
+        """
+        return self.has_states and all(one.states is not None for one in self.events)
+
     @classmethod
     def of(cls, content: object, places: EventPlaces) -> Heartbeat:
         """Validate an answer.
@@ -218,11 +230,15 @@ def _events(fields: _Fields, places: EventPlaces) -> tuple[tuple[EventSource, ..
 
 
 def _source(fields: _Fields, places: EventPlaces) -> EventSource:
-    replay = fields.content.get("replay")
+    def address(name: str) -> str | None:
+        return None if fields.content.get(name) is None else places.address(fields.content[name])
+
     return EventSource(
         endpoint=places.address(fields.content.get("endpoint")),
-        replay=None if replay is None else places.address(replay),
+        replay=address("replay"),
         topic=fields.text("topic", least=0),
+        states=address("states"),
+        states_replay=address("states_replay"),
     )
 
 

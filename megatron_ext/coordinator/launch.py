@@ -23,8 +23,7 @@ import megatron_ext
 from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.launched import (
-    EVENTS,
-    REPLAY,
+    SOCKETS,
     FoundReplica,
     LaunchRecord,
     find_replicas,
@@ -90,8 +89,7 @@ class LaunchPlan:
         runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
         own = ["--host", "127.0.0.1", "--port", "0"]
         if events is not None:
-            own += ["--kv-events-endpoint", f"ipc://{events / EVENTS}"]
-            own += ["--kv-events-replay-endpoint", f"ipc://{events / REPLAY}"]
+            own += [word for flag, name in SOCKETS.items() for word in (flag, f"ipc://{events / name}")]
         return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
 
     def environment(self, index: int) -> dict[str, str]:

@@ -26,7 +26,12 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 
 RECORD = "replica.json"
-EVENTS, REPLAY = "events", "replay"  # sockets of a replica's KV events
+SOCKETS = {  # of a replica's KV events, in a directory of its own
+    "--kv-events-endpoint": "events",
+    "--kv-events-replay-endpoint": "replay",
+    "--kv-events-states-endpoint": "states",
+    "--kv-events-states-replay-endpoint": "states-replay",
+}
 _DIRECTORY_PREFIX = "kv-events-"
 _LONGEST_RECORD = 1 << 16  # bytes
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -82,7 +87,7 @@ def private_directory(parent: Path | None = None) -> Iterator[Path]:
             "let TMPDIR name a directory that can be written"
         ) from None
     with place as name:
-        length = len(os.fsencode(os.path.join(name, EVENTS)))
+        length = max(len(os.fsencode(os.path.join(name, one))) for one in SOCKETS.values())
         if length > LONGEST_IPC_PATH:
             raise ConfigError(
                 f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and {LONGEST_IPC_PATH} "

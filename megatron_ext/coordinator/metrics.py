@@ -48,6 +48,12 @@ class FleetMetrics(Collector):
             [_REPLICA, "reason"],
             registry=registry,
         )
+        self._event_faults = Counter(
+            f"{PREFIX}_event_faults",
+            "KV events of a replica that were not valid, were not replayed, or failed the reader",
+            [_REPLICA],
+            registry=registry,
+        )
         self.rejected = Counter(
             f"{PREFIX}_requests_rejected", "Responses 429 because all replicas were full", registry=registry
         )
@@ -66,6 +72,11 @@ class FleetMetrics(Collector):
         if url in self._fleet.members:
             self._moved.labels(url, reason).inc()
 
+    def event_fault(self, url: str) -> None:
+        """Count a fault of a replica's KV events, unless the replica has been removed."""
+        if url in self._fleet.members:
+            self._event_faults.labels(url).inc()
+
     def decision_seconds(self, url: str) -> float | None:
         """Return the mean seconds of decisions for this replica; None without decisions."""
         count, seconds = self._taken.get(url, (0, 0.0))
@@ -74,7 +85,7 @@ class FleetMetrics(Collector):
     def forget(self, url: str) -> None:
         """Remove the series of a replica."""
         self._taken.pop(url, None)
-        for metric in (self._decisions, self._chosen, self._moved):
+        for metric in (self._decisions, self._chosen, self._moved, self._event_faults):
             labels = [one.labels for family in metric.collect() for one in family.samples]
             reasons = {one.get("reason") for one in labels if one.get(_REPLICA) == url}
             for reason in reasons:

@@ -1,4 +1,8 @@
-"""KV events as Python objects; `wire.py` encodes them. Hashes are 64-bit integers, in the order of the sequence."""
+"""KV events as Python objects; `wire.py` encodes them. Hashes are 64-bit integers, in the order of the sequence.
+
+Events of blocks are vLLM's. Events of states (snapshots of recurrent layers) are this package's, and are published on a
+socket of their own.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,15 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Event: the cache is empty."""
+    """Event: the cache has no blocks."""
 
 
 @dataclass(frozen=True)
 class StateStored:
-    """Event: requests can resume after these blocks, which can be found."""
+    """Event: requests can resume after these blocks.
+
+    The blocks are stored, but their events travel on another socket: a reader may receive them later.
+    """
 
     hashes: Sequence[Hash]
 
@@ -53,6 +60,11 @@ class StateRemoved:
     hashes: Sequence[Hash]
 
 
+@dataclass(frozen=True)
+class AllStatesCleared:
+    """Event: requests can resume after no block."""
+
+
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
-StateEvent = StateStored | StateRemoved
+StateEvent = StateStored | StateRemoved | AllStatesCleared
 Event = BlockEvent | StateEvent

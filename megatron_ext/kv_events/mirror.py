@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from megatron_ext.config.kv_event_limits import EVENT_BLOCKS, EVENT_HASHES, EVENT_TOKENS
 from megatron_ext.kv_events.changes import Block, Delta
 from megatron_ext.kv_events.events import (
     AllBlocksCleared,
+    AllStatesCleared,
     BlockEvent,
     BlockRemoved,
     BlockStored,
@@ -19,12 +21,10 @@ from megatron_ext.kv_events.events import (
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
-MAX_BLOCKS = 64  # per event, since encoding one blocks other threads
-
 
 @dataclass(frozen=True)
 class Told:
-    """Events to publish on each topic, those of blocks first."""
+    """Events to publish, by socket."""
 
     blocks: list[BlockEvent]
     states: list[StateEvent]
@@ -44,6 +44,7 @@ class Mirror:
 
     def __init__(self, block_size: int, *, has_states: bool) -> None:
         self._block_size = block_size
+        self._run_blocks = max(1, min(EVENT_BLOCKS, EVENT_TOKENS // block_size))  # of an event
         self._has_states = has_states
         self._blocks: dict[BlockHash, Block] = {}
         self._hashes: dict[BlockHash, Hash] = {}
@@ -58,20 +59,17 @@ class Mirror:
         told = Told([], [])
         if delta.cleared:
             told.blocks.append(AllBlocksCleared())
+            told.states.append(AllStatesCleared())
             for table in (self._blocks, self._hashes, self._states, self._reasons):
                 table.clear()
-        if delta.states_removed:
-            told.states.append(StateRemoved(self._hashes_of(delta.states_removed)))
-        gone = self._remove(delta)
-        if gone:
-            told.blocks.append(BlockRemoved(gone))
+        told.states.extend(map(StateRemoved, _slices(self._hashes_of(delta.states_removed))))
+        told.blocks.extend(map(BlockRemoved, _slices(self._remove(delta))))
         self._blocks.update(delta.stored)
         self._hashes.update((block_hash, event_hash(block_hash)) for block_hash in delta.stored)
         self._states.update(delta.states_stored)
         there = self._shown(delta.states_stored) if self._has_states else delta.stored
         told.blocks.extend(self._runs(there))
-        if delta.states_stored:
-            told.states.append(StateStored(self._hashes_of(delta.states_stored)))
+        told.states.extend(map(StateStored, _slices(self._hashes_of(delta.states_stored))))
         return told
 
     def present(self) -> Told:
@@ -81,8 +79,8 @@ class Mirror:
             if self._has_states
             else self._blocks
         )
-        states: list[StateEvent] = [StateStored(self._hashes_of(self._states))] if self._states else []
-        return Told([AllBlocksCleared(), *self._runs(there)], states)
+        states = map(StateStored, _slices(self._hashes_of(self._states)))
+        return Told([AllBlocksCleared(), *self._runs(there)], [AllStatesCleared(), *states])
 
     def _hashes_of(self, block_hashes: Iterable[BlockHash]) -> list[Hash]:
         return [self._hashes[block_hash] for block_hash in block_hashes]
@@ -135,7 +133,7 @@ class Mirror:
         """Group blocks into one event for each run of consecutive blocks."""
         run: list[BlockHash] = []
         for block_hash in block_hashes:
-            if run and (self._blocks[block_hash].parent != run[-1] or len(run) == MAX_BLOCKS):
+            if run and (self._blocks[block_hash].parent != run[-1] or len(run) == self._run_blocks):
                 yield self._run(run)
                 run = []
             run.append(block_hash)
@@ -151,3 +149,8 @@ class Mirror:
         extra = None if salt is None else [[event_salt(salt)], *[None] * (len(blocks) - 1)]
         before = None if parent is None else self._hashes[parent]
         return BlockStored(self._hashes_of(block_hashes), before, tokens, self._block_size, extra)
+
+
+def _slices(hashes: list[Hash]) -> Iterator[list[Hash]]:
+    """Split hashes into those of one event each."""
+    return (hashes[start : start + EVENT_HASHES] for start in range(0, len(hashes), EVENT_HASHES))

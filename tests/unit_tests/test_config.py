@@ -31,6 +31,7 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
+from megatron_ext.config.kv_event_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
@@ -164,6 +165,14 @@ REFUSED = [
             "server": ServerConfig(kv_events=KvEventsConfig("tcp://127.0.0.1:1")),
         },
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--kv-events-endpoint tcp://127.0.0.1:1"],
+    ),
+    (
+        ServerSettings,
+        {
+            "batching": BatchingConfig(block_size=MAX_BLOCK_TOKENS + 1),
+            "server": ServerConfig(kv_events=KvEventsConfig("tcp://127.0.0.1:1")),
+        },
+        ["--inference-dynamic-batching-block-size 65537", "--kv-events-endpoint tcp://127.0.0.1:1", "at most 65536"],
     ),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
     (

@@ -36,7 +36,7 @@ class CacheEvents:
         except BaseException:
             self.close()
             raise
-        for endpoint in (config.endpoint, config.replay_endpoint):
+        for endpoint in config.endpoints().values():
             _warn(endpoint)
 
     def __enter__(self) -> CacheEvents:
@@ -55,19 +55,37 @@ class CacheEvents:
             cache, size = one.scheduler.cache, one.scheduler.limits.block_size
             cache.observer = publisher.changes
             publisher.start(Mirror(size, has_states=cache.states is not None))
+            for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
+                if channel is not None:
+                    replay = channel.replay_endpoint or "no address"
+                    logger.info("KV events of %s at %s, replayed at %s", what, channel.endpoint, replay)
+        if core.replicas[0].scheduler.cache.states is not None and self._config.states_endpoint is None:
             logger.info(
-                "KV events at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint or "no address"
+                "the positions at which requests can resume are not published: there is no --kv-events-states-endpoint"
             )
 
     def addresses(self) -> list[dict[str, str | None]]:
-        """Return the addresses to subscribe to (`endpoint`), the replay address and the topic, by data-parallel rank.
+        """Return the addresses of each data-parallel rank's events.
 
-        Empty if the publishers connect to a subscriber, which knows its own address.
+        `endpoint` and `states` are those to subscribe to for blocks and states, `replay` and `states_replay` those of
+        their replays, and `topic` is the topic of all. Empty if the publishers connect to a subscriber, which knows its
+        own address.
         """
-        if self._config.endpoint is None or not self._config.endpoint.is_bound:
+        blocks, states = self._config.endpoint, self._config.states_endpoint
+        if blocks is None or not blocks.is_bound:
             return []
-        topic = self._config.kv_events_topic
-        return [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": topic} for one in self.publishers]
+        has_states = states is not None and states.is_bound
+        return [self._addresses_of(one, has_states=has_states) for one in self.publishers]
+
+    def _addresses_of(self, publisher: Publisher, *, has_states: bool) -> dict[str, str | None]:
+        states = publisher.states if has_states else None
+        return {
+            "endpoint": publisher.blocks.endpoint,
+            "replay": publisher.blocks.replay_endpoint,
+            "states": None if states is None else states.endpoint,
+            "states_replay": None if states is None else states.replay_endpoint,
+            "topic": self._config.kv_events_topic,
+        }
 
     def close(self) -> None:
         """Close all publishers."""

@@ -103,7 +103,8 @@ WITHOUT_FLAG = {
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
 --log-level --access-log --no-access-log --profile
---kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint --kv-events-buffer-steps
+--kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint
+--kv-events-states-endpoint --kv-events-states-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root

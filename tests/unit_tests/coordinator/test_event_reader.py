@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import AsyncIterator
 
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.event_reader import EventReader
+from megatron_ext.coordinator.event_stream import EventStream
 from megatron_ext.coordinator.heartbeat import EventSource
-from megatron_ext.kv_events.events import BlockRemoved, BlockStored
+from megatron_ext.kv_events.events import (
+    AllBlocksCleared,
+    AllStatesCleared,
+    BlockRemoved,
+    BlockStored,
+    StateRemoved,
+    StateStored,
+)
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.observer import PublishedRun
-from megatron_ext.prefix_cache.public_hash import event_hash
+from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, eventually
 
 SIZE = 4
+POOL = 64  # blocks
 LOCAL = "tcp://127.0.0.1:0"
 
 
@@ -32,10 +42,10 @@ def published(blocks: int, *, salt: str | None = None, first: int = 0) -> Publis
 
 
 @contextlib.contextmanager
-def publisher(buffered: int = 10, replay: str | None = LOCAL):
-    config = KvEventsConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=replay, kv_events_buffer_steps=buffered)
-    one = Publisher(config)
-    one.start(Mirror(SIZE, has_states=False))
+def publisher(buffered: int = 10, replay: str | None = LOCAL, *, has_states: bool = False):
+    states = (LOCAL, replay) if has_states else (None, None)
+    one = Publisher(KvEventsConfig(LOCAL, "kv-events", replay, buffered, *states))
+    one.start(Mirror(SIZE, has_states=has_states))
     try:
         yield one
     finally:
@@ -43,21 +53,35 @@ def publisher(buffered: int = 10, replay: str | None = LOCAL):
 
 
 def source(one: Publisher) -> EventSource:
-    return EventSource(one.endpoint, one.replay_endpoint, "kv-events")
+    states = (None, None) if one.states is None else (one.states.endpoint, one.states.replay_endpoint)
+    return EventSource(one.blocks.endpoint, one.blocks.replay_endpoint, "kv-events", *states)
+
+
+def announced(one: Publisher) -> list[dict[str, str | None]]:
+    """The addresses of a publisher as a heartbeat has them."""
+    return [dataclasses.asdict(source(one))]
 
 
 @contextlib.asynccontextmanager
-async def reading(*publishers: Publisher) -> AsyncIterator[tuple[Router, EventReader]]:
+async def reading(
+    *publishers: Publisher, has_states: bool = False, pool: int = POOL
+) -> AsyncIterator[tuple[Router, EventReader]]:
     router = Router(RoutingConfig())
-    router.join("r", SIZE)
-    reader = EventReader(router, "r", [source(one) for one in publishers])
-    yield router, reader
-    reader.close()
+    router.join("r", SIZE, has_states=has_states)
+    reader = EventReader(router, "r", [source(one) for one in publishers], SIZE, pool)
+    try:
+        yield router, reader
+    finally:
+        reader.close()
     router.check()
 
 
 def known(router: Router) -> int:
     return router.replicas()[0].blocks
+
+
+def skipped(router: Router, prompt: Prompt) -> int:
+    return router.route(prompt).skipped
 
 
 async def test_what_was_there_before_and_what_comes_later():
@@ -82,21 +106,20 @@ async def test_what_was_there_before_and_what_comes_later():
 
 async def test_what_was_lost_is_asked_for(monkeypatch):
     """Missing events are requested again after a jump of the publisher's number, and after a silence."""
-    monkeypatch.setattr("megatron_ext.coordinator.event_reader.QUIET", 0.1)
+    monkeypatch.setattr("megatron_ext.coordinator.event_stream.QUIET", 0.1)
+    take = EventStream._take
+
+    async def lossy(self: EventStream, number: int, payload: bytes) -> bool:
+        return number % 3 != 0 and await take(self, number, payload)
+
+    monkeypatch.setattr(EventStream, "_take", lossy)
     with publisher() as one:
         async with reading(one) as (router, reader):
             await eventually(lambda: reader.events > 0)
-            stream = reader._streams[0]
-            take = stream._take
-
-            async def lossy(number: int, payload: bytes) -> None:
-                if number % 3 != 0:
-                    await take(number, payload)
-
-            stream._take = lossy
             for blocks in range(1, 10):
                 one.changes.on_blocks_stored(published(blocks, first=200 * (blocks % 4)))
             await eventually(lambda: known(router) == 9 + 6 + 7 + 8)
+            assert reader.faults == 0
 
 
 async def test_two_caches_of_one_world_are_one_replica():
@@ -113,23 +136,76 @@ async def test_two_caches_of_one_world_are_one_replica():
             await eventually(lambda: known(router) == 4)  # the block comes after the reset, which was of one alone
 
 
-async def test_a_reader_that_lost_something_asks_until_it_knows_all(monkeypatch):
-    """TE-6: an event that does not fit is not forgotten for one that does; what is there now makes up for both."""
-    monkeypatch.setattr("megatron_ext.coordinator.event_reader.QUIET", 0.05)
-    monkeypatch.setattr("megatron_ext.coordinator.event_reader._REST", 0.01)
+async def test_a_snapshot_counts_while_its_block_is_known(monkeypatch):
+    """The sockets of blocks and states are not ordered: a snapshot may be reported first, or removed last."""
+    with publisher(has_states=True) as one:
+        async with reading(one, has_states=True) as (router, reader):
+            await eventually(lambda: reader.events >= 2)
+            blocks, states = reader._streams
+            hashes = list(range(3))
+            run = BlockStored(hashes, None, packed_tokens(range(3 * SIZE)), SIZE)
+            prompt = router.prompt(range(4 * SIZE))
+            await states._tell(0, [StateStored([1])])
+            assert (known(router), skipped(router, prompt)) == (0, 0)
+            await blocks._tell(0, [run])
+            assert skipped(router, prompt) == 2 * SIZE
+            await blocks._tell(0, [AllBlocksCleared()])
+            assert skipped(router, prompt) == 0
+            await blocks._tell(0, [run])
+            assert skipped(router, prompt) == 2 * SIZE, "a reset of blocks says nothing of snapshots"
+            await blocks._tell(0, [BlockRemoved([2, 1])])
+            assert (known(router), router.replicas()[0].states) == (1, 0)
+            await states._tell(0, [StateRemoved([1])])
+            await blocks._tell(0, [run])
+            assert skipped(router, prompt) == 0
+            await states._tell(0, [StateStored([0, 2])])
+            assert skipped(router, prompt) == 3 * SIZE
+            await states._tell(0, [AllStatesCleared(), StateStored([0])])
+            assert skipped(router, prompt) == SIZE
+            assert reader.faults == 0
+
+
+async def test_a_hybrid_replica_is_followed_over_both_sockets(monkeypatch):
+    """RP-3: runs and snapshots that are stored, evicted and cleared, with messages lost on either socket."""
+    monkeypatch.setattr("megatron_ext.coordinator.event_stream.QUIET", 0.1)
+    take, seen = EventStream._take, itertools.count()
+
+    async def lossy(self: EventStream, number: int, payload: bytes) -> bool:
+        return next(seen) % 3 != 0 and await take(self, number, payload)
+
+    monkeypatch.setattr(EventStream, "_take", lossy)
+    with publisher(buffered=3, has_states=True) as one:
+        async with reading(one, has_states=True) as (router, reader):
+            prompts = [router.prompt(range(first, first + 5 * SIZE)) for first in (0, 100)]
+            for first in (0, 100):
+                run = published(4, first=first)
+                one.changes.on_blocks_stored(run)
+                one.changes.on_snapshot_stored(run.block_hashes[2])
+                await eventually(lambda: skipped(router, prompts[0]) == 3 * SIZE)
+            await eventually(lambda: skipped(router, prompts[1]) == 3 * SIZE)
+            first, second = published(4), published(4, first=100)
+            one.changes.on_snapshot_removed(first.block_hashes[2])
+            one.changes.on_blocks_removed(first.block_hashes[::-1])
+            one.changes.on_snapshot_stored(second.block_hashes[3])
+            await eventually(lambda: [skipped(router, one) for one in prompts] == [0, 4 * SIZE])
+            one.changes.on_cleared()
+            await eventually(lambda: (known(router), skipped(router, prompts[1])) == (0, 0))
+            one.changes.on_blocks_stored(second)
+            one.changes.on_snapshot_stored(second.block_hashes[0])
+            await eventually(lambda: skipped(router, prompts[1]) == SIZE)
+            assert reader.faults == 0
+
+
+async def test_without_events_of_states_runs_count_in_full():
+    """A hybrid replica that publishes blocks alone: its runs end at snapshots, so their length is the estimate."""
     with publisher() as one:
-        one.changes.on_blocks_stored(published(5))
-        async with reading(one) as (router, reader):
-            await eventually(lambda: known(router) == 5)
-            stream = reader._streams[0]
-            last, hashes = stream._next - 1, [event_hash(block_hash) for block_hash in published(5).block_hashes]
-            stream._tell(last, encode(0.0, [BlockStored([99], 98, packed_tokens(range(SIZE)), SIZE)], 0))
-            assert not stream.is_whole
-            stream._tell(last, encode(0.0, [BlockRemoved(hashes)], 0))
-            assert known(router) == 0
-            assert not stream.is_whole
-            await eventually(lambda: known(router) == 5)
-            assert stream.is_whole
+        one.changes.on_blocks_stored(published(3))
+        fake = await FakeReplica(beat={"kv_events": announced(one), "has_states": True}).start()
+        async with coordinator(fake) as front:
+            router = front.coordination.router
+            await eventually(lambda: known(router) == 3)
+            assert skipped(router, router.prompt(range(5 * SIZE))) == 3 * SIZE
+        await fake.stop()
 
 
 async def test_without_replay_what_comes_is_known():
@@ -146,8 +222,7 @@ async def test_without_replay_what_comes_is_known():
 async def test_a_coordinator_knows_what_its_replicas_publish():
     """RP-3: contents of a replica with events are not guessed; after a restart they are requested again."""
     with publisher() as one:
-        events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
-        fake = await FakeReplica(beat={"kv_events": events}).start()
+        fake = await FakeReplica(beat={"kv_events": announced(one)}).start()
         one.changes.on_blocks_stored(published(5))
         async with coordinator(fake, replica_timeout=0.5) as front:
             await eventually(lambda: known(front.coordination.router) == 5)
@@ -162,8 +237,7 @@ async def test_a_coordinator_knows_what_its_replicas_publish():
 async def test_a_replica_that_leaves_is_not_read_any_more():
     """TE-6: the reader of a replica that left ends, so that the router gets no events of it."""
     with publisher() as one:
-        events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
-        fake = await FakeReplica(beat={"kv_events": events}).start()
+        fake = await FakeReplica(beat={"kv_events": announced(one)}).start()
         async with coordinator(fake) as front:
             reader = front.coordination._readers[fake.url]
             front.coordination.fleet.remove(fake.url)

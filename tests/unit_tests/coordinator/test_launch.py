@@ -225,11 +225,12 @@ class TestPrivateEvents:
 
         def directory(number: int) -> Path:
             flags, _ = ast.literal_eval((script.parent / "started" / str(launcher.pids[number])).read_text())
-            assert flags[-4::2] == ["--kv-events-endpoint", "--kv-events-replay-endpoint"]
-            events, replay = (Path(address.removeprefix("ipc://")) for address in flags[-3::2])
-            assert events.parent == replay.parent
-            assert events != replay
-            return events.parent
+            kinds = ("", "replay-", "states-", "states-replay-")
+            assert flags[-8::2] == [f"--kv-events-{kind}endpoint" for kind in kinds]
+            sockets = {Path(address.removeprefix("ipc://")) for address in flags[-7::2]}
+            assert len(sockets) == 4
+            (parent,) = {one.parent for one in sockets}
+            return parent
 
         first, second = directory(0), directory(1)
         assert first != second
@@ -285,8 +286,8 @@ class TestPrivateEvents:
             ports = listening(launcher.pids[0])
             assert launched.address.port in ports
             assert not [port for port in ports if speaks_zeromq(port)]
-            directory = Path(source.endpoint.removeprefix("ipc://")).parent
-            assert Path(source.replay.removeprefix("ipc://")).parent == directory
+            addresses = (source.endpoint, source.replay, source.states, source.states_replay)
+            (directory,) = {Path(one.removeprefix("ipc://")).parent for one in addresses}
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
             prompts = [[number] * 64 for number in range(3, 7)]
@@ -317,7 +318,7 @@ def speaks_zeromq(port: int) -> bool:
 
 def test_zeromq_is_recognized():
     one = Publisher(KvEventsConfig("tcp://127.0.0.1:0"))
-    assert speaks_zeromq(int(one.endpoint.rpartition(":")[2]))
+    assert speaks_zeromq(int(one.blocks.endpoint.rpartition(":")[2]))
     one.close()
 
 

@@ -12,7 +12,11 @@ from benchmarks.replicas import CHATS, TURNS, ask_all, memory, talk
 from tests.unit_tests.support.fleet import coordinator
 from tests.unit_tests.support.real_replicas import start
 
-EVENTS = ("--kv-events-endpoint", "tcp://127.0.0.1:0", "--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
+EVENTS = [
+    word
+    for kind in ("", "replay-", "states-", "states-replay-")
+    for word in (f"--kv-events-{kind}endpoint", "tcp://127.0.0.1:0")
+]
 CLOSE = 0.02  # of all prompt tokens
 SECONDS = 60.0
 

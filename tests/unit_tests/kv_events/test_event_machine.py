@@ -8,6 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.kv_event_limits import EVENT_BLOCKS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events import mirror as mirrors
 from megatron_ext.kv_events.changes import Changes
@@ -148,7 +149,7 @@ def test_the_machines_see_planted_mistakes(machine, plant, monkeypatch):
 
 def test_a_salt_is_told_once_in_a_run_of_several_events():
     """RP-1, RP-3: a salted prompt of more blocks than an event has, told in two looks: routers find all of it."""
-    size, blocks = 2, mirrors.MAX_BLOCKS + 6
+    size, blocks = 2, EVENT_BLOCKS + 6
     tokens, salt = range(size * blocks), event_salt("x")
     limits = make_limits(block_size=size, total_blocks=200, max_tokens=2 * blocks - 8, max_sequence_length=400)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
@@ -161,7 +162,7 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
     for _ in range(2):
         step(scheduler)
         told += mirror.apply(changes.take()).blocks
-    assert [len(one.hashes) for one in told] == [mirrors.MAX_BLOCKS, 2, 4]
+    assert [len(one.hashes) for one in told] == [EVENT_BLOCKS, 2, 4]
     for one in told:
         assert router.stored("0", one.hashes, one.parent, one.tokens, one.extra_keys)
     assert router.route(router.prompt(tokens, salt)).skipped == len(tokens) - 1

@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.kv_event_limits import MAX_REQUEST_BYTES
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.kv_events import publisher
+from megatron_ext.kv_events import channel, throttle
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.public_hash import event_hash
@@ -29,7 +30,7 @@ class World:
     """A scheduler whose cache is published, and a reader of it."""
 
     def __init__(self, buffer_steps: int = 10_000, slots: int | None = None) -> None:
-        config = KvEventsConfig(HOST, "kv-events", HOST, buffer_steps)
+        config = KvEventsConfig(HOST, "kv-events", HOST, buffer_steps, HOST, HOST)
         self.scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", slots)
         self.publisher = Publisher(config)
         self.scheduler.cache.observer = self.publisher.changes
@@ -50,11 +51,11 @@ class World:
         one.setsockopt(zmq.RCVBUF, 4096)
         one.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE))
         one.setsockopt(zmq.SUBSCRIBE, b"kv-events")
-        one.connect(self.publisher.endpoint)
+        one.connect(self.publisher.blocks.endpoint)
         return one
 
     def asker(self) -> zmq.Socket:
-        return asker_of(self.publisher.replay_endpoint)
+        return asker_of(self.publisher.blocks.replay_endpoint)
 
     def request(self) -> None:
         """Serve one request from start to end; with others it fills the cache and evicts."""
@@ -84,8 +85,8 @@ def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
 
 @pytest.mark.parametrize("world", [{}, {"slots": 2}], ids=["attention", "hybrid"], indirect=True)
 def test_events_are_numbered_and_replayed(world):
-    """RP-1: events have numbers from 0 on, without a gap over both topics; missed events can be requested."""
-    follower = Worker(world.publisher.replay_endpoint, world.scheduler.cache)
+    """RP-1: events of each socket have numbers from 0 on, without a gap; missed events can be requested."""
+    follower = Worker(world.publisher, world.scheduler.cache)
     until(lambda: follower.has_all() and follower.reader.expected == 1)  # that nothing is cached
     for _ in range(6):
         world.request()
@@ -117,52 +118,79 @@ def test_a_subscriber_follows(world):
 @pytest.mark.parametrize("world", [{"buffer_steps": 3, "slots": 3}], indirect=True)
 @pytest.mark.parametrize("start", [0, 2**40], ids=["beyond the buffer", "of an earlier life"])
 def test_beyond_the_buffer_comes_the_present_index(world, start):
-    """RP-1: a clear event and the present index are sent; the number is the last one."""
+    """RP-1: a clear event and the current contents are sent; the number is the last one. On both sockets."""
     asker, reader = world.asker(), Reader()
+    states_asker = asker_of(world.publisher.states.replay_endpoint)
     for _ in range(12):
         world.request()
         replayed(asker, 2**40)  # so that each has a batch of its own
     whole = {event_hash(block_hash) for block_hash in world.scheduler.cache.states._visible}
 
     def is_whole() -> bool:
-        batches = replayed(asker, start)
-        assert len({number for number, _ in batches}) == 1
-        assert batches[0][0] > 3
-        assert msgpack.unpackb(batches[0][1])[1][0] == {"type": "AllBlocksCleared"}
-        for _, payload in batches:
+        for one, clear in ((asker, "AllBlocksCleared"), (states_asker, "AllStatesCleared")):
+            ((number, payload),) = replayed(one, start)
+            assert number > 3
+            assert msgpack.unpackb(payload)[1][0] == {"type": clear}
             reader.read(payload)
         return reader.states == whole
 
     until(is_whole)
     reader.assert_sound()
     assert reader.blocks.keys() <= world.cached()
-    number, _ = replayed(asker, start)[0]
-    assert [one for one, _ in replayed(asker, number)] == [number], "TE-6: the next batch has the next number"
+    for one in (asker, states_asker):
+        number, _ = replayed(one, start)[0]
+        assert [batch for batch, _ in replayed(one, number)] == [number], "TE-6: the next batch has the next number"
 
 
-def test_broken_requests_are_left_out(world):
-    """RP-1: an invalid request gets no reply, and the next valid one is answered."""
+def test_broken_requests_are_left_out(world, caplog):
+    """RP-1: invalid requests get no reply and one line in the log, and the next valid one is answered."""
     asker = world.asker()
     for frames in ([b"x"], [b"", b""], [b"", b"123"], [b"no", bytes(8)], [b"", bytes(8), b"more"], [b"", bytes(9)]):
         asker.send_multipart(frames)
     until(lambda: len(replayed(asker, 0)) >= 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_size_of_a_request(world, monkeypatch, caplog):
+    """A frame at the bound is received, and refused as no request; a larger one ends its connection unread."""
+    monkeypatch.setattr(throttle, "INTERVAL", 0.0)
+    for size, lines in ((MAX_REQUEST_BYTES, 1), (MAX_REQUEST_BYTES + 1, 0), (2**26, 0)):
+        caplog.clear()
+        asker = world.asker()
+        asker.send_multipart([b"", bytes(size)])
+        until(lambda asker=asker: asker.send_multipart([b"", bytes(8)]) or asker.poll(200))
+        assert len(caplog.records) == lines
+
+
+def test_bytes_that_are_kept_are_bounded(world, monkeypatch):
+    """Old batches are dropped for their size, too; a request for them gets the current contents."""
+    monkeypatch.setattr(channel, "BUFFER_BYTES", 1000)
+    asker = world.asker()
+    for _ in range(20):
+        world.request()
+        replayed(asker, 2**40)
+    until(lambda: world.publisher.blocks._kept[0][0] > 0)
+    kept = list(world.publisher.blocks._kept)
+    assert len(kept) == 1 or sum(len(payload) for _, payload in kept) <= 1000
+    (batch,) = replayed(asker, 0)
+    assert msgpack.unpackb(batch[1])[1][0] == {"type": "AllBlocksCleared"}
 
 
 def test_who_does_not_read_delays_nobody(monkeypatch):
     """RP-1: a stopped subscriber and a stopped asker lose batches; steps and other readers do not."""
-    monkeypatch.setattr(publisher, "MAX_UNREAD", 4)
+    monkeypatch.setattr(channel, "MAX_UNREAD", 4)
     world = World()
     world.start()
     stopped, lazy = world.subscriber(unread=1), world.asker()
     while not stopped.poll(20):  # its subscription takes a while to arrive
         world.request()
-    while world.publisher._next < MANY:  # a thread that is late puts several steps into a batch
-        before = world.publisher._next
+    while world.publisher.blocks._next < MANY:  # a thread that is late puts several steps into a batch
+        before = world.publisher.blocks._next
         world.request()
         if before % 64 == 0:
             lazy.send_multipart([b"", bytes(8)])
-        until(lambda before=before: world.publisher._next > before)
-    follower = Worker(world.publisher.replay_endpoint, world.scheduler.cache)
+        until(lambda before=before: world.publisher.blocks._next > before)
+    follower = Worker(world.publisher, world.scheduler.cache)
     until(follower.has_all)
     numbers = []
     while stopped.poll(100):
@@ -190,7 +218,7 @@ def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
     assert len(waiting.stored) <= total
     assert len(waiting.removed) <= total
     go_on.set()
-    until(Worker(world.publisher.replay_endpoint, world.scheduler.cache).has_all)
+    until(Worker(world.publisher, world.scheduler.cache).has_all)
     world.close()
 
 
@@ -217,7 +245,7 @@ def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog):
 def test_an_address_that_is_taken():
     """RP-1: known before anything is loaded."""
     world = World()
-    taken = KvEventsConfig(world.publisher.endpoint)
+    taken = KvEventsConfig(world.publisher.blocks.endpoint)
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be had"):
         Publisher(taken)
     world.close()
@@ -232,11 +260,11 @@ class TestSocketFiles:
         one = Publisher(config, 1)
         scheduler.cache.observer = one.changes
         one.start(Mirror(scheduler.limits.block_size, has_states=False))
-        assert (one.endpoint, one.replay_endpoint) == (
+        assert (one.blocks.endpoint, one.blocks.replay_endpoint) == (
             f"ipc://{short_path}/events.1",
             f"ipc://{short_path}/replay.1",
         )
-        follower = Worker(one.replay_endpoint, scheduler.cache)
+        follower = Worker(one, scheduler.cache)
         until(follower.has_all)
         one.close()
 

@@ -9,6 +9,7 @@ import pytest
 
 from arguments import parse_server_arguments
 from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config.kv_event_limits import MAX_BLOCK_TOKENS, MAX_TOPIC_BYTES
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEventsConfig, TcpEndpoint, parse_endpoint
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -29,8 +30,11 @@ def test_events_are_off_by_default():
 
 def test_flags():
     words = "--kv-events-endpoint tcp://127.0.0.1:5557 --kv-events-topic t --kv-events-buffer-steps 5".split()
-    settings = parse_server_arguments([*words, "--kv-events-replay-endpoint", "tcp://[::1]:5558"]).server.kv_events
-    assert settings == KvEventsConfig("tcp://127.0.0.1:5557", "t", "tcp://[::1]:5558", 5)
+    words += "--kv-events-replay-endpoint tcp://[::1]:5558 --kv-events-states-endpoint tcp://127.0.0.1:5559".split()
+    words += "--kv-events-states-replay-endpoint tcp://127.0.0.1:5560".split()
+    addresses = ("tcp://127.0.0.1:5559", "tcp://127.0.0.1:5560")
+    expected = KvEventsConfig("tcp://127.0.0.1:5557", "t", "tcp://[::1]:5558", 5, *addresses)
+    assert parse_server_arguments(words).server.kv_events == expected
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,21 @@ def test_what_is_no_endpoint(text):
         ("--kv-events-replay-endpoint tcp://127.0.0.1:1", "needs --kv-events-endpoint"),
         ("--kv-events-endpoint tcp://*:1 --kv-events-replay-endpoint tcp://far:1", "must be this machine's"),
         ("--kv-events-endpoint tcp://*:1 --kv-events-buffer-steps 0", "between 1 and"),
+        ("--kv-events-states-endpoint tcp://127.0.0.1:1", "needs --kv-events-endpoint; give both"),
+        (
+            "--kv-events-endpoint tcp://*:1 --kv-events-states-replay-endpoint tcp://127.0.0.1:1",
+            "needs --kv-events-states-endpoint",
+        ),
+        (
+            "--kv-events-endpoint tcp://*:1 --kv-events-states-endpoint tcp://*:2 "
+            "--kv-events-replay-endpoint tcp://127.0.0.1:3",
+            "blocks and states are either both replayed or neither",
+        ),
+        (f"--kv-events-endpoint tcp://*:1 --kv-events-topic {'x' * (MAX_TOPIC_BYTES + 1)}", "has 513 bytes"),
+        (
+            f"--kv-events-endpoint tcp://*:1 --inference-dynamic-batching-block-size {2 * MAX_BLOCK_TOKENS}",
+            "blocks that are published have at most 65536 tokens",
+        ),
         (
             "--kv-events-endpoint tcp://*:1 --no-inference-dynamic-batching-enable-prefix-caching",
             "without a cache there are no events",
@@ -106,7 +125,7 @@ def test_what_leaves_the_machine_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
         assert "token ids of all cached prompts" in caplog.text
         assert "tcp://*:* is reachable from other machines" in caplog.text
-        assert len({publisher.endpoint for publisher in events.publishers}) == 2
+        assert len({publisher.blocks.endpoint for publisher in events.publishers}) == 2
 
 
 @pytest.mark.parametrize(
@@ -152,12 +171,13 @@ def answers(engine: InferenceEngine) -> list[tuple[tuple[int, ...], int]]:
 def test_an_engine_computes_the_same_with_events():
     """RP-1: tokens and counts are those of a run without; what is told are the tokens of prompts and answers."""
     silent = answers(tiny_engine())
-    config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
+    host = "tcp://127.0.0.1:0"
+    config = KvEventsConfig(host, "t", host, 100, host, host)
     with CacheEvents(config) as events:
         engine = tiny_engine()
         events.attach(engine.core)
         assert answers(engine) == silent
-        follower = Worker(events.publishers[0].replay_endpoint, engine.scheduler.cache)
+        follower = Worker(events.publishers[0], engine.scheduler.cache)
         until(follower.has_all)
     told = follower.reader.blocks.values()
     assert any(block.tokens == tuple(range(3, 19)) and block.extra == (event_salt("tenant"),) for block in told)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgpack
 import zmq
 
+from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.public_hash import event_hash
 
@@ -32,13 +33,15 @@ class Reader:
     Attributes:
         blocks: Cached blocks.
         states: Blocks after which requests can resume.
-        expected: Number of the next batch.
+        expected: Number of the next batch of blocks.
+        expected_states: Number of the next batch of states.
         ranks: Data-parallel ranks that were named.
     """
 
     blocks: dict[int, Block] = field(default_factory=dict)
     states: set[int] = field(default_factory=set)
     expected: int = 0
+    expected_states: int = 0
     ranks: set[int] = field(default_factory=set)
 
     def read(self, payload: bytes) -> None:
@@ -80,11 +83,12 @@ class Reader:
 
     def _AllBlocksCleared(self) -> None:  # noqa: N802
         self.blocks.clear()
+
+    def _AllStatesCleared(self) -> None:  # noqa: N802
         self.states.clear()
 
     def _StateStored(self, block_hashes: list[int], medium: str) -> None:  # noqa: N802
         assert self.states.isdisjoint(block_hashes)
-        assert self.blocks.keys() >= set(block_hashes), "a state of no block"
         self.states |= set(block_hashes)
 
     def _StateRemoved(self, block_hashes: list[int], medium: str) -> None:  # noqa: N802
@@ -92,15 +96,21 @@ class Reader:
         self.states -= set(block_hashes)
 
     def take(self, frames: Iterable[bytes], topic: bytes = b"kv-events") -> bool:
-        """Take one message and return whether it was the expected one; others are left out."""
+        """Take one message of blocks and return whether it was the expected one; others are left out."""
         name, number, payload = frames
-        assert name in (topic, topic + b".states")
+        assert name == topic
         assert len(number) == 8
         if int.from_bytes(number, "big") != self.expected:
             return False
         self.read(payload)
         self.expected += 1
         return True
+
+    def take_states(self, number: int, payload: bytes) -> None:
+        """Take the next message of states."""
+        assert number == self.expected_states
+        self.read(payload)
+        self.expected_states += 1
 
     def assert_sound(self) -> None:
         """Snapshots stand at the ends of blocks that are there, and parents are there."""
@@ -137,17 +147,23 @@ class Worker:
     """A reader that asks again and again for what it has not got.
 
     Args:
-        endpoint: Endpoint that replays events.
+        publisher: Publisher that replays events.
         cache: Cache of the events.
     """
 
-    def __init__(self, endpoint: str, cache: PrefixCache) -> None:
-        self.asker, self.cache, self.reader = asker_of(endpoint), cache, Reader()
+    def __init__(self, publisher: Publisher, cache: PrefixCache) -> None:
+        self.asker, self.cache, self.reader = asker_of(publisher.blocks.replay_endpoint), cache, Reader()
+        self.states_asker = None if publisher.states is None else asker_of(publisher.states.replay_endpoint)
 
     def has_all(self) -> bool:
         """Return whether the reader knows, after a replay, all that the cache holds (hybrids: its snapshots)."""
-        for number, payload in replayed(self.asker, self.reader.expected):
-            assert self.reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
+        reader = self.reader
+        for number, payload in replayed(self.asker, reader.expected):
+            assert reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
+        if self.states_asker is not None:
+            for number, payload in replayed(self.states_asker, reader.expected_states):
+                reader.take_states(number, payload)
         if self.cache.states is None:
-            return self.reader.blocks.keys() == {event_hash(one) for one in self.cache._index.block_hashes()}
-        return self.reader.states == {event_hash(one) for one in self.cache.states._visible}
+            return reader.blocks.keys() == {event_hash(one) for one in self.cache._index.block_hashes()}
+        states = {event_hash(one) for one in self.cache.states._visible}
+        return reader.states == states and states <= reader.blocks.keys()

@@ -1,0 +1,157 @@
+"""Channel of KV events: a socket that publishes numbered batches, and one that replays them.
+
+ZeroMQ PUB, three frames: topic, sequence number (8 bytes, big endian, from 0), payload. A subscriber that does not read
+loses batches, sees the gap, and requests the missing ones from the second socket (ROUTER): `start` in the request,
+batches as `number, payload` in the reply, number -1 without payload at its end. If batches are no longer kept, the
+reply is the current contents, in batches whose numbers increase up to that of the last one published; the first of them
+begins with the event that clears an index.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import zmq
+
+from megatron_ext.config.kv_event_limits import BUFFER_BYTES, MAX_REQUEST_BYTES
+from megatron_ext.config.kv_events import Endpoint, IpcEndpoint
+from megatron_ext.errors import ConfigError
+from megatron_ext.kv_events.events import Event
+from megatron_ext.kv_events.throttle import Throttle
+from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, encode_batches
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD = 1_000  # queued batches per subscriber; further ones are lost
+_CONTENTS_BATCHES = 4_096  # queued replies per client, in addition to all batches that are kept: 1 GB of contents
+
+
+class Channel:
+    """One stream of events. The thread that calls `publish` owns the sockets.
+
+    Args:
+        context: ZeroMQ context.
+        endpoints: Endpoints by flag, among them those of this channel.
+        flags: Flags of the endpoint and of its replays.
+        topic: First frame of every batch.
+        rank: Rank of the replica in its world; part of every batch, and added to ports.
+        buffer_steps: Batches that are kept for replays; fewer if they exceed `BUFFER_BYTES`.
+
+    Raises:
+        ConfigError: An address is not available.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoints: dict[str, Endpoint],
+        flags: tuple[str, str],
+        topic: str,
+        rank: int,
+        buffer_steps: int,
+    ) -> None:
+        self._topic, self._rank = topic.encode(), rank
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._max_kept, self._kept_bytes = buffer_steps, 0
+        self._next = 0  # sequence number
+        self._complaints = Throttle()
+        self._events = _socket(context, zmq.PUB, MAX_UNREAD, flags[0], endpoints[flags[0]], rank)
+        self.endpoint = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay: zmq.Socket[bytes] | None = None
+        self.replay_endpoint: str | None = None
+        if flags[1] in endpoints:
+            most = buffer_steps + _CONTENTS_BATCHES
+            self.replay = _socket(context, zmq.ROUTER, most, flags[1], endpoints[flags[1]], rank)
+            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue raises an error, not a silent loss
+            self.replay_endpoint = self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def publish(self, events: Iterable[Event]) -> None:
+        """Publish events, in as few batches as their size allows; none if there are no events."""
+        for payload in encode_batches(time.time(), events, self._rank):
+            number = self._next.to_bytes(SEQUENCE_BYTES, "big")
+            self._events.send_multipart([self._topic, number, payload], zmq.NOBLOCK, copy=False)
+            self._keep(payload)
+
+    def _keep(self, payload: bytes) -> None:
+        self._kept.append((self._next, payload))
+        self._next += 1
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._max_kept or (self._kept_bytes > BUFFER_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def answer(self, contents: Callable[[], Iterable[Event]]) -> None:
+        """Answer a replay request with the missing batches; stop if the client does not read.
+
+        Args:
+            contents: Returns events that describe the current contents, the first of which clears an index.
+        """
+        assert self.replay is not None, "a request has come in"
+        frames = self.replay.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
+            if count := self._complaints.admit():
+                logger.warning("invalid requests for KV events: %d, the last of %d frames", count, len(frames))
+            return
+        client, start = frames[0], int.from_bytes(frames[2], "big")
+        try:
+            for number, payload in self._missing(start, contents):
+                reply = [client, b"", number.to_bytes(SEQUENCE_BYTES, "big"), payload]
+                self.replay.send_multipart(reply, zmq.NOBLOCK, copy=False)
+            self.replay.send_multipart([client, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if count := self._complaints.admit():
+                logger.warning("KV events were not replayed to the end: %d times, the last: %s", count, error)
+
+    def _missing(self, start: int, contents: Callable[[], Iterable[Event]]) -> Iterator[tuple[int, bytes]]:
+        if self._kept[0][0] <= start <= self._next:
+            return ((number, payload) for number, payload in self._kept if number >= start)
+        payloads = list(encode_batches(time.time(), contents(), self._rank))
+        lowest = start if start < self._next else 0
+        first = self._next - len(payloads)
+        return ((max(lowest, first + place), payload) for place, payload in enumerate(payloads))
+
+
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int, flag: str, endpoint: Endpoint, rank: int
+) -> zmq.Socket[bytes]:
+    address = endpoint.of_replica(rank)
+    if isinstance(endpoint, IpcEndpoint):
+        _check_free(flag, address.removeprefix("ipc://"))
+    one = context.socket(kind)
+    one.setsockopt(zmq.SNDHWM, most)
+    one.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    one.setsockopt(zmq.LINGER, 0)
+    one.setsockopt(zmq.IPV6, int("[" in address))
+    try:
+        (one.bind if endpoint.is_bound else one.connect)(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{flag}: {address} cannot be had: {error.strerror}; give another") from None
+    return one
+
+
+def _check_free(flag: str, path: str) -> None:
+    """Check that a socket path is free, or a stale socket: libzmq deletes any file there before it binds.
+
+    Raises:
+        ConfigError: The path is a file, or a socket in use.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:  # no file, or an invalid path, which libzmq reports
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{flag}: {path} exists and is not a socket; give another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+        except OSError:  # such as a full queue: a process listens
+            pass
+    raise ConfigError(f"{flag}: {path} is in use by another process; give another path")
