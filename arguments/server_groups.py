@@ -69,7 +69,7 @@ KV_EVENTS = FlagGroup(
         ),
         Flag(
             "kv_events_buffer_steps",
-            "Number of messages that each socket keeps for replay; after a longer gap subscribers get the whole contents",
+            "Messages that each socket keeps for replay; after a longer gap subscribers get the whole contents",
         ),
     ),
 )

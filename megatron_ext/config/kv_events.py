@@ -128,7 +128,7 @@ class KvEventsConfig:
             address = _parsed(texts[flag])
             bound = address is None or address.is_bound
             require(bound, f"{flag} {texts[flag]} must be this machine's: a loopback address, * or ipc://")
-        length = len(self.kv_events_topic.encode())
+        length = len(os.fsencode(self.kv_events_topic))
         require(
             length <= MAX_TOPIC_BYTES,
             f"--kv-events-topic has {length} bytes and may have {MAX_TOPIC_BYTES}; give a shorter one",

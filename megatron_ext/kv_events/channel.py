@@ -56,7 +56,7 @@ class Channel:
         rank: int,
         buffer_steps: int,
     ) -> None:
-        self._topic, self._rank = topic.encode(), rank
+        self._topic, self._rank = os.fsencode(topic), rank
         self._kept: deque[tuple[int, bytes]] = deque()
         self._max_kept, self._kept_bytes = buffer_steps, 0
         self._next = 0  # sequence number

@@ -86,12 +86,6 @@ def encode_batches(timestamp: float, events: Iterable[Event], data_parallel_rank
         yield _batch(timestamp, packed, data_parallel_rank)
 
 
-def encode(timestamp: float, events: Iterable[Event], data_parallel_rank: int) -> bytes:
-    """Encode events as one batch, however large."""
-    packer = msgpack.Packer()
-    return _batch(timestamp, [packer.pack(_map_of(event)) for event in events], data_parallel_rank)
-
-
 def _batch(timestamp: float, packed: Sequence[bytes], data_parallel_rank: int) -> bytes:
     packer = msgpack.Packer()
     head = [packer.pack_array_header(3), packer.pack(timestamp), packer.pack_array_header(len(packed))]

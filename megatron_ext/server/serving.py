@@ -49,7 +49,7 @@ class Serving:
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
         identity: Hashes of configuration, tokenizer and weights; those of the weights change with an update.
-        kv_events: Addresses of the caches' events: `endpoint`, `replay` and `topic` of each.
+        kv_events: Addresses of the caches' events; see `CacheEvents.addresses`.
     """
 
     engine: InferenceEngine

@@ -19,10 +19,11 @@ from megatron_ext.coordinator.event_reader import EventReader
 from megatron_ext.coordinator.heartbeat import EventSource
 from megatron_ext.coordinator.published_cache import PublishedCache
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateStored
-from megatron_ext.kv_events.wire import END_OF_REPLAY, encode
+from megatron_ext.kv_events.wire import END_OF_REPLAY
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, coordinator, eventually
+from tests.unit_tests.support.kv_events import encoded
 
 SIZE = 4
 POOL = MAX_EVENT_BLOCKS
@@ -38,7 +39,7 @@ def number(value: int) -> bytes:
 
 
 def payload(*events: Event) -> bytes:
-    return encode(0.0, events, 0)
+    return encoded(events)
 
 
 def of_maps(*maps: object) -> bytes:

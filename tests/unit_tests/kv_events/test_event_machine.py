@@ -13,7 +13,6 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events import mirror as mirrors
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import hash_blocks
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
@@ -23,7 +22,7 @@ from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
-from tests.unit_tests.support.kv_events import Reader
+from tests.unit_tests.support.kv_events import Reader, encoded
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -70,7 +69,7 @@ class Told:
     def read(self, reader: Reader, told: mirrors.Told) -> None:
         for events in (told.blocks, told.states):
             if events:
-                reader.read(encode(1.5, events, 3))
+                reader.read(encoded(events, 3))
 
     def compare(self, reader: Reader) -> None:
         cache = self.scheduler.cache

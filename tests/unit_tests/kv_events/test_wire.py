@@ -16,8 +16,9 @@ from megatron_ext.config.kv_event_limits import (
 from megatron_ext.kv_events.changes import Block, Delta
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, StateRemoved, StateStored
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.kv_events.wire import END_OF_REPLAY, WireError, decode, decode_sequence, encode, encode_batches
+from megatron_ext.kv_events.wire import END_OF_REPLAY, WireError, decode, decode_sequence, encode_batches
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from tests.unit_tests.support.kv_events import encoded
 
 STORED = BlockStored([2**64 - 1, 7], None, packed_tokens([1, 2, 3, 4]), 2, [["salt"], None])
 STORED_MAP = {"type": "BlockStored", "block_hashes": [1], "token_ids": [5, 6], "block_size": 2}
@@ -32,8 +33,8 @@ EVENTS = [
 
 def test_bytes_are_those_of_the_format():
     """RP-1: a map for each event, its name under `type`."""
-    timestamp, events, rank = msgpack.unpackb(encode(2.5, EVENTS, 1))
-    assert (timestamp, rank) == (2.5, 1)
+    timestamp, events, rank = msgpack.unpackb(encoded(EVENTS, 1))
+    assert (timestamp, rank) == (1.5, 1)
     assert [event["type"] for event in events] == [type(event).__name__ for event in EVENTS]
     assert events[1] == {
         "type": "BlockStored",
@@ -50,8 +51,8 @@ def test_bytes_are_those_of_the_format():
 
 
 def test_what_is_written_is_read():
-    batch = decode(encode(2.5, [*EVENTS, StateRemoved([7])], 1))
-    assert (batch.timestamp, batch.data_parallel_rank) == (2.5, 1)
+    batch = decode(encoded([*EVENTS, StateRemoved([7])], 1))
+    assert (batch.timestamp, batch.data_parallel_rank) == (1.5, 1)
     assert list(batch.events) == [*EVENTS, StateRemoved([7])]
 
 
@@ -88,8 +89,8 @@ def test_events_as_arrays_and_unknown_ones():
         msgpack.packb([1.0, [STORED_MAP | {"extra_keys": [[[1]]]}]]),
         msgpack.packb([1.0, [STORED_MAP | {"extra_keys": [{"a": 1}]}]]),
         b"\x91" * 200_000 + b"\xc0",
-        encode(1.0, EVENTS, 0)[:-3],
-        encode(1.0, EVENTS, 0) + b"x",
+        encoded(EVENTS)[:-3],
+        encoded(EVENTS) + b"x",
     ],
 )
 def test_other_bytes_are_refused(payload):
@@ -98,7 +99,7 @@ def test_other_bytes_are_refused(payload):
 
 
 def removed(count: int) -> bytes:
-    return encode(1.0, [BlockRemoved(list(range(count)))], 0)
+    return encoded([BlockRemoved(list(range(count)))], 0)
 
 
 def unknown(count: int) -> bytes:
@@ -112,10 +113,10 @@ OVERHEAD = len(unknown(2**16)) - 2**16  # bytes
     ("build", "most"),
     [
         (removed, MAX_EVENT_BLOCKS),
-        (lambda count: encode(1.0, [AllBlocksCleared()] * count, 0), MAX_BATCH_EVENTS),
-        (lambda count: encode(1.0, [BlockStored([1], None, packed_tokens([0] * count), count)], 0), MAX_BLOCK_TOKENS),
+        (lambda count: encoded([AllBlocksCleared()] * count, 0), MAX_BATCH_EVENTS),
+        (lambda count: encoded([BlockStored([1], None, packed_tokens([0] * count), count)], 0), MAX_BLOCK_TOKENS),
         (
-            lambda count: encode(1.0, [BlockStored([1], None, packed_tokens([0]), 1, [["x"] * count])], 0),
+            lambda count: encoded([BlockStored([1], None, packed_tokens([0]), 1, [["x"] * count])], 0),
             MAX_EXTRA_KEYS,
         ),
         (unknown, MAX_MESSAGE_BYTES - OVERHEAD),

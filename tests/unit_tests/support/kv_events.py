@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
 import zmq
 
+from megatron_ext.kv_events.events import Event
 from megatron_ext.kv_events.publisher import Publisher
+from megatron_ext.kv_events.wire import encode_batches
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.public_hash import event_hash
 
@@ -116,6 +118,12 @@ class Reader:
         """Snapshots stand at the ends of blocks that are there, and parents are there."""
         assert self.states <= self.blocks.keys()
         assert all(block.parent is None or block.parent in self.blocks for block in self.blocks.values())
+
+
+def encoded(events: Sequence[Event], rank: int = 0) -> bytes:
+    """Return the one message that these events fit into."""
+    (batch,) = encode_batches(1.5, events, rank)
+    return batch
 
 
 def until(condition: Callable[[], bool]) -> None:
