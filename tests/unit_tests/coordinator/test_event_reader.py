@@ -134,6 +134,8 @@ async def test_two_caches_of_one_world_are_one_replica():
             one.changes.on_cleared()
             one.changes.on_blocks_stored(published(1, first=400))
             await eventually(lambda: known(router) == 4)  # the block comes after the reset, which was of one alone
+            one.changes.on_cleared()
+            await eventually(lambda: known(router) == 3)
 
 
 async def test_a_snapshot_counts_while_its_block_is_known(monkeypatch):

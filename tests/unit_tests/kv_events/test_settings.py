@@ -158,6 +158,27 @@ def test_each_replica_of_a_world_has_its_publisher():
         assert [publisher._rank for publisher in events.publishers] == [0, 1]
 
 
+def test_addresses_that_are_announced():
+    """Each rank's sockets, those of states among them; none if the publisher connects to its subscriber."""
+    host = "tcp://127.0.0.1:0"
+    with CacheEvents(KvEventsConfig(host, "t", host, 5, host, host), 2) as events:
+        announced = events.addresses()
+    for one in announced:
+        assert one.pop("topic") == "t"
+    assert len({address for one in announced for address in one.values()}) == 8
+    assert all(one.keys() == {"endpoint", "replay", "states", "states_replay"} for one in announced)
+    with CacheEvents(KvEventsConfig("tcp://10.255.255.1:5557")) as events:
+        assert events.addresses() == []
+
+
+def test_states_without_an_endpoint_are_mentioned(caplog):
+    """A hybrid model's states are not published unless asked for, which is logged once."""
+    scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"", 3)
+    with CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")) as events, caplog.at_level(logging.INFO):
+        events.attach(SimpleNamespace(replicas=[SimpleNamespace(scheduler=scheduler)]))
+    assert caplog.text.count("there is no --kv-events-states-endpoint") == 1
+
+
 def answers(engine: InferenceEngine) -> list[tuple[tuple[int, ...], int]]:
     """Tokens and skipped tokens of prompts that share prefixes, one after the other."""
     records = []
