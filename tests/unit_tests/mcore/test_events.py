@@ -1,29 +1,16 @@
-"""KV-10: the story that events tell, TTFT and latency; and the books on computed and recomputed tokens."""
+"""KV-10: times of events, TTFT and latency; counts of computed and recomputed tokens.
+
+The order of events is checked by scheduling/caching_machine.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import time
 
 import pytest
 
 from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import Driver, make_prompt
-
-# What may follow what, when nothing fails; an abort may come after anything.
-SUCCESSORS = {
-    "ADD_ENGINE": {"ADD_CONTEXT"},
-    "ADD_CONTEXT": {"FIRST_TOKEN", "PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
-    "FIRST_TOKEN": {"PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
-    "PAUSE": {"PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
-    "EVICT": {"ADD_CONTEXT"},
-}
-
-
-def assert_plausible(driver: Driver, request_id: int) -> None:
-    names = driver.events(request_id)
-    for one, next_one in itertools.pairwise(names):
-        assert next_one in SUCCESSORS[one], names
 
 
 @pytest.fixture
@@ -38,20 +25,6 @@ def pressed(get_driver) -> Driver:
     driver.engine.resume()
     driver.run()
     return driver
-
-
-def test_the_order_of_events(pressed):
-    assert pressed.count(EventType.PAUSE) > 0
-    assert pressed.count(EventType.EVICT) > 0
-    for request_id in pressed.records:
-        assert_plausible(pressed, request_id)
-
-
-def test_each_admission_is_noted_and_only_admissions(pressed):
-    """There are as many notes as first chunks, each of which begins at token 0."""
-    for request_id in pressed.records:
-        beginnings = sum(start == 0 for start, _ in pressed.seen[request_id].chunks)
-        assert pressed.events(request_id).count("ADD_CONTEXT") == beginnings
 
 
 def test_computed_and_recomputed_tokens_are_exact(pressed):
@@ -74,17 +47,6 @@ def test_the_lifetime_count_is_the_sum_over_requests(pressed):
     assert pressed.engine.lifetime_prefill_token_count == total
     assert pressed.engine.lifetime_skipped_token_count == 0
     assert pressed.engine.step_count == len(pressed.steps)
-
-
-def test_the_count_is_right_after_every_step(get_driver):
-    driver = get_driver(max_tokens=40)
-    driver.add(0, make_prompt(50), num_tokens_to_generate=3)
-    driver.add(1, make_prompt(45), num_tokens_to_generate=3)
-    counts = []
-    while driver.engine.has_unfinished_requests():
-        driver.step()
-        counts.append(driver.engine.lifetime_prefill_token_count)
-    assert counts == [40, 80, 95, 95, 95]
 
 
 def test_times_lie_within_the_time_of_the_request(get_driver):

@@ -1,7 +1,8 @@
-"""The Mamba-2 mixer in distributed checkpoints: what one tensor-parallel layout writes, another one reads."""
+"""M1-1: recurrent mixers in distributed checkpoints: what one tensor-parallel layout writes, another one reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -15,46 +16,66 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config import RECURRENT_KINDS, ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig, SourceConfig
 from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
+from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
-from megatron_ext.models.build import transformer_config
+from megatron_ext.mixers.mixer import RecurrentMixer
+from megatron_ext.models.build import build_model, transformer_config
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.text.tokenizer import NullTokenizer
 from tests.priority import TestPriority
+from tests.unit_tests.support.models import MAMBA1
 from tests.unit_tests.support.tensor_parallel import as_rank
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 # Every section has a size of its own, so that no two can be taken for each other.
-HIDDEN, HEADS, HEAD, GROUPS, STATE, WINDOW = 16, 8, 5, 4, 3, 4
+HIDDEN, HEADS, HEAD, GROUPS, STATE, WINDOW, RANK = 16, 8, 5, 4, 3, 4, 6
 INNER, CHANNELS = HEADS * HEAD, GROUPS * STATE
 XBC = (INNER, CHANNELS, CHANNELS)
 ZXBC_DT = (INNER, *XBC, HEADS)
-CONFIG = ModelConfig(
-    hybrid_override_pattern="M",
-    hidden_size=HIDDEN,
-    mamba_num_heads=HEADS,
-    mamba_head_dim=HEAD,
-    mamba_num_groups=GROUPS,
-    mamba_state_dim=STATE,
-    vocab_size=8,
-)
+CONFIGS = {
+    "mamba2": ModelConfig(
+        hybrid_override_pattern="M",
+        hidden_size=HIDDEN,
+        mamba_num_heads=HEADS,
+        mamba_head_dim=HEAD,
+        mamba_num_groups=GROUPS,
+        mamba_state_dim=STATE,
+        vocab_size=8,
+    ),
+    "mamba1": dataclasses.replace(MAMBA1, hidden_size=HIDDEN, mamba_state_dim=STATE),
+}
+MIXERS = {"mamba2": Mamba2Mixer, "mamba1": Mamba1Mixer}
+FIELDS = {
+    "mamba2": {"d_conv": WINDOW},
+    "mamba1": {"d_inner": INNER, "dt_rank": RANK, "d_conv": WINDOW, "inner_norm": "weighted"},
+}
+# Sections of a parameter that are split one by one, axes that are not the first, and parameters that all ranks hold.
+SECTIONS = {
+    "mamba2": {"in_proj.weight": ZXBC_DT, "conv1d.weight": XBC, "conv1d.bias": XBC},
+    "mamba1": {"in_proj.weight": (INNER, INNER)},
+}
+SPLIT_AXIS = {"x_proj.weight": 1, "out_proj.weight": 1}
+WHOLE = {"dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight"}
 PREFIX = "decoder.layers.0.mixer."
 
 
-def mixer_of_rank(index: int, ranks: int) -> Mamba2Mixer:
+def mixer_of_rank(kind: str, index: int, ranks: int) -> RecurrentMixer:
     with as_rank(index, ranks) as groups:
-        return Mamba2Mixer(
-            transformer_config(CONFIG, torch.float32),
-            recurrent_layer_spec(RECURRENT_KINDS["mamba2"]).submodules.mixer.submodules,
+        return MIXERS[kind](
+            transformer_config(CONFIGS[kind], torch.float32),
+            recurrent_layer_spec(RECURRENT_KINDS[kind]).submodules.mixer.submodules,
             HIDDEN,
             layer_number=1,
             pg_collection=groups,
-            d_conv=WINDOW,
+            **FIELDS[kind],
         )
 
 
-def sharded_state(mixer: Mamba2Mixer) -> dict:
+def sharded_state(mixer: RecurrentMixer) -> dict:
     """Sharded state without `_extra_state` objects, which are empty, and of which one process can read one only."""
     with as_rank(mixer.tp_group.index, mixer.tp_group.ranks):
         state = mixer.sharded_state_dict(prefix=PREFIX)
@@ -67,75 +88,52 @@ def shards(state: dict) -> dict[str, ShardedTensor]:
     return {shard.key: shard for shard in nested_values(state) if isinstance(shard, ShardedTensor)}
 
 
-def whole_parameters() -> dict[str, Tensor]:
+def whole_parameters(kind: str) -> dict[str, Tensor]:
     """Parameters of the mixer on one rank; every number differs from every other."""
-    shapes = {
-        "in_proj.weight": (sum(ZXBC_DT), HIDDEN),
-        "conv1d.weight": (sum(XBC), 1, WINDOW),
-        "conv1d.bias": (sum(XBC),),
-        "A_log": (HEADS,),
-        "dt_bias": (HEADS,),
-        "D": (HEADS,),
-        "norm.weight": (INNER,),
-        "out_proj.weight": (HIDDEN, INNER),
-    }
-    numbers = torch.randperm(10_000, generator=torch.Generator().manual_seed(1)).float()
+    numbers = torch.randperm(20_000, generator=torch.Generator().manual_seed(1)).float()
     parameters, start = {}, 0
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        parameters[name] = numbers[start : start + count].view(shape)
-        start += count
+    for name, parameter in mixer_of_rank(kind, 0, 1).named_parameters():
+        parameters[name] = numbers[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
     return parameters
 
 
-def part(whole: Tensor, index: int, ranks: int, axis: int = 0) -> Tensor:
-    return whole.chunk(ranks, dim=axis)[index]
-
-
-def parts(whole: Tensor, sections: tuple[int, ...], index: int, ranks: int) -> Tensor:
-    """A rank's share of each section, one below the other."""
-    return torch.cat([part(section, index, ranks) for section in whole.split(sections)])
-
-
-def parameters_of_rank(index: int, ranks: int) -> dict[str, Tensor]:
-    """Parts of the whole parameters that rank `index` of `ranks` holds."""
-    whole = whole_parameters()
-    held = {name: part(whole[name], index, ranks) for name in ("A_log", "dt_bias", "D", "norm.weight")}
-    held["in_proj.weight"] = parts(whole["in_proj.weight"], ZXBC_DT, index, ranks)
-    held["conv1d.weight"] = parts(whole["conv1d.weight"], XBC, index, ranks)
-    held["conv1d.bias"] = parts(whole["conv1d.bias"], XBC, index, ranks)
-    held["out_proj.weight"] = part(whole["out_proj.weight"], index, ranks, axis=1)
+def parameters_of_rank(kind: str, index: int, ranks: int) -> dict[str, Tensor]:
+    """Parts of the whole parameters that rank `index` of `ranks` holds: its share of each section."""
+    held = {}
+    for name, whole in whole_parameters(kind).items():
+        axis = SPLIT_AXIS.get(name, 0)
+        sections = whole.split(SECTIONS[kind].get(name, whole.shape[axis]), dim=axis)
+        held[name] = whole if name in WHOLE else torch.cat([one.chunk(ranks, axis)[index] for one in sections], axis)
     return held
 
 
-def filled(mixer: Mamba2Mixer) -> Mamba2Mixer:
-    mixer.load_state_dict(parameters_of_rank(mixer.tp_group.index, mixer.tp_group.ranks), strict=True)
+def filled(kind: str, mixer: RecurrentMixer) -> RecurrentMixer:
+    mixer.load_state_dict(parameters_of_rank(kind, mixer.tp_group.index, mixer.tp_group.ranks), strict=True)
     return mixer
 
 
-def emptied(mixer: Mamba2Mixer) -> Mamba2Mixer:
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.fill_(torch.nan)
-    return mixer
-
-
-def save(ranks: int, directory: Path) -> Path:
-    state = {str(index): sharded_state(filled(mixer_of_rank(index, ranks))) for index in range(ranks)}
+def save(kind: str, ranks: int, directory: Path) -> Path:
+    state = {str(index): sharded_state(filled(kind, mixer_of_rank(kind, index, ranks))) for index in range(ranks)}
     dist_checkpointing.save(state, str(directory), InProcessSave())
     return directory
 
 
-def load(ranks: int, directory: Path) -> list[dict[str, Tensor]]:
-    state = {str(index): sharded_state(emptied(mixer_of_rank(index, ranks))) for index in range(ranks)}
-    loaded = dist_checkpointing.load(state, str(directory))
+def load(kind: str, ranks: int, directory: Path) -> list[dict[str, Tensor]]:
+    mixers = [mixer_of_rank(kind, index, ranks) for index in range(ranks)]
+    with torch.no_grad():
+        for mixer in mixers:
+            for parameter in mixer.parameters():
+                parameter.fill_(torch.nan)
+    loaded = dist_checkpointing.load({str(i): sharded_state(mixer) for i, mixer in enumerate(mixers)}, str(directory))
     return [{name.removeprefix(PREFIX): value for name, value in loaded[str(i)].items()} for i in range(ranks)]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
-def test_one_layout_reads_what_another_wrote(saved: int, loaded: int, tmp_path: Path) -> None:
-    for index, state in enumerate(load(loaded, save(saved, tmp_path))):
-        expected = parameters_of_rank(index, loaded)
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", MIXERS)
+def test_one_layout_reads_what_another_wrote(kind: str, saved: int, loaded: int, tmp_path: Path) -> None:
+    for index, state in enumerate(load(kind, loaded, save(kind, saved, tmp_path))):
+        expected = parameters_of_rank(kind, index, loaded)
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(state[name], value), name
@@ -145,13 +143,13 @@ def test_without_the_split_another_layout_reads_interleaved_rows(tmp_path: Path)
     """Negative control: split over the ranks as one tensor, the parts of the ranks end up in each other's place."""
     state = {}
     for index in range(2):
+        weight = parameters_of_rank("mamba2", index, 2)["in_proj.weight"]
         with as_rank(index, 2) as groups:
-            weight = parameters_of_rank(index, 2)["in_proj.weight"]
             state[str(index)] = make_tp_sharded_tensor_for_checkpoint(
                 weight, "w", 0, tp_group=groups.tp, dp_cp_group=None
             )
     dist_checkpointing.save(state, str(tmp_path), InProcessSave())
-    whole = whole_parameters()["in_proj.weight"]
+    whole = whole_parameters("mamba2")["in_proj.weight"]
     with as_rank(0, 1) as groups:
         target = make_tp_sharded_tensor_for_checkpoint(torch.empty_like(whole), "w", 0, tp_group=groups.tp)
     read = dist_checkpointing.load({"w": target}, str(tmp_path))["w"]
@@ -159,10 +157,8 @@ def test_without_the_split_another_layout_reads_interleaved_rows(tmp_path: Path)
     assert not torch.equal(read, whole)
 
 
-def test_keys_shapes_and_places() -> None:
-    """Shapes and offsets of every tensor on rank 1 of 2 are those of megatron-core's `MambaMixer`."""
-    found = shards(sharded_state(mixer_of_rank(1, 2)))
-    assert {key.removeprefix(PREFIX): (shard.global_shape, shard.global_offset) for key, shard in found.items()} == {
+PLACES = {
+    "mamba2": {
         "A_log": ((8,), (4,)),
         "dt_bias": ((8,), (4,)),
         "D": ((8,), (4,)),
@@ -179,7 +175,31 @@ def test_keys_shapes_and_places() -> None:
         "conv1d.bias.C": ((12,), (6,)),
         "norm.weight": ((40,), (20,)),
         "out_proj.weight": ((16, 40), (0, 20)),
-    }
+    },
+    "mamba1": {
+        "in_proj.weight.x": ((40, 16), (20, 0)),
+        "in_proj.weight.z": ((40, 16), (20, 0)),
+        "conv1d.weight": ((40, 1, 4), (20, 0, 0)),
+        "conv1d.bias": ((40,), (20,)),
+        "x_proj.weight": ((12, 40), (0, 20)),
+        "dt_proj.weight": ((40, 6), (20, 0)),
+        "dt_proj.bias": ((40,), (20,)),
+        "A_log": ((40, 3), (20, 0)),
+        "D": ((40,), (20,)),
+        "dt_layernorm.weight": ((6,), (0,)),
+        "b_layernorm.weight": ((3,), (0,)),
+        "c_layernorm.weight": ((3,), (0,)),
+        "out_proj.weight": ((16, 40), (0, 20)),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_keys_shapes_and_places(kind: str) -> None:
+    """Shapes and offsets of every tensor on rank 1 of 2; Mamba-2's are those of megatron-core's `MambaMixer`."""
+    found = shards(sharded_state(mixer_of_rank(kind, 1, 2)))
+    places = {key.removeprefix(PREFIX): (shard.global_shape, shard.global_offset) for key, shard in found.items()}
+    assert places == PLACES[kind]
 
 
 @pytest.fixture
@@ -199,7 +219,7 @@ def upstream_mixer(monkeypatch: pytest.MonkeyPatch) -> type:
 @pytest.mark.parametrize(("index", "ranks"), [(0, 1), (1, 2), (3, 4)])
 def test_same_shards_as_upstream(index: int, ranks: int, upstream_mixer: type) -> None:
     """Upstream's own method, called on our module. Not the gated norm, which upstream takes from `mamba_ssm`."""
-    mixer = filled(mixer_of_rank(index, ranks))
+    mixer = filled("mamba2", mixer_of_rank("mamba2", index, ranks))
     mixer.d_inner_local_tp, mixer.nheads_local_tp = mixer.d_inner_local, mixer.nheads_local
     mixer.ngroups_local_tp = mixer.ngroups_local
     with as_rank(index, ranks):
@@ -210,3 +230,16 @@ def test_same_shards_as_upstream(index: int, ranks: int, upstream_mixer: type) -
     for key, shard in ours.items():
         assert torch.equal(shard.data, theirs[key].data), key
         assert shard.without_data() == theirs[key].without_data(), key
+
+
+@pytest.mark.parametrize("inner_norm", ["none", "plain", "weighted"])
+def test_a_saved_model_comes_back(inner_norm: str, tmp_path: Path) -> None:
+    """`--save`, then `--load`: configuration and every weight."""
+    config = dataclasses.replace(MAMBA1, mamba_inner_norm=inner_norm)
+    model = build_model(config, device=torch.device("cpu"), seed=3)
+    tokenizer = NullTokenizer(config.vocab_size)
+    save_model(tmp_path / "saved", LoadedModel(model, config, tokenizer, torch.float32, "test"))
+    loaded = load_model(SourceConfig(load=str(tmp_path / "saved")), {}, device=torch.device("cpu"))
+    assert loaded.config == config
+    for name, value in model.state_dict().items():
+        assert value is None or torch.equal(value, loaded.model.state_dict()[name]), name
