@@ -1,4 +1,4 @@
-"""Engine with an imported NemotronH checkpoint: tokens and log-probs equal those of transformers."""
+"""Engines with imported NemotronH and Llama models: tokens and log-probs equal those of transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from megatron_ext.config import BatchingConfig, RequestParams, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.record import RequestRecord, Status
+from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
+SHAPES = {"oracles": oracle.SHAPES, "llamas": llama_oracle.SHAPES}
 LENGTHS = (65, 1, 300, 3, 4, 129, 64)
 GENERATED = 10
 CHUNKED = BatchingConfig(block_size=16, block_count=80, max_requests=8, max_tokens=48)
@@ -45,13 +47,17 @@ def outside(record: RequestRecord, logits_of: Callable[[list[int]], Tensor]) -> 
     return [*wrong, f"log-probs {excess:.1f} times the tolerance"] if excess > 1 else wrong
 
 
-@pytest.mark.parametrize("batching", [CHUNKED, WHOLE], ids=["chunked", "whole"])
-@pytest.mark.parametrize("shape", oracle.SHAPES, ids=lambda shape: shape.name)
-def test_mixed_batch_equals_transformers(shape: oracle.Shape, batching: BatchingConfig, oracles) -> None:
-    theirs, directory = oracles(shape.name)
-    loaded = import_model(directory)
+CASES = [(fixture, shape.name) for fixture, shapes in SHAPES.items() for shape in shapes]
+
+
+@pytest.mark.parametrize("batching", [CHUNKED, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["chunked", "whole"])
+@pytest.mark.parametrize(("fixture", "name"), CASES)
+def test_mixed_batch_equals_transformers(
+    fixture: str, name: str, batching: BatchingConfig, request: pytest.FixtureRequest
+) -> None:
+    theirs, directory = request.getfixturevalue(fixture)(name)
     prompts = [oracle.prompt(length, seed=length) for length in LENGTHS]
-    records = serve(loaded, batching, prompts)
+    records = serve(import_model(directory), batching, prompts)
     for record, prompt in zip(records, prompts, strict=True):
         assert record.status is Status.COMPLETED, record.error
         assert len(record.generated_tokens) == GENERATED
@@ -60,19 +66,23 @@ def test_mixed_batch_equals_transformers(shape: oracle.Shape, batching: Batching
     assert (records[2].step_count > GENERATED) is batching.enable_chunked_prefill
 
 
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 SPOILED = {
-    "convolution bias": lambda m: m.get_parameter("decoder.layers.0.mixer.conv1d.bias").zero_(),
-    "fast decay": lambda m: m.get_parameter("decoder.layers.2.mixer.A_log").fill_(5.0),
-    "query rows": lambda m: m.get_parameter("decoder.layers.1.self_attention.linear_qkv.weight")[:8].zero_(),
+    ("oracles", "convolution bias"): lambda m: m.get_parameter("decoder.layers.0.mixer.conv1d.bias").zero_(),
+    ("oracles", "fast decay"): lambda m: m.get_parameter("decoder.layers.2.mixer.A_log").fill_(5.0),
+    ("llamas", "gate rows"): lambda m: m.get_parameter("decoder.layers.1.mlp.linear_fc1.weight")[:8].zero_(),
+    ("llamas", "query rows"): lambda m: m.get_parameter("decoder.layers.0.self_attention.linear_qkv.weight")[
+        :8
+    ].zero_(),
 }
 
 
-@pytest.mark.parametrize("control", SPOILED)
+@pytest.mark.parametrize(("fixture", "control"), SPOILED)
 @torch.no_grad()
-def test_comparison_sees_one_wrong_tensor(control: str, oracles) -> None:
+def test_comparison_sees_one_wrong_tensor(fixture: str, control: str, request: pytest.FixtureRequest) -> None:
     """Negative controls."""
-    theirs, directory = oracles("mha")
+    theirs, directory = request.getfixturevalue(fixture)("mha")
     loaded = import_model(directory)
-    SPOILED[control](loaded.model)
+    SPOILED[fixture, control](loaded.model)
     for record in serve(loaded, CHUNKED, [oracle.prompt(length, seed=length) for length in (64, 129)]):
         assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
