@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.padded import PaddedDriver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -49,6 +52,12 @@ def model():
     return build_slow_decay(HYBRID)
 
 
+@pytest.fixture(params=[Driver, PaddedDriver], ids=["eager", "captured"])
+def new_driver(request: pytest.FixtureRequest, model) -> Callable[..., Driver]:
+    """Make a driver of eager or of captured steps."""
+    return functools.partial(request.param, model, HYBRID)
+
+
 def bad_words(params: RequestParams) -> list[tuple[int, ...]]:
     return [tuple(int(piece) for piece in word.strip("<>").split("><")) for word in params.bad_words]
 
@@ -74,6 +83,8 @@ def run(driver: Driver, wanted: dict, names=tuple(CASES), *, between=lambda step
         driver.step()
         step += 1
         between(step)
+    if isinstance(driver, PaddedDriver):
+        assert len(driver.buckets) > 3, "steps larger than every bucket are eager"
     return {name: list(driver.records[i].generated_tokens) for i, name in enumerate(names)}
 
 
@@ -91,8 +102,8 @@ def test_each_changes_something(model, wanted):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_alone(model, wanted, name):
-    assert run(Driver(model, HYBRID), wanted, (name,)) == {name: wanted[name][1]}
+def test_alone(new_driver, wanted, name):
+    assert run(new_driver(), wanted, (name,)) == {name: wanted[name][1]}
 
 
 LIVES: dict[str, dict] = {
@@ -103,14 +114,14 @@ LIVES: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("life", LIVES)
-def test_in_any_batch(model, wanted, life):
-    driver = Driver(model, HYBRID, **LIVES[life])
+def test_in_any_batch(new_driver, wanted, life):
+    driver = new_driver(**LIVES[life])
     assert run(driver, wanted) == expected(wanted)
     assert (driver.count(EventType.EVICT) > 0) == (life == "preempted")
 
 
-def test_suspended_twice(model, wanted):
-    driver = Driver(model, HYBRID)
+def test_suspended_twice(new_driver, wanted):
+    driver = new_driver()
 
     def between(step: int) -> None:
         if step in (3, 7):
@@ -120,8 +131,8 @@ def test_suspended_twice(model, wanted):
     assert run(driver, wanted, between=between) == expected(wanted)
 
 
-def test_behind_a_cached_prefix(model, wanted):
-    driver = Driver(model, HYBRID, cache=CacheConfig(snapshot_slots=20))
+def test_behind_a_cached_prefix(new_driver, wanted):
+    driver = new_driver(cache=CacheConfig(snapshot_slots=20))
     first = run(driver, wanted)
     skipped = driver.engine.lifetime_skipped_token_count
     driver.records.clear()
@@ -130,7 +141,7 @@ def test_behind_a_cached_prefix(model, wanted):
 
 
 @pytest.mark.parametrize("broken", ["prompt", "generated"])
-def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
+def test_a_history_that_is_cut_is_seen(new_driver, wanted, monkeypatch, broken):
     """Negative control: without the prompt, or with what was generated last only, tokens differ."""
     came, is_generated = logits_processors._came, logits_processors._is_generated
 
@@ -144,13 +155,13 @@ def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
     )
     monkeypatch.setitem(logits_processors.TOKEN_LISTS, "came", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")
-    got = run(Driver(model, HYBRID), wanted, names)
+    got = run(new_driver(), wanted, names)
     assert all(got[name] != wanted[name][1] for name in names)
 
 
-def test_log_probs_are_the_models_own(model, wanted):
+def test_log_probs_are_the_models_own(new_driver, model, wanted):
     """Log-probs do not show the logits processing before the choice."""
-    driver, oracle = Driver(model, HYBRID), Oracle(model)
+    driver, oracle = new_driver(), Oracle(model)
     params = dataclasses.replace(wanted["all"][0], return_log_probs=True, top_n_logprobs=3, skip_prompt_log_probs=True)
     driver.engine.add_request(0, PROMPTS["all"], params)
     record = driver.run()[0]

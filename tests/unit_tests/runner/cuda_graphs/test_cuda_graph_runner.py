@@ -167,46 +167,6 @@ def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
-WISHES = [
-    {"return_log_probs": True, "top_n_logprobs": 20, "presence_penalty": 0.6, "temperature": 0.7, "seed": 1},
-    {"return_log_probs": True},
-    {"min_tokens": 12, "repetition_penalty": 1.4, "bad_words": ("<5>", "<7><9>")},
-    {"return_log_probs": True, "top_n_logprobs": 3, "logit_bias": {3: 4.0, 8: -100}, "frequency_penalty": -0.5},
-    {},
-    {"min_p": 0.2, "temperature": 1.3, "seed": 5, "min_tokens": 3, "return_log_probs": True},
-]
-
-
-def check_metadata(get_oracle, driver, *, is_caching: bool) -> None:
-    """Run the steps above by this driver and by a plain one, and compare them."""
-    runs = []
-    for kind in (driver, Driver):
-        run = new_driver("hybrid", get_oracle, kind, is_caching=is_caching, max_sequence_length=96)
-        for request_id, metadata in enumerate(WISHES):
-            prompt, plain = make_prompt(20) + make_prompt(5, request_id), {"return_log_probs": False}
-            run.add(
-                request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | metadata)
-            )
-            run.step()
-        run.run()
-        runs.append(run)
-    padded, plain = runs
-    assert padded.eager_steps == 0
-    for request_id, record in plain.records.items():
-        found = padded.records[request_id]
-        assert found.generated_tokens == record.generated_tokens
-        assert (found.generated_log_probs is None) is ("return_log_probs" not in WISHES[request_id])
-        assert found.generated_log_probs == pytest.approx(record.generated_log_probs, abs=1e-4)
-        pairs = zip(found.generated_top_n_log_probs or (), record.generated_top_n_log_probs or (), strict=True)
-        assert all(own == pytest.approx(other, abs=1e-4) for own, other in pairs)
-
-
-@pytest.mark.parametrize("is_caching", [True, False])
-def test_wishes_of_all_kinds_in_one_step(get_oracle, is_caching):
-    """CU-5, SA-1, SE-2: log-probs, penalties, biases, words, min_p and min_tokens, beside rows that want nothing."""
-    check_metadata(get_oracle, PaddedDriver, is_caching=is_caching)
-
-
 def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
     """CU-5, CU-6: log-probs and min tokens need no token on the host; forbidden tokens are known before."""
     prompt, scored = make_prompt(20), {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}

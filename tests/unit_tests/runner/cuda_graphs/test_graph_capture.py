@@ -21,7 +21,7 @@ from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import check_metadata, serve
+from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
@@ -99,9 +99,37 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
             assert_states_close(own[position][0][1], ssm, f"request {request_id} after {position} tokens")
 
 
-def test_graphs_take_all_wishes(get_oracle):
-    """CU-5: log-probs and shaped logits, in any mix, by programs that were captured of padding."""
-    check_metadata(get_oracle, Captured, is_caching=True)
+PARAMS = [
+    {"return_log_probs": True, "top_n_logprobs": 20, "presence_penalty": 0.6, "temperature": 0.7, "seed": 1},
+    {"return_log_probs": True},
+    {"min_tokens": 12, "repetition_penalty": 1.4, "bad_words": ("<5>", "<7><9>")},
+    {"return_log_probs": True, "top_n_logprobs": 3, "logit_bias": {3: 4.0, 8: -100}, "frequency_penalty": -0.5},
+    {},
+    {"min_p": 0.2, "temperature": 1.3, "seed": 5, "min_tokens": 3, "return_log_probs": True},
+]
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_graphs_take_all_options_in_one_step(get_oracle, is_caching):
+    """CU-5, SA-1, SE-2: log-probs, penalties, biases, words, min_p and min_tokens, beside rows without options."""
+    runs = []
+    for kind in (Captured, Driver):
+        run = new_driver("hybrid", get_oracle, kind, is_caching=is_caching, max_sequence_length=96)
+        for request_id, params in enumerate(PARAMS):
+            prompt, plain = make_prompt(20) + make_prompt(5, request_id), {"return_log_probs": False}
+            run.add(request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | params))
+            run.step()
+        run.run()
+        runs.append(run)
+    captured, plain = runs
+    assert captured.eager_steps == 0
+    for request_id, record in plain.records.items():
+        found = captured.records[request_id]
+        assert found.generated_tokens == record.generated_tokens
+        assert (found.generated_log_probs is None) is ("return_log_probs" not in PARAMS[request_id])
+        assert found.generated_log_probs == pytest.approx(record.generated_log_probs, abs=1e-4)
+        pairs = zip(found.generated_top_n_log_probs or (), record.generated_top_n_log_probs or (), strict=True)
+        assert all(own == pytest.approx(other, abs=1e-4) for own, other in pairs)
 
 
 def test_a_decode_follows_its_prefill_at_once(get_oracle):
