@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from arguments.parsed_flags import ParsedFlags
+from megatron_ext.config import MAX_LAYERS
 from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, read_pattern
 from megatron_ext.errors import ConfigError
 
@@ -82,8 +83,6 @@ def _allocated(count: int | None, attention: float, mlp: float) -> str:
 
 
 def _checked_count(count: int) -> int:
-    from megatron_ext.config import MAX_LAYERS
-
     if not 0 < count <= MAX_LAYERS:
         raise ConfigError(f"--{_COUNT} {count} must be from 1 to {MAX_LAYERS}")
     return count

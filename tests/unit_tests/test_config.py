@@ -113,7 +113,7 @@ REFUSED = [
     (
         SourceConfig,
         {"tokenizer_type": "TikTokenizer", "vocab_file": "v.json"},
-        ["--vocab-file v.json", "GPT2BPETokenizer", "it is TikTokenizer"],
+        ["--vocab-file v.json", "GPT2BPETokenizer", "not TikTokenizer"],
     ),
     (ParallelConfig, {"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size 0", "at least 1"]),
     (ParallelConfig, {"pipeline_model_parallel_size": -1}, ["--pipeline-model-parallel-size -1"]),

@@ -74,7 +74,7 @@ def test_one_or_several(prompts, expected):
         ([[[1, 2]]], "prompt 0: [1, 2] is not a token id"),
         ([[100]], "prompt 0: token id 100 is not in the vocabulary of 100; ids go from 0 to 99"),
         ([[-1]], "prompt 0: token id -1 is not in the vocabulary"),
-        ("\ud800", "prompt 0: '\\ud800' has half of a surrogate pair, which is no character"),
+        ("\ud800", "prompt 0: '\\ud800' has half of a surrogate pair, which is not a character"),
     ],
 )
 def test_refused(prompts, message):

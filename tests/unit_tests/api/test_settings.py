@@ -128,5 +128,5 @@ def test_a_file_of_flags_stands_below(tmp_path):
     settings = read_settings({"model_config": path, "temperature": 0.25})
     assert (settings.sampling.temperature, settings.sampling.num_tokens_to_generate) == (0.25, 3)
     path.write_text("prompt-file: x\n")
-    with pytest.raises(ConfigError, match=r"^prompt_file in the file that model_config names says what"):
+    with pytest.raises(ConfigError, match=r"^prompt_file in the file that model_config names is a setting of"):
         read_settings({"model_config": path})

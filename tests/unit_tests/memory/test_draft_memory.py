@@ -45,7 +45,7 @@ def test_nothing_of_it_is_shown_without_one():
 
 def test_errors_count_it():
     with pytest.raises(
-        ConfigError, match=r"one block and the dummy block\); .* GB would do \(those of the draft model"
+        ConfigError, match=r"one block and the dummy block\); .* GB would do \(including those of the draft model"
     ):
         geometry(TOGETHER, buffer_size_gb=0.001)
     with pytest.raises(ConfigError, match="including those of the draft model"):

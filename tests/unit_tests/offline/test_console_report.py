@@ -48,8 +48,8 @@ def test_what_was_lost_has_a_line_if_anything_was():
     """SI-6."""
     lost = {"requests": 2, "tokens_for_want_of_slots": 60, "tokens_for_want_of_blocks": 4, "requests_since_given_up": 7}
     assert loss_lines(lost) == [
-        "lost: 64 prompt tokens of 2 requests had been cached and were evicted (60 for want of snapshot slots, 4 for "
-        "want of blocks), on average 7 requests before"
+        "lost: 64 prompt tokens of 2 requests had been cached and were evicted (60 for lack of snapshot slots, 4 for "
+        "lack of blocks), on average 7 requests before"
     ]
     assert loss_lines(lost | {"requests": 0}) == loss_lines(None) == []
 

@@ -60,7 +60,7 @@ def test_one_can_be_forced_for_a_while() -> None:
 
 def test_an_unknown_one_is_refused_by_name() -> None:
     forced = Backends("an operator", FAST, PLAIN).forced("triton")
-    with pytest.raises(ValueError, match="an operator has no backend 'triton' here; there are fast, plain"), forced:
+    with pytest.raises(ValueError, match="an operator has no backend 'triton' here; available are fast, plain"), forced:
         pass
 
 

@@ -129,7 +129,7 @@ class TestAdministrators:
         assert cached(shared, ALICE) == (0 if method == "POST" else 32)
 
     def test_the_admin_key_is_no_tenant(self, shared):
-        assert "administrators" in check_error(complete(shared, ADMIN), 403)["message"]
+        assert "admin key" in check_error(complete(shared, ADMIN), 403)["message"]
 
     @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
     def test_of_several_keys_none_is_the_admins(self, headless, method, path):

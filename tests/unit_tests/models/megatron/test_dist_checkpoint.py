@@ -220,7 +220,7 @@ DAMAGES = {
     r"\.metadata cannot be read": damage(lambda path: path.write_bytes(path.read_bytes()[:200]), ".metadata"),
     r"common\.pt cannot be read": damage(lambda path: path.write_bytes(b""), "common.pt"),
     r"has no common\.pt": damage(Path.unlink, "common.pt"),
-    r"common\.pt holds no dictionary": damage(lambda path: torch.save([1], path), "common.pt"),
+    r"common\.pt does not hold a dictionary": damage(lambda path: torch.save([1], path), "common.pt"),
     r"__0_0\.distcp: No such file": damage(Path.unlink, "__0_0.distcp"),
     r"__0_0\.distcp: tensor .* cannot be read: .* of a file of 5000": damage(
         lambda path: path.write_bytes(path.read_bytes()[:5000]), "__0_0.distcp"

@@ -223,7 +223,7 @@ class TestRefused:
         ),
         (
             lambda new: new | {"zzzz": new[TestRefused.NORM]},
-            "the model has no tensor zzzz; they begin as decoder",
+            "the model has no tensor zzzz; its names look like decoder",
         ),
         (
             lambda new: _without(new, TestRefused.NORM),

@@ -263,7 +263,7 @@ class TestProposals:
             said += [(step, str(error)) for error in errors]
         assert asked == [0, 17, 50, 115]
         assert [step for step, _ in said] == asked
-        assert "after 11.0 seconds; no drafts are requested in the next 16 steps" in said[0][1]
+        assert "took 11.0 seconds; no drafts are requested in the next 16 steps" in said[0][1]
 
     def test_nobody_is_asked_who_cannot_have_any(self):
         scheduler, _ = decoding(params={"num_tokens_to_generate": 2})

@@ -44,7 +44,7 @@ class TestLength:
             content = iter([padded(size)]) if is_chunked else padded(size)
             response = small.http.post(COMPLETIONS, content=content, headers=HEADERS)
             assert response.status_code == status
-        assert "longer than the 4096 bytes" in check_error(response, 413)["message"]
+        assert "longer than the limit of 4096 bytes" in check_error(response, 413)["message"]
         check_alive(small)
 
     @pytest.mark.parametrize("chunks", [2, 10])

@@ -101,7 +101,7 @@ def test_refused_by_name(strict, form, named, code):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice is no field"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice is not a known field"),
         ({"structured_outputs": {}}, "one of json, regex and json_object"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "one of json, regex and json_object"),
         ({"structured_outputs": {"regex": "a"}, "response_format": OPENAI}, "contradict each other"),

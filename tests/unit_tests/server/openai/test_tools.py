@@ -207,7 +207,7 @@ def function(**fields: object) -> dict:
         ({"tools": [function(strict=True)]}, "strict", "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "what": 1}}]},
-            "what is no field",
+            "what is not a known field",
             "tools.0.function.what",
         ),
         ({"tools": [WEATHER] * 129}, "128", "tools"),
