@@ -141,7 +141,7 @@ class TestJoining:
         ("text", "problem"),
         [
             ("http://a\nftp://b", "line 2: 'ftp://b' is not the URL"),
-            ("http://a\nhttp://a", "line 2: 'http://a' stands"),
+            ("http://a\nhttp://a", "line 2: 'http://a' is listed twice"),
         ],
     )
     def test_mistakes_in_the_file(self, tmp_path, text, problem):

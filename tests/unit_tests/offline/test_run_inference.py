@@ -112,7 +112,7 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--hybrid-override-pattern MZ", "unknown letter 'Z'"),
         ("--bf16 --fp16", "--bf16 and --fp16"),
         ("--prompts 1 --output-path nowhere/out.json", "the folder nowhere does not exist"),
-        ("--prompts 1 --drain-between-batches --batch-boundaries 0,1", "there are 1 prompts"),
+        ("--prompts 1 --drain-between-batches --batch-boundaries 0,1", "with 1 prompts"),
         ("--prompts 1 --tokenizer-model nowhere --tokenizer-type HuggingFaceTokenizer", "nowhere does not exist"),
         ("--prompts 1 --seed 99999999999999999999", "--seed 99999999999999999999 must be between 0"),
         ("--prompts Hello", "--prompts, prompt 1: 'Hello' is not a token id"),
@@ -236,7 +236,7 @@ def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(pro
 def test_learned_positions_have_a_last_one(error_line, prompt_file):
     argv = ["--prompts", "1", "--position-embedding-type", "learned_absolute", "--max-position-embeddings", "64"]
     line = error_line(*TINY, *argv, "--inference-max-seq-length", "256")
-    assert "--inference-max-seq-length 256 is more than the 64 learned positions" in line
+    assert "--inference-max-seq-length 256 is more than the model's 64 learned positions" in line
 
 
 def test_synthetic_prompts(tmp_path):

@@ -278,7 +278,7 @@ class TestWithout:
         lines = capsys.readouterr().err.splitlines()
         log = next(cache.glob("*.log"))
         assert len(lines) == 2
-        assert lines[1].endswith(f"slower: the operators could not be compiled, see {log}")
+        assert lines[1].endswith(f"slower, because the operators could not be compiled, see {log}")
         assert "what is wrong\n" in log.read_text()
         calls = compiler.count()
         with pytest.raises(BuildError, match=f"failed before, see {log}; delete that file to try again"):
@@ -309,7 +309,7 @@ class TestWithout:
         path = library_file(lambda line: None)
         ForeignFiles(monkeypatch).add(path)
         self.assert_the_reference_computes(monkeypatch)
-        assert f"slower: {path}: the file belongs to another user" in capsys.readouterr().err
+        assert f"slower, because {path}: the file belongs to another user" in capsys.readouterr().err
 
     def test_a_cache_that_cannot_be_written(self, tmp_path, cache, fake, monkeypatch):
         fake()
