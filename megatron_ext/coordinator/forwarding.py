@@ -17,6 +17,7 @@ from megatron_ext.coordinator.bounds import EVENT_BYTES
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Member
 from megatron_ext.coordinator.metrics import FleetMetrics
+from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.proxied_request import ProxiedRequest
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Whole, not_json
 from megatron_ext.coordinator.retries import Retries
@@ -52,8 +53,12 @@ class Forwarder:
         self._prefix_index = prefix_index
         self._numbers = itertools.count()
 
-    async def answer(self, routed: RoutedRequest) -> Whole | Streamed:
+    async def answer(self, routed: RoutedRequest, outcome: Outcome) -> Whole | Streamed:
         """Run a request.
+
+        Args:
+            routed: Request to run.
+            outcome: Updated with what becomes of the request.
 
         Raises:
             ApiError: No replica could answer.
@@ -64,8 +69,9 @@ class Forwarder:
             if decision is None:
                 break
             proxied = self._begin(routed, decision)
+            outcome.sent_to(decision.replica, decision.skipped)
             try:
-                answer = await self._sent(routed, proxied)
+                answer = await self._sent(routed, proxied, outcome)
             except BadAnswer as error:
                 proxied.end()
                 self._refuse(proxied.member, retries, error)
@@ -86,6 +92,7 @@ class Forwarder:
                 proxied.end()
                 self._refuse(proxied.member, retries, not_json(answer))
                 continue
+            outcome.read(answer.body)
             self._ended(routed, proxied, answer)
             if not retries.goes_elsewhere(proxied.member.url, answer):
                 return answer
@@ -115,7 +122,7 @@ class Forwarder:
     def _begin(self, routed: RoutedRequest, decision: Decision) -> ProxiedRequest:
         return ProxiedRequest(self._fleet, decision, routed, next(self._numbers))
 
-    async def _sent(self, routed: RoutedRequest, proxied: ProxiedRequest) -> Whole | Streamed:
+    async def _sent(self, routed: RoutedRequest, proxied: ProxiedRequest, outcome: Outcome) -> Whole | Streamed:
         """Send the request; return the whole answer, or the beginning of a stream.
 
         Raises:
@@ -131,16 +138,23 @@ class Forwarder:
         if first is None:
             raise CallFailed("a stream without an event", has_reached=True)
         proxied.prefilled()
-        return Streamed(proxied, self._rest(routed, proxied, first, events))
+        return Streamed(proxied, self._rest(routed, proxied, outcome, first, events))
 
     async def _rest(
-        self, routed: RoutedRequest, proxied: ProxiedRequest, first: bytes, events: AsyncIterator[bytes]
+        self,
+        routed: RoutedRequest,
+        proxied: ProxiedRequest,
+        outcome: Outcome,
+        first: bytes,
+        events: AsyncIterator[bytes],
     ) -> AsyncIterator[bytes]:
         """Yield all events; if the replica is lost on the way, the last event is the error."""
         count = first.count(_END)
+        outcome.read(first)
         try:
             yield first
             async for some in events:
+                outcome.read(some)
                 yield some
                 count += some.count(_END)
                 proxied.generated(some.count(_END))

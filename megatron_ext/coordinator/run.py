@@ -83,9 +83,7 @@ class _Server(AnnouncedServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end within their grace period."""
-        members = self._coordination.fleet.members.values()
-        living = sum(len(member.calls) for member in members)
-        logger.info("shutdown begins: %d requests in flight", living)
+        logger.info("shutdown begins: %d requests in flight", len(self.server_state.tasks))
         if self._announcing is not None:
             self._announcing.cancel()
         cancelling = asyncio.create_task(self._end_calls())

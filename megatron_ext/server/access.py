@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +25,18 @@ CLIENT_GONE = 499  # nginx's status code for a closed connection
 UNKNOWN = "-"
 _KEY = "access_log_answer"
 
+Description = Callable[[], tuple[str, str]]  # returns the id of a response, and its counts as text
+
+
+def note_description(state: State, description: Description) -> None:
+    """Store what the log line of a request says of its response; it is called when the request has ended.
+
+    Args:
+        state: State of the request (`Request.state`).
+        description: Function that returns the id and the counts, each count after a space.
+    """
+    setattr(state, _KEY, description)
+
 
 def note_answer(state: State, builder: ResponseBuilder, group: RequestGroup) -> None:
     """Store the response builder and handles for the log line of a request.
@@ -33,7 +46,7 @@ def note_answer(state: State, builder: ResponseBuilder, group: RequestGroup) -> 
         builder: Response builder, with the response id and the number of choices of a prompt.
         group: Request group with the handles, prompt by prompt.
     """
-    setattr(state, _KEY, (builder, group))
+    note_description(state, partial(_answered, builder, group))
 
 
 class AccessLog:
@@ -84,18 +97,16 @@ class _Line:
         if not logger.isEnabledFor(level):
             return
         duration = time.perf_counter() - self._started
-        request_id, tokens = _answered(self._scope.get("state", {}).get(_KEY))
+        description: Description | None = self._scope.get("state", {}).get(_KEY)
+        request_id, tokens = (UNKNOWN, "") if description is None else description()
         path = printable(self._scope["path"], LONGEST_PATH)
         logger.log(
             level, "%s %s %s %d%s duration=%.3f", request_id, self._scope["method"], path, status, tokens, duration
         )
 
 
-def _answered(answer: tuple[ResponseBuilder, RequestGroup] | None) -> tuple[str, str]:
+def _answered(builder: ResponseBuilder, group: RequestGroup) -> tuple[str, str]:
     """Return the response id, and its counts as text; a prompt with several choices counts once."""
-    if answer is None:
-        return UNKNOWN, ""
-    builder, group = answer
     handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in handles)

@@ -168,23 +168,27 @@ class _Server(AnnouncedServer):
         self.config.timeout_graceful_shutdown = LAST_WORDS
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        requests, patience, started = self._serving.requests, self._serving.settings.shutdown_timeout, time.monotonic()
-        living, connections = requests.living, len(self.server_state.connections)
+        patience, started = self._serving.settings.shutdown_timeout, time.monotonic()
+        # HTTP requests, those included that the engine does not have yet.
+        in_flight, connections = len(self.server_state.tasks), len(self.server_state.connections)
         logger.info(
-            "shutdown begins: %d requests in flight, %d connections; %g s for them", living, connections, patience
+            "shutdown begins: %d requests in flight, %d connections; %g s for them", in_flight, connections, patience
         )
         cancelling = asyncio.create_task(self._cancel_requests())
         await super().shutdown(sockets)
         cancelling.cancel()
-        cancelled = self._cancelled + requests.living  # a second signal does not wait for them
+        cancelled = max(self._cancelled, len(self.server_state.tasks))  # a second signal does not wait for them
         seconds = time.monotonic() - started
         logger.info(
-            "shutdown ends: %d requests finished, %d cancelled, %.1f s", max(0, living - cancelled), cancelled, seconds
+            "shutdown ends: %d requests finished, %d cancelled, %.1f s",
+            max(0, in_flight - cancelled),
+            cancelled,
+            seconds,
         )
 
     async def _cancel_requests(self) -> None:
         await asyncio.sleep(self._serving.settings.shutdown_timeout)
-        self._cancelled = self._serving.requests.living
+        self._cancelled = len(self.server_state.tasks)
         self._serving.requests.give_up(shutting_down())
 
 

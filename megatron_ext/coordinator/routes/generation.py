@@ -7,8 +7,10 @@ from starlette.responses import Response
 
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
 from megatron_ext.coordinator.forwarding import Streamed
+from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.prompt_tokens import checked
 from megatron_ext.coordinator.replica_client import Headers, Whole
+from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
@@ -36,13 +38,15 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
     if body:
         check_content_type(request.headers.get("content-type"))
     content = checked(parse_json(body))
+    outcome = Outcome()
+    note_description(request.state, outcome.describe)
     authorization = dict(request.scope["headers"]).get(b"authorization")
 
     async def answer() -> Whole | Streamed:
         routed = await coordination.prompts.routed(
             request.url.path, content, body, authorization, request.scope[CALLER]
         )
-        return await coordination.forwarder.answer(routed)
+        return await coordination.forwarder.answer(routed, outcome)
 
     try:
         answered = await unless_gone(request.receive, answer())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 
 import httpx
@@ -16,7 +17,7 @@ from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.replicas_file import ReplicasFile, read_replicas
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
-from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, eventually, fleet
+from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, error, eventually, fleet
 
 ADMIN = {"authorization": "Bearer the-admins"}
 
@@ -207,6 +208,43 @@ class TestObserving:
             assert load == {"server_load": 0, "capacity": 8}, "TE-6: what sleeps takes no requests"
 
 
+class TestLog:
+    @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+    async def test_a_request_has_its_id_its_replica_and_the_tokens_skipped(self, caplog, is_stream):
+        """Both for whole answers and for streams, whose usage is in the last event."""
+        caplog.set_level(logging.INFO, "megatron_ext")
+        usage = b'"usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 36}}'
+
+        async def behave(fake, exchange):
+            exchange.head(200, "text/event-stream" if is_stream else "application/json")
+            if is_stream:
+                exchange.data(b'data: {"id": "cmpl-1", "choices": [{"text": "\\"id\\": \\"x\\""}]}\n\n')
+                exchange.data(b'data: {"id": "cmpl-1", %s}\n\n' % usage)
+            else:
+                exchange.data(b'{"id": "cmpl-1", %s}' % usage)
+            exchange.end()
+
+        async with fleet(2, access_log=True) as (front, fakes):
+            await front.complete([1] * 40)
+            chosen = fakes[0] if fakes[0].requests else fakes[1]
+            other = next(fake for fake in fakes if fake is not chosen)
+            for fake in fakes:
+                fake.behave = behave
+            await front.complete([1] * 40, stream=is_stream)
+            chosen.behave = error(503)
+            await front.complete([1] * 40, stream=is_stream)
+            assert (await front.complete([1] * 40, model="unknown")).status_code == 404
+        lines = [one.getMessage() for one in caplog.records if one.name == "megatron_ext.server.access"]
+        texts = [re.sub(r" duration=[\d.]+$", "", line) for line in lines if "/v1/completions" in line]
+        path = "POST /v1/completions"
+        assert texts == [
+            f"- {path} 200 replica={chosen.url} skipped=- expected=0",
+            f"cmpl-1 {path} 200 replica={chosen.url} skipped=36 expected=39",
+            f"cmpl-1 {path} 200 replica={other.url} skipped=36 expected=0 tries=2",
+            f"- {path} 404",
+        ]
+
+
 class TestThroughIt:
     async def test_one_answers_for_all(self):
         async with fleet(2) as (front, fakes):
@@ -288,3 +326,27 @@ async def test_requests_end_before_the_coordinator_does(ends: bool):
     assert answer.status_code == (200 if ends else 503)
     assert ends or answer.json()["error"]["code"] == "replica_lost"
     await fake.stop()
+
+
+async def test_a_request_that_has_no_replica_yet_counts_at_shutdown(caplog):
+    """The line at the beginning of a shutdown counts requests whose prompts are being tokenized."""
+    caplog.set_level(logging.INFO, "megatron_ext")
+    fakes = [await FakeReplica(name=name).start() for name in ("one", "two")]
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+
+        async def thaw() -> None:
+            await eventually(lambda: "shutdown begins: 1 requests in flight" in caplog.text)
+            for fake in fakes:
+                fake.is_frozen = False
+
+        async with coordinator(*fakes, shutdown_timeout=PATIENCE) as front:
+            for fake in fakes:
+                fake.is_frozen = True
+            body = {"prompt": "text"}
+            asking = asyncio.ensure_future(client.post(f"{front.url}/v1/completions", json=body))
+            await eventually(lambda: any(one.path == "/tokenize" for fake in fakes for one in fake.others))
+            thawing = asyncio.ensure_future(thaw())
+        await thawing
+        assert (await asking).status_code == 200
+    for fake in fakes:
+        await fake.stop()

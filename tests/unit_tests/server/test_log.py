@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -172,6 +173,28 @@ class TestTheEnd:
         begins, ends = [one.getMessage() for one in caplog.records if one.getMessage().startswith("shutdown ")]
         assert begins == f"shutdown begins: 1 requests in flight, 1 connections; {patience:g} s for them"
         assert re.fullmatch(rf"shutdown ends: {outcome}, \d+\.\d s", ends)
+
+    def test_a_request_that_the_engine_does_not_have_yet_counts(self, serve, caplog):
+        caplog.set_level(logging.INFO, "megatron_ext")
+        server = serve(tiny_engine(), shutdown_timeout=PATIENCE)
+        begun, go_on = threading.Event(), threading.Event()
+
+        async def check(_: object) -> None:
+            begun.set()
+            await asyncio.to_thread(go_on.wait, PATIENCE)
+
+        server.serving.forms.check = check
+        body = {"prompt": [1], "max_tokens": 1}
+        talking = threading.Thread(target=server.http.post, args=(COMPLETIONS,), kwargs={"json": body})
+        talking.start()
+        assert begun.wait(PATIENCE)
+        assert server.serving.requests.living == 0
+        server._server.should_exit = True
+        server.wait_until(lambda: "shutdown begins: 1 requests in flight" in caplog.text)
+        go_on.set()
+        talking.join(PATIENCE)
+        server.stop()
+        assert "shutdown ends: 1 requests finished, 0 cancelled" in caplog.text
 
 
 @pytest.fixture
