@@ -217,7 +217,7 @@ class Heartbeat:
                 events_problem=problem,
             )
         except BadHeartbeat as error:
-            raise BadHeartbeat(f"GET {PATH} does not answer as a replica does: {error}") from None
+            raise BadHeartbeat(f"GET {PATH} does not return a replica's answer: {error}") from None
 
 
 def _events(fields: _Fields, places: EventPlaces) -> tuple[tuple[EventSource, ...], str]:

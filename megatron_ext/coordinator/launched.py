@@ -84,14 +84,14 @@ def private_directory(parent: Path | None = None) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(
             f"no directory for the sockets of KV events: {error.strerror}: {error.filename}; "
-            "let TMPDIR name a directory that can be written"
+            "set TMPDIR to a writable directory"
         ) from None
     with place as name:
         length = max(len(os.fsencode(os.path.join(name, one))) for one in SOCKETS.values())
         if length > LONGEST_IPC_PATH:
             raise ConfigError(
-                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and {LONGEST_IPC_PATH} "
-                "is the limit; let TMPDIR name a directory with a shorter path"
+                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and the limit is "
+                f"{LONGEST_IPC_PATH}; set TMPDIR to a directory with a shorter path"
             )
         yield Path(name)
 

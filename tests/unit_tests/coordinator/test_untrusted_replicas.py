@@ -69,7 +69,7 @@ class TestHeartbeat:
 
     @pytest.mark.parametrize("tokens", [5, [], {"skipped": 1}, {"skipped": -1, "computed": 1}])
     def test_counts_of_tokens(self, tokens):
-        with pytest.raises(BadHeartbeat, match="GET /replica does not answer as a replica does"):
+        with pytest.raises(BadHeartbeat, match="GET /replica does not return a replica's answer"):
             parsed(prompt_tokens=tokens)
         assert parsed(prompt_tokens=None).skipped is None
 
@@ -120,9 +120,11 @@ class TestEventPlaces:
         with pytest.raises(ConfigError, match="is no place of KV events"):
             parse_coordinator_arguments(["--replica", "http://a", "--allowed-event-sources", place])
 
+    @pytest.mark.parametrize("name", ["endpoint", "replay", "states", "states_replay"])
     @pytest.mark.parametrize("endpoint", ["tcp://nohost", "tcp://example.org:1", "ipc:///nowhere/events"])
-    async def test_a_replica_with_other_places_serves_without_events(self, endpoint, caplog):
-        fake = await FakeReplica(beat={"kv_events": [{"endpoint": endpoint, "replay": None, "topic": "t"}]}).start()
+    async def test_a_replica_with_other_places_serves_without_events(self, endpoint, name, caplog):
+        source = {"endpoint": "tcp://127.0.0.1:1", "replay": None, "topic": "t"} | {name: endpoint}
+        fake = await FakeReplica(beat={"kv_events": [source]}).start()
         async with coordinator(fake) as front:
             assert front.status(fake) is Status.READY
             assert (await front.complete()).status_code == 200
