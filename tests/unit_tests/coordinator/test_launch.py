@@ -296,7 +296,7 @@ class TestPrivateEvents:
                     answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
                     assert answer.status_code == 200, answer.text
             views = front.coordination.router.replicas
-            await eventually(lambda: {one.name: one.blocks for one in views()}[url] >= len(prompts))
+            await eventually(lambda: {one.name: one.states for one in views()}[url] >= len(prompts))
             for prompt in prompts:
                 await front.complete(prompt, max_tokens=1)
             assert not other.requests
