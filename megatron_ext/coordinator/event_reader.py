@@ -45,7 +45,8 @@ class EventReader:
 
     def close(self) -> None:
         """Stop reading; the router gets no more updates."""
-        for task in self._tasks:
+        for stream, task in zip(self._streams, self._tasks, strict=True):
+            stream.close()
             task.cancel()
 
     @property

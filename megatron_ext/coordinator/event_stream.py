@@ -9,6 +9,7 @@ counted and logged, and the stream starts again with the current contents.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -90,6 +91,11 @@ class EventStream:
         self._apply, self._clear, self._faults = apply, clear, faults
         self.read = self.starts = 0
         self._next = 0  # number of the next batch
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End `run`, whose task is cancelled next."""
+        self._is_closed = True
 
     async def run(self) -> None:
         """Read until cancelled; start again after any fault."""
@@ -142,7 +148,7 @@ class EventStream:
         last, heard = -1, time.monotonic()
         due = heard + QUIET
         while True:
-            frames = await _received(events, due - time.monotonic())
+            frames = await self._received(events, due - time.monotonic())
             now = time.monotonic()
             if frames is None:
                 known = self._next
@@ -203,7 +209,7 @@ class EventStream:
         with _socket(zmq.DEALER, self._replay) as asking:
             await asking.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])
             for place in range(_MAX_REPLAY):
-                frames = await _received(asking, PATIENCE)
+                frames = await self._received(asking, PATIENCE)
                 if frames is None:
                     self._faults.note(f"{self._replay} does not replay events")
                     self._next = 0 if is_whole else self._next
@@ -219,6 +225,15 @@ class EventStream:
                 previous = number
                 await self._tell(number, batch)
         raise EventError(f"a replay of more than {_MAX_REPLAY} messages")
+
+    async def _received(self, one: zmq.asyncio.Socket, seconds: float) -> list[bytes] | None:
+        """Return the next message; None if none comes in time."""
+        frames = None
+        with contextlib.suppress(asyncio.TimeoutError):
+            frames = await asyncio.wait_for(one.recv_multipart(), max(0.0, seconds))
+        if self._is_closed:  # before Python 3.12 `wait_for` swallows a cancellation while a message arrives
+            raise asyncio.CancelledError
+        return frames
 
 
 def _socket(kind: int, endpoint: str) -> zmq.asyncio.Socket:
@@ -238,14 +253,6 @@ def _socket(kind: int, endpoint: str) -> zmq.asyncio.Socket:
         one.close()
         raise
     return one
-
-
-async def _received(one: zmq.asyncio.Socket, seconds: float) -> list[bytes] | None:
-    """Return the next message; None if none comes in time."""
-    try:
-        return await asyncio.wait_for(one.recv_multipart(), max(0.0, seconds))
-    except asyncio.TimeoutError:
-        return None
 
 
 def _numbered(frames: Sequence[bytes]) -> tuple[int, bytes]:

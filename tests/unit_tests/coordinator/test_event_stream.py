@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -258,6 +259,22 @@ async def test_a_mistake_in_the_reader_is_logged_and_the_reader_goes_on(monkeypa
         await eventually(lambda: known(router) == 2)
         assert reader.faults == 1
     assert "RuntimeError: planted" in caplog.text
+
+
+async def test_a_reader_that_is_closed_while_a_message_arrives_ends():
+    """The cancellation is not lost if the awaited message has just come in."""
+    async with reading() as (router, reader, _):
+        await eventually(lambda: known(router) == 2)
+        (stream,) = reader._streams
+        message = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(stream._received(SimpleNamespace(recv_multipart=lambda: message), PATIENCE))
+        await asyncio.sleep(0)
+        message.set_result([b""])
+        reader._tasks, tasks = [waiting], reader._tasks
+        reader.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        reader._tasks = tasks
 
 
 async def test_faults_without_end_are_one_line(caplog):
