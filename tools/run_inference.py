@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from megatron_ext.console.start import limit_spinning
+from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, said_here
@@ -87,8 +88,10 @@ def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
         os.environ.update(settings.start.environment)
         limit_spinning()
         check_address_space()
-        run_offline = _import_heavy(interruption).run_offline
-        return DONE if run_offline(settings, interruption) else REQUEST_FAILED
+        with StartUp(is_visible=is_first_rank()) as start_up:
+            with start_up.phase("import"):
+                run_offline = _import_heavy(interruption).run_offline
+            return DONE if run_offline(settings, interruption, start_up) else REQUEST_FAILED
     except Exception:
         interruption.raise_swallowed()
         raise

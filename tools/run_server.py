@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from arguments import parse_server_arguments
 from megatron_ext.console.start import limit_spinning
+from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, said_here
@@ -40,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_spinning()
         check_address_space()
         # Imported here so that --help and errors of flags are immediate: torch takes seconds.
-        from megatron_ext.server.run import run_server
+        with StartUp(is_visible=is_first_rank()) as start_up:
+            with start_up.phase("import"):
+                from megatron_ext.server.run import run_server
 
-        run_server(settings)
+            run_server(settings, start_up)
     except ConfigError as error:
         words = said_here(error)
         if words is not None:

@@ -128,6 +128,12 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
     )
 
 
+def compile_operators(model: MambaModel, batching: BatchingConfig) -> None:
+    """Compile the operators for this CPU if that is to be done, rather than while the first request waits."""
+    if next(model.parameters()).device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
+        cpp.are_used()
+
+
 def _build_controller(
     model: MambaModel,
     config: ModelConfig,
@@ -142,8 +148,7 @@ def _build_controller(
 ) -> InferenceController:
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
-    if device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
-        cpp.are_used()  # compiled now if not yet done, rather than while the first request waits
+    compile_operators(model, batching)
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine, build_worker
+from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.parallel.parallel_context import ParallelContext
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def unreported(name: str) -> AbstractContextManager[None]:
+    """Return a context that does nothing: the phase `name` is not reported."""
+    return nullcontext()
 
 
 class EngineArgs:
@@ -21,6 +29,7 @@ class EngineArgs:
     Args:
         settings: Model, parallel sizes, batching, caching, speculation.
         parallel_context: All ranks, of which this is the first; None for a world of one.
+        phase: Returns a context for each phase of the work, by its name: read, compile, plan.
 
     Attributes:
         loaded: The model.
@@ -29,11 +38,15 @@ class EngineArgs:
         ConfigError: The model cannot be loaded as the settings say.
     """
 
-    def __init__(self, settings: EngineSettings, parallel_context: ParallelContext | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, parallel_context: ParallelContext | None = None, phase: Phase = unreported
+    ) -> None:
         self._settings = settings
         self._parallel_context = parallel_context
-        self.loaded = _load(settings)
-        self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
+        self._phase = phase
+        with phase("read"):
+            self.loaded = _load(settings)
+            self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
         """Build an engine; its pools are allocated.
@@ -45,19 +58,22 @@ class EngineArgs:
             ConfigError: The memory or the block size does not fit the model.
         """
         settings, loaded = self._settings, self.loaded
-        return build_engine(
-            loaded.model,
-            loaded.config,
-            loaded.tokenizer,
-            settings.batching,
-            cache or settings.cache,
-            dtype=loaded.dtype,
-            seed=settings.source.seed,
-            logging_step_interval=settings.logging_step_interval,
-            parallel_context=self._parallel_context,
-            speculation=settings.speculation,
-            draft=self._draft,
-        )
+        with self._phase("compile"):
+            compile_operators(loaded.model, settings.batching)
+        with self._phase("plan"):
+            return build_engine(
+                loaded.model,
+                loaded.config,
+                loaded.tokenizer,
+                settings.batching,
+                cache or settings.cache,
+                dtype=loaded.dtype,
+                seed=settings.source.seed,
+                logging_step_interval=settings.logging_step_interval,
+                parallel_context=self._parallel_context,
+                speculation=settings.speculation,
+                draft=self._draft,
+            )
 
 
 def follow(

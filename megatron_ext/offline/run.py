@@ -17,6 +17,7 @@ from megatron_ext.config import MEGATRON_FORMAT, InferenceSettings
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
+from megatron_ext.console.startup import StartUp
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.core import StepOutput
@@ -45,12 +46,15 @@ from megatron_ext.text.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 
-def run_offline(settings: InferenceSettings, interruption: Interruption | None = None) -> bool:
+def run_offline(
+    settings: InferenceSettings, interruption: Interruption | None = None, start_up: StartUp | None = None
+) -> bool:
     """Check all settings, load, run, write the results, print them.
 
     Args:
         settings: Settings of the command line.
         interruption: Signal handler; None for no handling of signals.
+        start_up: Reports the phases until the first request; by default from now on.
 
     Returns:
         Whether every request completed; with `--prefix-cache-compare` whether the cache changes nothing.
@@ -71,8 +75,9 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
                 _follow(settings, parallel_context, interruption)
                 return True
             check_profile(settings.run.profile, parallel_context)
-            offline = _Offline(settings, _read_prompts(settings), interruption, parallel_context)
-            return offline.compare() if settings.run.prefix_cache_compare else offline.run()
+            with start_up or StartUp() as reported:
+                offline = _Offline(settings, _read_prompts(settings), interruption, parallel_context, reported)
+                return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
         platform.shut_down()
 
@@ -108,12 +113,14 @@ class _Offline:
         prompts: Sequence[Prompt],
         interruption: Interruption,
         parallel_context: ParallelContext | None,
+        start_up: StartUp,
     ) -> None:
         self._settings = settings
+        self._start_up = start_up
         self._parallel_context = parallel_context
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
-        self._args = EngineArgs(settings, parallel_context)
+        self._args = EngineArgs(settings, parallel_context, start_up.phase)
         self._loaded = self._args.loaded
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"
@@ -170,6 +177,7 @@ class _Offline:
     def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""
         run = self._settings.run
+        self._start_up.ready()
         self._remove_partial()  # left by the previous run, whose results are not written
         if run.output_path is not None:
             self._partial = PartialResults(

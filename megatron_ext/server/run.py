@@ -16,11 +16,12 @@ from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
+from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.memory.heap import spare_what_is_loaded
-from megatron_ext.models.engine_args import EngineArgs, follow
+from megatron_ext.models.engine_args import EngineArgs, Phase, follow, unreported
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import model_identity
 from megatron_ext.models.load import LoadedModel
@@ -41,8 +42,12 @@ from megatron_ext.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 
-def run_server(settings: ServerSettings) -> None:
+def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> None:
     """Load, listen, and serve until a signal arrives; with several ranks only the first one listens.
+
+    Args:
+        settings: Settings of the whole server.
+        start_up: Reports the phases until the server listens; by default from now on.
 
     Raises:
         ConfigError: The user made a mistake; no request was served.
@@ -56,30 +61,36 @@ def run_server(settings: ServerSettings) -> None:
             platform.initialize(settings.parallel)
             parallel_context = make_parallel_context(settings.parallel)
             if parallel_context is None or parallel_context.is_driver:
-                _listen_and_serve(settings, parallel_context)
+                with start_up or StartUp() as reported:
+                    _listen_and_serve(settings, parallel_context, reported)
             else:
                 _follow(settings, parallel_context)
     finally:
         platform.shut_down()
 
 
-def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContext | None) -> None:
+def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContext | None, start_up: StartUp) -> None:
     keys = load_keys(settings.server)
     weights_root(settings.server, parallel_context)
     check_profile(settings.server.profile, parallel_context)
     effective_max_connections(settings.server.limits)
+
+    def on_ready(url: str) -> None:
+        start_up.ready()
+        announce(url)
+
     with (
         bind(settings.server.host, settings.server.port) as listener,
         CacheEvents(
             settings.server.kv_events, 1 if parallel_context is None else parallel_context.replicas
         ) as cache_events,
     ):
-        serving = build_serving(settings, keys, parallel_context)
+        serving = build_serving(settings, keys, parallel_context, start_up.phase)
         cache_events.attach(serving.engine.core)
         serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
-            serve(serving, listener, announce)
+            serve(serving, listener, on_ready)
 
 
 def _follow(settings: ServerSettings, parallel_context: ParallelContext) -> None:
@@ -89,7 +100,10 @@ def _follow(settings: ServerSettings, parallel_context: ParallelContext) -> None
 
 
 def build_serving(
-    settings: ServerSettings, keys: Keys | None = None, parallel_context: ParallelContext | None = None
+    settings: ServerSettings,
+    keys: Keys | None = None,
+    parallel_context: ParallelContext | None = None,
+    phase: Phase = unreported,
 ) -> Serving:
     """Load the model and build the engine around it.
 
@@ -97,13 +111,14 @@ def build_serving(
         settings: Settings of the whole server.
         keys: API keys; by default those that the settings name.
         parallel_context: All ranks, of which this is the first; None for a world of one.
+        phase: See `EngineArgs`.
 
     Raises:
         ConfigError: The settings cannot be satisfied.
     """
     root = weights_root(settings.server, parallel_context)
     defaults = generation_defaults(settings.source)
-    args = EngineArgs(settings, parallel_context)
+    args = EngineArgs(settings, parallel_context, phase)
     loaded, engine = args.loaded, args.build_engine()
     print_kv_cache_config(
         engine.geometry,

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.console.startup import PHASES
 from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,14 +198,17 @@ def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
 
 
 def test_a_process_of_its_own_reads_standard_input():
-    """The script as a user starts it: exit code, and nothing but the one line on standard error."""
+    """The script as a user starts it: exit code; on standard error the phases of the start, and one line."""
     attention_only = ["--hybrid-override-pattern", "*-"]  # about which there is nothing to warn
     command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, *attention_only, "--prompt-file", "-"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     good = subprocess.run(command, input=b'{"token_ids": [1]}\n', capture_output=True, env=environment, check=False)
     assert good.returncode == DONE, good.stderr
-    assert good.stderr.endswith(b"its weights are random\n")
-    assert good.stderr.count(b"\n") == 1
+    lines = good.stderr.decode().splitlines()
+    (said,) = [line for line in lines if not line.startswith("start: ")]
+    assert said.endswith("its weights are random")
+    phases = [re.sub(r"[\d.]+ s$", "1 s", line) for line in lines if line != said]
+    assert phases == [*(f"start: {name} in 1 s" for name in PHASES), "start: ready after 1 s"]
     assert b"1 request: 30 tokens generated" in good.stdout
 
 
