@@ -62,7 +62,7 @@ oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then comp
 
 # VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
-	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, docstrings and types.
 	$(BIN)/ruff check .

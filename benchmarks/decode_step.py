@@ -1,27 +1,25 @@
-"""Cost of a step of 64 decoding requests with a model too small to count: the host's part of every step.
+"""CPU time of a step of 64 decoding requests with a model too small to count: the host's part of every step.
 
-Run: `python -m benchmarks.decode_step`. CPU time, one thread, random weights, prefix caching on. It uses nothing but
-the engine's public names, so that an older checkout can be measured by the same file in the same minute:
-`PYTHONPATH=OLDER python benchmarks/decode_step.py`. Compare figures of one run, or of runs that took turns.
+`python -m benchmarks latency.decode_step` measures this checkout. The file uses nothing but public names of the engine,
+so that it can measure an older checkout, too, in turns with this one: `PYTHONPATH=OLDER python
+benchmarks/decode_step.py`. One thread, random weights, prefix caching on.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megatron_ext.config import BatchingConfig, ModelConfig, RequestParams
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.build import build_model
+from megatron_ext.text.tokenizer import NullTokenizer
 
-REQUESTS = 64
-VOCABULARY = 97
+REQUESTS, VOCABULARY = 64, 97
 LENGTHS = (100, 2_000)  # tokens of a prompt
 KINDS = {"plain": {}, "stop words": {"stop_words": ("no such text",)}, "log-probs": {"return_log_probs": True}}
 MODEL = ModelConfig(
@@ -35,55 +33,39 @@ MODEL = ModelConfig(
 )
 
 
-class Ids:
-    """Token ids as text."""
+def measure(steps: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tuple[str, list[float]]]:
+    """Measure prompts of each length, for each kind of request.
 
-    eod = bos = None
-    vocab_size = VOCABULARY
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of a text such as "1 2"."""
-        return [int(word) for word in text.split()]
-
-    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Join ids with spaces: the inverse of `tokenize`."""
-        return " ".join(map(str, ids))
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    Yields:
+        Name, and the CPU seconds of steps in which every request decodes.
+    """
     torch.set_num_threads(1)
     model = build_model(MODEL, device=torch.device("cpu"))
-    table = Table("prompt, tokens", "requests ask for", "fastest step, ms", "median, ms")
-    for length in LENGTHS:
+    for length in lengths:
         for kind, params in KINDS.items():
-            times = step_times(model, length, steps, params)
-            row = (f"{length:,}", kind, f"{min(times) * 1e3:.2f}", f"{statistics.median(times) * 1e3:.2f}")
-            table.add_row(*row)
-    Console(highlight=False).print(table)
+            yield f"{length:,} tokens, {kind}", step_seconds(model, length, steps, params)
 
 
-def step_times(model: torch.nn.Module, length: int, steps: int, params: dict[str, object]) -> list[float]:
-    """CPU seconds of steps in which every request decodes."""
+def step_seconds(model: torch.nn.Module, length: int, steps: int, params: dict[str, object]) -> list[float]:
+    """Return the CPU seconds of steps in which every request decodes."""
     batching = BatchingConfig(block_size=16, block_count=REQUESTS * (length // 16 + 20), max_requests=REQUESTS)
-    engine = build_engine(model, MODEL, Ids(), batching, dtype=torch.float32)
+    engine = build_engine(model, MODEL, NullTokenizer(VOCABULARY), batching, dtype=torch.float32)
+    step = engine.core.step if hasattr(engine, "core") else engine.step_modern
     source = random.Random(length)
     settings = RequestParams(num_tokens_to_generate=steps + 2 * REQUESTS, skip_prompt_log_probs=True, **params)
     for request_id in range(REQUESTS):
         engine.add_request(request_id, [source.randrange(VOCABULARY) for _ in range(length)], settings)
     while any(engine.get_request(request_id).generated_count == 0 for request_id in range(REQUESTS)):
-        engine.step_modern()
+        step()
     times = []
     for _ in range(steps):
         start = time.process_time()
-        engine.step_modern()
+        step()
         times.append(time.process_time() - start)
     engine.suspend()
     return times
 
 
 if __name__ == "__main__":
-    main()
+    for name, taken in measure(60):
+        print(f"{name}: fastest {1e3 * min(taken):.2f} ms, median {1e3 * statistics.median(taken):.2f} ms")

@@ -1,147 +1,107 @@
-"""The goals of speed, each as met or missed by how much, from the figures of one run. Standard library only.
-
-`benchmarks.bench` collects the figures: by part, what its benchmark wrote. A goal whose figures are not there (vLLM is
-not installed, a part failed) is listed as not measured.
-"""
+"""Goals of speed: figures of one run that are to be reached, each met or missed by how much. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Figures = Mapping[str, Any]
+from benchmarks.cases import Figure, Page
 
-VLLM_COLD, VLLM_LATER, VLLM_CHAT, VLLM_UNIQUE = 0.8, 1.0, 0.9, 1.0
-VLLM_TOGETHER = (1.3, 1.1)  # after the shorter and the longer prefix, as the next
-WARM_FLOOR = (2.2, 2.0)
-COLD_FLOOR, DECODE_CONTEXT, DECODE_KIND, CACHE_ON_OFF = 1.5, 1.5, 1.4, 0.99
-CHAT_TOKENS = 6_800  # of 19,072, in eight conversations of four turns; this one must hold
-HOST_COLD, HOST_CACHED, HOST_STEP = 2.0, 1.5, 1.5
-DRAFTS_REPEATING, DRAFTS_ANYWHERE = 1.8, 0.98
-SAMPLING = {"neither": 2.0, "top_p 0.9": 8.0}
-SAMPLING_WORDS = ("32000", "131072")
+CHAT_TOKENS = 6_800  # of 19,072 prompt tokens, in eight conversations of four turns
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that is to be reached.
+    """Bound of a figure, or of its ratio to another case's.
 
     Attributes:
-        name: Measured quantity and its reference.
-        measured: None if it was not.
-        bound: The goal.
+        name: Measured quantity.
+        case: Case that measures it.
+        row: Row of the figure; a name that ends in `*` is all rows that begin so, of which the worst counts.
+        column: Column of the figure.
+        bound: Largest or smallest value that meets the goal.
         is_upper_bound: True if smaller is better.
+        over: Case whose same figure it is divided by.
     """
 
     name: str
-    measured: float | None
+    case: str
+    row: str
+    column: str
     bound: float
     is_upper_bound: bool = True
+    over: str | None = None
 
-    def verdict(self) -> str:
-        """Met, or missed by how much."""
-        if self.measured is None:
+    def measured(self, pages: Mapping[str, Page]) -> float | None:
+        """Return the figure, or None if it was not measured."""
+        found = list(self._values(pages, self.case))
+        if self.over is not None:
+            others = list(self._values(pages, self.over))
+            found = [one / other for one, other in zip(found, others, strict=False) if other]
+        return (max if self.is_upper_bound else min)(found, default=None)
+
+    def _values(self, pages: Mapping[str, Page], case: str) -> Iterator[float]:
+        for row, figures in pages[case]["rows"].items() if case in pages else ():
+            is_named = row.startswith(self.row[:-1]) if self.row.endswith("*") else row == self.row
+            value = figures.get(self.column) if is_named else None
+            if value is not None:
+                yield float(value)
+
+    def judge(self, pages: Mapping[str, Page]) -> dict[str, Figure]:
+        """Return the columns of the table of goals."""
+        measured = self.measured(pages)
+        wanted = f"{'at most' if self.is_upper_bound else 'at least'} {self.bound:,g}"
+        return {"measured": measured, "wanted": wanted, "result": self.verdict(measured), "case": self.case}
+
+    def verdict(self, measured: float | None) -> str:
+        """Return whether the goal is met, or by how much it is missed."""
+        if measured is None:
             return "not measured"
-        is_met = self.measured <= self.bound if self.is_upper_bound else self.measured >= self.bound
-        factor = self.measured / self.bound if self.is_upper_bound else self.bound / self.measured
+        is_met = measured <= self.bound if self.is_upper_bound else measured >= self.bound
+        factor = measured / self.bound if self.is_upper_bound else self.bound / measured
         return "met" if is_met else f"missed by {100 * (factor - 1):.0f} %"
 
 
-def goals(results: Mapping[str, Figures], prefixes: Sequence[int]) -> Iterator[Goal]:
-    """All of them.
-
-    Args:
-        results: Figures by part.
-        prefixes: Tokens that prompts share, the shorter first.
-    """
-    for place, prefix in enumerate(prefixes):
-        yield from _of_prefix(results, prefix, place)
-    yield from _of_peers(results)
-    yield from _of_ourselves(results)
-    yield from _of_the_host(results)
-    yield from _of_drafts(results)
+OURS, VLLM, TRANSFORMERS = "latency.ours", "latency.vllm", "throughput.kinds"
+FIRST, LATER, RATE, TTFT = "first ttft, ms", "later ttft, ms", "generated tokens/s", "median ttft, ms"
 
 
-def _of_prefix(results: Mapping[str, Figures], prefix: int, place: int) -> Iterator[Goal]:
-    alone, together = f"shared {prefix}, 1 at once", f"shared {prefix}, 8 at once"
-    floor = f"{prefix:,} shared, 1 at once"
-    cold, warm = (
-        _get(results, "ours", "floor", str(prefix), "cold"),
-        _get(results, "ours", "floor", str(prefix), "warm"),
-    )
-    first, later = _get(results, "ours", alone, "first_ttft"), _get(results, "ours", alone, "later_ttft")
-    yield Goal(f"{floor}: cold ttft / vLLM's", _beside(results, alone, "first_ttft"), VLLM_COLD)
-    yield Goal(f"{floor}: cold ttft / floor", _ratio(first, cold), COLD_FLOOR)
-    yield Goal(f"{floor}: warm ttft / floor", _ratio(later, warm), WARM_FLOOR[place])
-    rate = _beside(results, together, "generated_per_second")
-    yield Goal(f"{prefix:,} shared, 8 at once: tokens/s / vLLM's", rate, VLLM_TOGETHER[place], is_upper_bound=False)
+def _shared(prefix: str, warm: float, rate: float) -> Iterator[Goal]:
+    one, eight = f"{prefix} shared, 1 at once", f"{prefix} shared, 8 at once"
+    yield Goal(f"{one}: cold ttft / vLLM's", OURS, one, FIRST, 0.8, over=VLLM)
+    yield Goal(f"{one}: cold ttft / floor", OURS, one, "first / floor", 1.5)
+    yield Goal(f"{one}: warm ttft / floor", OURS, one, "later / floor", warm)
+    yield Goal(f"{eight}: tokens/s / vLLM's", OURS, eight, RATE, rate, False, over=VLLM)
+    yield Goal(f"{eight}: later ttft / vLLM's", OURS, eight, LATER, 1.0, over=VLLM)
+
+
+def _all() -> Iterator[Goal]:
+    yield from _shared("2,048", 2.2, 1.3)
+    yield from _shared("8,192", 2.0, 1.1)
+    yield Goal("unique prompts, 8 at once: tokens/s / vLLM's", OURS, "unique, 8 at once", RATE, 1.0, False, over=VLLM)
+    for turn in (1, 2, 3, 4):
+        yield Goal(f"chat, turn {turn}: median ttft / vLLM's", OURS, f"chat, turn {turn}", TTFT, 0.9, over=VLLM)
+    yield Goal("chat: prompt tokens computed (must hold)", OURS, "chat, all turns", "computed tokens", CHAT_TOKENS)
+    on_off, context = "latency.unique_prompts", "latency.decode_context"
+    yield Goal("unique prompts: tokens/s, cache on / off", on_off, "8 of 2,176", "cache on / off", 0.99, False)
+    yield Goal("decode step of 8 at 8,192 tokens / at 128", context, "8,192 tokens", "over the shortest", 1.5)
+    for kind in ("Mamba-2 (NemotronH)", "Mamba-1 (Mamba)", "Mamba-1 (Jamba)", "gated delta net (Qwen3-Next)"):
+        name = f"decode of 8 / transformers', {kind}"
+        yield Goal(name, "throughput.kinds", f"{kind}, decode 8 x 64", "ours / transformers", 1.4, False)
+    path = "simulation.host_path"
+    yield Goal("host path, 131,072 tokens: cold / hashlib", path, "256 a block, 131,072 tokens", "cold / hashlib", 2.0)
     yield Goal(
-        f"{prefix:,} shared, 8 at once: later ttft / vLLM's", _beside(results, together, "later_ttft"), VLLM_LATER
+        "host path, 131,072 tokens: cached / hashlib", path, "256 a block, 131,072 tokens", "cached / hashlib", 1.5
     )
+    yield Goal("plan to output of a step, 64 decode: ms", "latency.host_step", "64 greedy", "plan to output, ms", 1.5)
+    for row in ("64 x 32,000", "64 x 131,072"):
+        yield Goal(f"sampling {row}: softmaxes", "operators.sampling", row, "no filter, softmaxes", 2.0)
+        yield Goal(f"sampling {row}, top_p 0.9: softmaxes", "operators.sampling", row, "top_p 0.9, softmaxes", 8.0)
+    drafts = "throughput.speculation"
+    for text in ("editing", "extraction"):
+        name = f"drafts, {text}, 1 at once: tokens/s with / without, worst model"
+        yield Goal(name, drafts, f"{text}, 1 at once*", "ratio", 1.8, False)
+    yield Goal("drafts, any text and number: tokens/s with / without, worst", drafts, "*", "ratio", 0.98, False)
 
 
-def _of_peers(results: Mapping[str, Figures]) -> Iterator[Goal]:
-    rate = _beside(results, "unique, 8 at once", "generated_per_second")
-    yield Goal("unique prompts, 8 at once: tokens/s / vLLM's", rate, VLLM_UNIQUE, is_upper_bound=False)
-    turns = _get(results, "ours", "chat") or [None] * 4
-    for turn in range(len(turns)):
-        ours, theirs = _get(results, "ours", "chat", turn, "ttft"), _get(results, "vllm", "chat", turn, "ttft")
-        yield Goal(f"chat, turn {turn + 1}: median ttft / vLLM's", _ratio(ours, theirs), VLLM_CHAT)
-    for kind, figures in results.get("recurrent_kinds", {}).items():
-        yield Goal(f"decode of 8 / transformers', {kind}", figures["decode"], DECODE_KIND, is_upper_bound=False)
-    if not results.get("recurrent_kinds"):
-        yield Goal("decode of 8 / transformers', each recurrent kind", None, DECODE_KIND, is_upper_bound=False)
-
-
-def _of_ourselves(results: Mapping[str, Figures]) -> Iterator[Goal]:
-    turns = _get(results, "ours", "chat")
-    computed = None if turns is None else float(sum(turn["computed"] for turn in turns))
-    yield Goal("chat: prompt tokens computed (must hold)", computed, CHAT_TOKENS)
-    on_off = _get(results, "ours", "unique, cache on / off")
-    yield Goal("unique prompts: tokens/s with the cache on / off", on_off, CACHE_ON_OFF, is_upper_bound=False)
-    contexts = results.get("decode_context", {})
-    times = [contexts[context] for context in sorted(contexts, key=int)]
-    grown = times[-1] / times[0] if times else None
-    yield Goal("decode step of 8 behind the longest context / the shortest", grown, DECODE_CONTEXT)
-
-
-def _of_the_host(results: Mapping[str, Figures]) -> Iterator[Goal]:
-    for kind, bound in (("cold", HOST_COLD), ("cached", HOST_CACHED)):
-        yield Goal(f"host path, 131,072 tokens: {kind} / hashlib", _get(results, "host_path", kind), bound)
-    step = _get(results, "host_step", "64 greedy", "goal")
-    yield Goal("plan + stage + commit + output, 64 decode: ms", step, HOST_STEP)
-    for words in SAMPLING_WORDS:
-        for row_metadata, bound in SAMPLING.items():
-            ratio = _get(results, "sampling", words, row_metadata)
-            yield Goal(f"sampling 64 rows of {int(words):,}, {row_metadata}: softmaxes", ratio, bound)
-
-
-def _of_drafts(results: Mapping[str, Figures]) -> Iterator[Goal]:
-    found = results.get("speculation", {})
-    ratios = {name: figures["ratio"] for name, figures in found.items() if "ratio" in figures}
-    repeating = [ratio for name, ratio in ratios.items() if name.endswith((", editing, 1", ", extraction, 1"))]
-    name = "tokens/s with drafts / without"
-    least = min(repeating, default=None)
-    yield Goal(f"texts that repeat themselves, 1 at once: {name}, worst", least, DRAFTS_REPEATING, is_upper_bound=False)
-    least = min(ratios.values(), default=None)
-    yield Goal(f"any text, 1, 8 and 32 at once: {name}, worst", least, DRAFTS_ANYWHERE, is_upper_bound=False)
-
-
-def _beside(results: Mapping[str, Figures], case: str, key: str) -> float | None:
-    """Ours over vLLM's."""
-    return _ratio(_get(results, "ours", case, key), _get(results, "vllm", case, key))
-
-
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else one / other
-
-
-def _get(found: Any, *path: str | int) -> Any:
-    """Return the value at the path, or None if the path does not exist."""
-    for key in path:
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return found
+GOALS = tuple(_all())

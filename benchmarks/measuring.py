@@ -1,89 +1,112 @@
-"""Helpers of every benchmark: arguments, timing, the machine's matrix-product rate, a header naming the machine."""
+"""Measuring: calls that take turns, time of phases, and the machine's rate of matrix products."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+from unittest import mock
 
 import torch
 
-PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")
-
-
-def part_arguments(text: str | None) -> argparse.ArgumentParser:
-    """Parser of the arguments that `benchmarks.bench` passes to each of its parts."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="so little that only errors show")
-    parser.add_argument("--figures", type=Path, metavar="FILE.json", help="write what was found there, too")
-    return parser
-
-
-def keep_figures(options: argparse.Namespace, figures: object) -> None:
-    """Write them where that is asked for."""
-    if options.figures is not None:
-        options.figures.write_text(json.dumps(figures, indent=1), "utf-8")
-
-
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median duration of `work`, after one call that warms up."""
-    work()
-    durations = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        synchronize()
-        durations.append(time.perf_counter() - start)
-    return statistics.median(durations)
+Name = TypeVar("Name", bound=Hashable)
+Clock = Callable[[], float]
 
 
 def synchronize() -> None:
-    """Wait for the device, if there is one that works by itself."""
+    """Wait for the CUDA device, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
+def own_time() -> float:
+    """Return seconds: wall, or CPU time of this thread if torch has no other, which other processes disturb less."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def timed(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    """Return the seconds of one call, device work included."""
+    start = clock()
+    work()
+    synchronize()
+    return clock() - start
+
+
+def turns(
+    works: Mapping[Name, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[Name, list[float]]:
+    """Return the seconds of each work in `rounds` rounds; the works take turns, and a round before warms up."""
+    times: dict[Name, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            taken = timed(work, clock)
+            if number:
+                times[name].append(taken)
+    return times
+
+
+def medians(
+    works: Mapping[Name, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[Name, float]:
+    """Return the median seconds of each work; see `turns`."""
+    return {name: statistics.median(taken) for name, taken in turns(works, rounds, clock).items()}
+
+
+def fastest(works: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, float]:
+    """Return the seconds of the fastest call of each work, by `own_time`; see `turns`."""
+    return {name: min(taken) for name, taken in turns(works, rounds, own_time).items()}
+
+
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:
-    """Floating-point operations a second of a square matrix product, measured now."""
+    """Return the operations a second of a square matrix product, measured now."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: left @ right, repeats=9)
+    return 2 * size**3 / medians({"product": lambda: left @ right}, 9)["product"]
 
 
-def header(device: torch.device, dtype: torch.dtype) -> str:
-    """Device, versions, threads, command: what a reader needs to judge the figures."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-    versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
-    return (
-        f"device: {name}, {torch.get_num_threads()} threads, {dtype}\n"
-        f"versions: Python {platform.python_version()}, {versions}{_cuda(device)}\n"
-        f"command: python -m benchmarks.{' '.join([_module(Path(sys.argv[0])), *sys.argv[1:]])}"
-    )
+class Phases:
+    """Seconds of calls by phase, without those of timed calls within them.
 
+    Args:
+        clock: Clock, in seconds.
 
-def _version(package: str) -> str:
-    """A checkout on PYTHONPATH has none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"
+    Attributes:
+        own: Seconds by phase.
+    """
 
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self.own: defaultdict[str, float] = defaultdict(float)
+        self._clock, self._inner = clock, [0.0]
 
-def _cuda(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return f", CUDA {torch.version.cuda}, compute capability {capability}"
+    @contextmanager
+    def timing(self, places: Mapping[str, tuple[object, str]]) -> Iterator[Phases]:
+        """Time calls of functions, or of methods of classes, inside this context.
 
+        Args:
+            places: Owner and attribute of each phase's function.
+        """
+        with ExitStack() as stack:
+            for name, (owner, attribute) in places.items():
+                stack.enter_context(mock.patch.object(owner, attribute, self._timed(getattr(owner, attribute), name)))
+            yield self
 
-def _module(path: Path) -> str:
-    """Below `benchmarks`, as `python -m` is told it."""
-    parts = path.with_suffix("").parts
-    below = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else parts[-1:]
-    return ".".join(below[:-1] if len(below) > 1 and below[-1] == "__main__" else below)
+    def _timed(self, function: Callable[..., object], name: str) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            start = self._clock()
+            self._inner.append(0.0)
+            try:
+                return function(*arguments, **options)
+            finally:
+                passed = self._clock() - start
+                self.own[name] += passed - self._inner.pop()
+                self._inner[-1] += passed
+
+        return call
+
+    def per_step(self, steps: int) -> dict[str, float]:
+        """Return milliseconds a step of each phase, and forget them."""
+        found = {name: 1e3 * seconds / steps for name, seconds in self.own.items()}
+        self.own.clear()
+        return found

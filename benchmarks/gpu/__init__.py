@@ -1,1 +1,1 @@
-"""GPU benchmark: `python -m benchmarks.gpu`; see `__main__.py`."""
+"""GPU: correctness on a CUDA device first, then speed; `python -m benchmarks gpu` in under ten minutes (CU-8)."""

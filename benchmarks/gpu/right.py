@@ -1,40 +1,33 @@
-"""Correctness checks: a small model in fp32, with the device's operators and with the reference operators.
-
-- log-probs beside those of plain torch, up to the first tokens that differ, which must be about as likely;
-- tokens of captured steps, replayed as CUDA graphs, beside those of eager steps;
-- log-probs, processed logits and draws of captured steps beside those of eager steps;
-- steps of decode launched with `torch.cuda.set_sync_debug_mode("error")`: none of them waits for the device;
-- tokens after a cached prefix beside those without any cache.
-"""
+"""Correctness checks of a small model in fp32 on the device, and of tiled SSD in bf16."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu import tiles
-from benchmarks.gpu.notes import Notes
-from benchmarks.gpu.shapes import SMALL, engine_for, model_config
-from benchmarks.gpu.work import Figures, Prompt, prompt
-from megatron_ext.config import ModelConfig, RequestParams
+from benchmarks.cases import Figure, Run, token_ids
+from benchmarks.models import Engine
+from megatron_ext.config import RequestParams
 from megatron_ext.config.token_biases import TokenBiases
-from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.models.build import build_model
+from megatron_ext.mcore import platform
+from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.varlen import Resumes, pack_chunks
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.scheduling.record import RequestRecord
 
 PARITY = 2e-3  # of log-probs in fp32, whose products may be rounded to tf32
-LENGTHS = (200, 65, 64, 7)
-WITHOUT_PROGRAMS = {"cuda_graph_impl": "none"}
-WITH_PROGRAMS = {"cuda_graph_impl": "local"}
-WISHES: dict[str, Any] = {
+LENGTHS, GENERATED = (200, 65, 64, 7), 24
+EAGER, GRAPHS = {"cuda_graph_impl": "none"}, {"cuda_graph_impl": "local"}
+PROCESSED: dict[str, Any] = {
     "top_n_logprobs": 3,
     "temperature": 0.8,
     "seed": 11,
@@ -44,102 +37,101 @@ WISHES: dict[str, Any] = {
     "presence_penalty": 0.3,
     "logit_bias": TokenBiases.of({5: 1.5}),
 }
-GENERATED = 24
+DIFFERENCE, IS_RIGHT = "log-probs differ by", "right"
 
 
 class Checks:
-    """Checks of one kind of recurrent layer.
+    """Checks of one model; each is a row.
 
     Args:
-        kind: Kind of recurrent layers.
-        device: Device that computes.
+        run: Receives the rows.
+        build: Builds an engine around the model; takes fields of `BatchingConfig`.
+        vocabulary: Number of token ids.
     """
 
-    def __init__(self, kind: str, device: torch.device) -> None:
-        self._config, self._device = model_config(kind, SMALL), device
-        self._model = build_model(self._config, device=device, seed=3)
-        vocabulary = self._config.vocab_size
-        assert vocabulary is not None, "the shape says it"
-        self._prompts = [prompt(length, vocabulary, f"right {length}") for length in LENGTHS]
+    def __init__(self, run: Run, build: Callable[..., Engine], vocabulary: int) -> None:
+        self._run, self._build = run, build
+        self._prompts = [token_ids(length, f"right {length}", vocabulary) for length in LENGTHS]
         self._plain = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
-        self._asking = dataclasses.replace(self._plain, return_log_probs=True, skip_prompt_log_probs=True)
+        self._scored = dataclasses.replace(self._plain, return_log_probs=True, skip_prompt_log_probs=True)
 
-    def log_probs(self) -> Figures:
+    def all(self) -> None:
+        """Run all checks."""
+        checks = (self.log_probs, self.cached_prefix, self.graphs, self.processed_logits, self.tiles, self.launches)
+        for check in checks:
+            self._run.attempt(f"check of {check.__name__}", check)
+
+    def log_probs(self) -> None:
         """Compare log-probs of the device's operators with those of the reference operators."""
-        reference = self._served(self._asking, operator_backend="reference", **WITHOUT_PROGRAMS)
-        ours = self._served(self._asking, **WITHOUT_PROGRAMS)
-        found = max(difference(one, other) for one, other in zip(ours, reference, strict=True))
-        return {"log-probs differ by": found, "log-probs are right": found <= PARITY}
+        self._compare(
+            "log-probs", self._serve(self._scored, operator_backend="reference", **EAGER), EAGER, self._scored
+        )
 
-    def graphs(self) -> Figures:
-        """Compare tokens of replayed steps with those of eager steps."""
-        eager = self._served(self._asking, **WITHOUT_PROGRAMS)
-        graphs = self._served(self._plain, **WITH_PROGRAMS)
-        return {"graphs give the same tokens": all(map(_is_like, graphs, eager))}
-
-    def metadata(self) -> Figures:
+    def processed_logits(self) -> None:
         """Compare log-probs, processed logits and draws of replayed steps with those of eager steps."""
-        asking = dataclasses.replace(self._asking, **WISHES)
-        plain = self._served(asking, **WITHOUT_PROGRAMS)
-        ours = self._served(asking, **WITH_PROGRAMS)
-        found = max(difference(one, other) for one, other in zip(ours, plain, strict=True))
-        alike = min(_alike(one, other) for one, other in zip(ours, plain, strict=True))
-        right = {"programs with wishes are right": found <= PARITY and alike > 0}
-        return {"wishes: log-probs differ by": found, "wishes: tokens alike at least": alike, **right}
+        params = dataclasses.replace(self._scored, **PROCESSED)
+        self._compare("graphs with logits processing", self._serve(params, **EAGER), GRAPHS, params)
 
-    def cached(self) -> Figures:
+    def _compare(
+        self, name: str, expected: list[RequestRecord], batching: dict[str, str], params: RequestParams
+    ) -> None:
+        found = self._serve(params, **batching)
+        apart = max(difference(one, other) for one, other in zip(found, expected, strict=True))
+        alike = min(alike_tokens(one, other) for one, other in zip(found, expected, strict=True))
+        figures = {DIFFERENCE: apart, "equal tokens at least": alike}
+        self._run.row(name, {**figures, IS_RIGHT: apart <= PARITY and (alike > 0 or params is self._scored)})
+
+    def graphs(self) -> None:
+        """Compare tokens of replayed steps with those of eager steps."""
+        eager, replayed = self._serve(self._scored, **EAGER), self._serve(self._plain, **GRAPHS)
+        pairs = zip(eager, replayed, strict=True)
+        self._run.row("graphs", {IS_RIGHT: all(one.generated_tokens == other.generated_tokens for one, other in pairs)})
+
+    def cached_prefix(self) -> None:
         """Compare a request after a cached prefix with the same request served before."""
-        engine = self._engine(**WITHOUT_PROGRAMS)
-        first, second = (engine.generate([self._prompts[0]], self._asking)[0] for _ in range(2))
-        engine.suspend()
-        found = difference(second, first)
-        is_right = found <= PARITY and second.skipped_prefill_token_count > 0
-        return {"cached prefix: log-probs differ by": found, "cached prefix is right": is_right}
+        built = self._build(**EAGER)
+        first, second = (built.generate([self._prompts[0]], self._scored)[0] for _ in range(2))
+        built.core.suspend()
+        apart, skipped = difference(second, first), second.skipped_prefill_token_count
+        self._run.row("cached prefix", {DIFFERENCE: apart, IS_RIGHT: apart <= PARITY and skipped > 0})
 
-    def tiles(self) -> Figures:
-        """The kernels that small models in fp32 do not have; the same for every kind."""
-        return tiles.check(self._device)
+    def tiles(self) -> None:
+        """Compare tiled SSD in bf16 with plain torch, and one prefill with the same cut in two at a block."""
+        self._run.row("ssd by tiles", check_tiles(platform.device()))
 
-    def silence(self) -> Figures:
-        """Check that decode steps are launched without waiting for the device; NaN on a CPU, where each step waits."""
-        if not torch.cuda.is_available():
-            return {"no step of decode waits": float("nan")}
-        return {"no step of decode waits": launches_without_waiting(self._model, self._config, self._prompts)}
+    def launches(self) -> None:
+        """Check that decode steps are launched without waiting for the device; on a CPU each step waits."""
+        if torch.cuda.is_available():
+            self._run.row("no step of decode waits", {IS_RIGHT: self._launches_without_waiting()})
 
-    def _engine(self, **batching: object) -> InferenceEngine:
-        return engine_for(self._model, self._config, torch.float32, 8, 512, **batching)
+    def _launches_without_waiting(self) -> bool:
+        built = self._build(**GRAPHS)
+        built.start_decoding(self._prompts, self._plain)
+        try:
+            with waiting_is_an_error() as launches:
+                for _ in range(4):
+                    built.step()
+        except RuntimeError as error:
+            self._run.remark(f"a step of decode waits for the device: {error}")
+            return False
+        finally:
+            built.core.suspend()
+        return launches[0] > 0
 
-    def _served(self, row_metadata: RequestParams, **batching: object) -> list[RequestRecord]:
-        engine = self._engine(**batching)
-        records = engine.generate(list(self._prompts), row_metadata)
-        engine.suspend()
+    def _serve(self, params: RequestParams, **batching: str) -> list[RequestRecord]:
+        built = self._build(**batching)
+        records = built.generate(self._prompts, params)
+        built.core.suspend()
         return records
 
 
-def check(kind: str, device: torch.device, notes: Notes) -> None:
-    """All of it, as figures of the notes; the last one says whether all is right."""
-    checks = Checks(kind, device)
-    rows = ("log_probs", "cached", "graphs", "metadata", "tiles", "silence")
-    came = [notes.attempt(f"right: {row}", getattr(checks, row)) for row in rows]
-    found = notes.page["found"]
-    wanted = (
-        "log-probs are right",
-        "cached prefix is right",
-        "graphs give the same tokens",
-        "programs with wishes are right",
-        "ssd by tiles is right",
-        "no step of decode waits",
-    )
-    notes.tell("ok", all(came) and all(bool(found[row]) for row in wanted))
-
-
 def difference(one: RequestRecord, other: RequestRecord) -> float:
-    """Largest difference of log-probs up to the first differing tokens.
+    """Return the largest difference of log-probs up to the first differing tokens.
 
     Those must be about as likely, since random weights have near ties.
     """
     found = 0.0
-    pairs = zip(one.generated_tokens, other.generated_tokens, one.generated_log_probs, other.generated_log_probs)  # type: ignore[arg-type]  # noqa: B905 - asked for; ties end it
+    pairs = zip(one.generated_tokens, other.generated_tokens, one.generated_log_probs, other.generated_log_probs)  # type: ignore[arg-type]  # noqa: B905 - requested; ties end it
     for token, like, log_prob, value in pairs:
         found = max(found, abs(log_prob - value))
         if token != like:
@@ -147,34 +139,10 @@ def difference(one: RequestRecord, other: RequestRecord) -> float:
     return found
 
 
-def _is_like(replayed: RequestRecord, eager: RequestRecord) -> bool:
-    return replayed.generated_tokens == eager.generated_tokens
-
-
-def _alike(one: RequestRecord, other: RequestRecord) -> int:
-    """Tokens up to the first that differ; random weights have near ties, and draws borders."""
+def alike_tokens(one: RequestRecord, other: RequestRecord) -> int:
+    """Return the number of tokens before the first that differ; random weights have near ties, and draws borders."""
     pairs = zip(one.generated_tokens, other.generated_tokens, strict=True)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompts: Sequence[Prompt]) -> bool:
-    """Return whether steps with only decoding requests are launched by CUDA graphs without waiting for the device."""
-    engine = engine_for(model, config, torch.float32, 8, 512, **WITH_PROGRAMS)
-    row_metadata = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
-    for number, one in enumerate(prompts):
-        engine.add_request(number, one, row_metadata)
-    while any(not engine.get_request(number).is_decoding for number in range(len(prompts))):
-        engine.step_modern()
-    try:
-        with waiting_is_an_error() as launches:
-            for _ in range(4):
-                engine.step_modern()
-    except RuntimeError as error:
-        print(f"a step of decode waits for the device: {error}", file=sys.stderr)
-        return False
-    finally:
-        engine.suspend()
-    return launches[0] > 0
 
 
 @contextmanager
@@ -186,9 +154,65 @@ def waiting_is_an_error() -> Iterator[list[int]]:
         count[0] += 1
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(*arguments, **options)  # type: ignore[arg-type]  # whatever it takes
+            return launch(*arguments, **options)  # type: ignore[arg-type]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     with mock.patch.object(CudaGraphRunner, "launch", watched):
         yield count
+
+
+# Tiled SSD, which small models in fp32 do not use
+
+TOKENS, CUT, HEADS, GROUPS, CHANNELS, STATES, BLOCK = 1000, 640, 20, 2, 64, 128, 64
+OUTPUTS, LAST_STATES = 2.0**-6, 2.0**-12
+"""Largest differences of outputs in bf16 and states in fp32, relative to the largest value."""
+
+
+class Layer:
+    """Random inputs of one sequence, and the slot of its state."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(7)
+        shapes = ((TOKENS, HEADS, CHANNELS), (TOKENS, GROUPS, STATES), (TOKENS, GROUPS, STATES))
+        self._x, self._b, self._c = (torch.randn(one, generator=generator).bfloat16().to(device) for one in shapes)
+        self._dt = (torch.rand(TOKENS, HEADS, generator=generator) * 0.1 + 0.01).to(device)
+        self._a = -(torch.rand(HEADS, generator=generator) + 0.1).to(device)
+        self._live = torch.full((2, HEADS, CHANNELS, STATES), torch.nan, device=device)
+
+    def prefill(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Compute tokens [start, end) from a zero state or from the end of the last call: outputs, and last state."""
+        device = self._x.device
+        ends = torch.full((1,), end, device=device)
+        cuts = [min(BLOCK, end - one) for one in range(start, end, BLOCK)]
+        chunks = dataclasses.replace(pack_chunks([cuts], device), resumes=Resumes(BLOCK, ends))
+        slots = StateSlots(torch.ones_like(ends), torch.full((1,), start > 0, device=device))
+        x, dt, b, c = (t[start:end] for t in (self._x, self._dt, self._b, self._c))
+        y = SSD.prefill(x, dt, self._a, b, c, chunks=chunks, slots=slots, live=self._live, snapshots=None)
+        return y, self._live[1].clone()
+
+
+@torch.inference_mode()
+def check_tiles(device: torch.device) -> dict[str, Figure]:
+    """Return differences from the reference operators, and whether a cut at a block gives the same bits."""
+    with preferring("reference"):
+        expected = Layer(device).prefill(0, TOKENS)
+    outputs, state = Layer(device).prefill(0, TOKENS)
+    parts = Layer(device)
+    cut = [parts.prefill(0, CUT), parts.prefill(CUT, TOKENS)]
+    errors = [_apart(one, other) for one, other in zip((outputs, state), expected, strict=True)]
+    same = bool(torch.equal(torch.cat([y for y, _ in cut]), outputs) and torch.equal(cut[-1][1], state))
+    is_right = errors[0] <= OUTPUTS and errors[1] <= LAST_STATES
+    remark = "yes" if same else "no"  # a remark, not a check
+    return {
+        "outputs differ by": errors[0],
+        "states differ by": errors[1],
+        IS_RIGHT: is_right,
+        "same bits if cut": remark,
+    }
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest number; NaN is infinitely far."""
+    gap = (found.double() - expected.double()).abs() / expected.double().abs().max()
+    return float(gap.nan_to_num(torch.inf).max())

@@ -1,21 +1,51 @@
-"""Work shared with a peer: prompts, their order, and the way times are taken.
+"""Work shared with a peer: amounts, times to first tokens, and decode rates.
 
 Standard library only: a peer runs in a process whose packages are others, and times the same calls in the same way.
 """
 
 from __future__ import annotations
 
-import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.cases import Run, token_ids
 
 OWN = 64  # tokens of each prompt after a shared prefix
 Prompt = list[int]
-Figures = Mapping[str, float | str]
+# Shape of the measured Mamba-2 hybrid of 2 billion parameters: fields of `ModelConfig`.
+LARGE: Mapping[str, Any] = {
+    "hybrid_override_pattern": "M-M-M-M*-" * 5,
+    "hidden_size": 2560,
+    "ffn_hidden_size": 10_240,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 80,
+    "mamba_num_groups": 8,
+    "squared_relu": True,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 65_536,
+}
+SMALL: Mapping[str, Any] = {
+    **LARGE,
+    "hybrid_override_pattern": "M-M*-",
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "mamba_state_dim": 32,
+    "mamba_head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +70,7 @@ class Work:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, with what it generates."""
+        """Tokens of the longest request, with its output."""
         return max(max(self.prefixes) + OWN + 1, self.context + self.generated)
 
     @property
@@ -50,92 +80,65 @@ class Work:
 
     @property
     def generated(self) -> int:
-        """Tokens that such a request asks for: of every timed round, with as many to spare."""
+        """Tokens that such a request generates: of every timed round, with as many to spare."""
         return 10 * self.steps
 
-
-@dataclass(frozen=True)
-class RequestSpec:
-    """Specification sent to a peer's process.
-
-    Attributes:
-        model: Fields of the model, by the names that `ModelConfig` has for them.
-        work: Work to measure.
-        states: Torch's name of the dtype of the recurrent states.
-        seconds: Time after which no new measurement begins.
-        figures: File that figures are written to as they come.
-        graphs: True if steps are replayed as CUDA graphs.
-        graph_tokens: Tokens of the largest replayed step with prefills.
-    """
-
-    model: Mapping[str, object]
-    work: Work
-    states: str
-    seconds: float
-    figures: str
-    graphs: bool = True
-    graph_tokens: int = 512
-
-    def write(self, path: Path) -> None:
-        """Write the specification as JSON."""
-        path.write_text(json.dumps(asdict(self)), "utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> RequestSpec:
-        """Read a file that `write` has written."""
-        given = json.loads(path.read_text("utf-8"))
-        work = {one.name: given["work"][one.name] for one in fields(Work)}
-        return cls(**{**given, "work": Work(**work)})
+    def decode_prompts(self, count: int) -> list[Prompt]:
+        """Return prompts of requests whose decoding is timed."""
+        return [token_ids(self.context, f"decode {i}", self.vocabulary) for i in range(count)]
 
 
-def prompt(length: int, vocabulary: int, seed: str) -> Prompt:
-    """Token ids that depend on what is given alone."""
-    return random.Random(seed).choices(range(vocabulary), k=length)
+WORK = Work()
+QUICK = Work("float32", (256, 512), (1, 2), (1, 2), 2, 512)
 
 
 def first_tokens(
-    serve: Callable[[list[Prompt]], None], wait: Callable[[], None], prefix: int, count: int, vocabulary: int
-) -> dict[str, float]:
-    """Milliseconds until the last of so many requests at once has its first token.
+    run: Run,
+    serve: Callable[[list[Prompt]], object],
+    wait: Callable[[], None],
+    prefix: int,
+    count: int,
+    vocabulary: int,
+) -> None:
+    """Report the milliseconds until the last of `count` requests at once has its first token, cold and warm.
 
-    Cold ones share nothing with anything before. The first of them are not counted: they compile what is compiled at
-    first use. Warm ones share a prefix that three requests, one after the other, have begun with before.
+    Cold ones share nothing with any earlier one. The first of them are not counted: they compile the kernels. Warm ones
+    share a prefix with which three requests, one after the other, have begun.
 
     Args:
+        run: Receives the row.
         serve: Takes prompts and returns when each has one token.
-        wait: Returns when the device has nothing to do.
+        wait: Returns when the device is idle.
         prefix: Tokens that warm prompts share; cold ones are as long.
         count: Prompts at once.
-        vocabulary: Ids that there are.
+        vocabulary: Number of token ids.
     """
-    name = f"{prefix} tokens, {count} at once"
-    shared = prompt(prefix, vocabulary, f"shared {prefix} {count}")
+    shared = token_ids(prefix, f"shared {prefix} {count}", vocabulary)
 
-    def taken(prompts: list[Prompt]) -> float:
+    def prompts(kind: str, turn: int, requests: int) -> list[Prompt]:
+        beginning, own = (shared, OWN) if kind == "warm" else ([], prefix + OWN)
+        names = [f"{kind} {prefix} {count} {turn} {i}" for i in range(requests)]
+        return [beginning + token_ids(own, name, vocabulary) for name in names]
+
+    def taken(asked: list[Prompt]) -> float:
         wait()
         start = time.perf_counter()
-        serve(prompts)
+        serve(asked)
         wait()
         return 1e3 * (time.perf_counter() - start)
 
-    def cold(turn: int) -> list[Prompt]:
-        return [prompt(prefix + OWN, vocabulary, f"cold {prefix} {count} {turn} {i}") for i in range(count)]
-
-    def warm(turn: int, requests: int) -> list[Prompt]:
-        return [shared + prompt(OWN, vocabulary, f"warm {prefix} {count} {turn} {i}") for i in range(requests)]
-
-    serve(cold(0))
-    best_cold = min(taken(cold(turn)) for turn in range(1, 3 if count == 1 else 2))
+    serve(prompts("cold", 0, count))
+    cold = min(taken(prompts("cold", turn, count)) for turn in range(1, 3 if count == 1 else 2))
     for turn in range(3):
-        serve(warm(turn, 1))
-    serve(warm(3, count))
-    best_warm = min(taken(warm(turn, count)) for turn in (4, 5))
-    found = {"cold ms": best_cold, "warm ms": best_warm, "cold over warm": best_cold / best_warm}
-    return {f"{name}, {what}": value for what, value in found.items()}
+        serve(prompts("warm", turn, 1))
+    serve(prompts("warm", 3, count))
+    warm = min(taken(prompts("warm", turn, count)) for turn in (4, 5))
+    row = f"{prefix} tokens, {count} at once"
+    run.row(row, {"cold ms": cold, "warm ms": warm, "cold over warm": cold / warm})
 
 
 def tokens_a_second(step: Callable[[], object], wait: Callable[[], None], count: int, steps: int) -> float:
-    """Tokens a second of `count` decoding requests: the median of five rounds of `steps` steps, after a warm-up."""
+    """Return tokens a second of `count` decoding requests: the median of five rounds, after one that warms up."""
     rates = []
     for _ in range(6):
         wait()
@@ -145,8 +148,3 @@ def tokens_a_second(step: Callable[[], object], wait: Callable[[], None], count:
         wait()
         rates.append(count * steps / (time.perf_counter() - start))
     return statistics.median(rates[1:])
-
-
-def decode_row(count: int, how: str) -> str:
-    """The name of a row of decode."""
-    return f"{count} decode, {how}, tokens/s"

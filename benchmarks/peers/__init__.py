@@ -1,1 +1,1 @@
-"""Identical work for this engine, transformers and vLLM, each in a process and an environment of its own."""
+"""Cases of latency that peers share: the same prompts served by this engine, by transformers and by vLLM."""

@@ -1,7 +1,7 @@
-"""vLLM. Run by its own Python; see `benchmarks.peers.work`.
+"""vLLM among its peers, run by its own Python.
 
-Its scan for CPUs leaves no states inside a prefill, whatever it is asked; so its scheduler is told to cut prefills
-where states are kept, as it does for layers that cannot.
+Its scan for CPUs leaves no states inside a prefill, whatever the settings; so its scheduler is told to cut prefills
+where states are kept, as it does for other such layers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from benchmarks.peers.work import arguments, run
+from benchmarks.cases import Run, case
+from benchmarks.peers.work import measure
 
 LONGEST, REQUESTS, STEP_TOKENS = 9_000, 8, 2_048
 SETTINGS = {
@@ -23,7 +24,7 @@ SETTINGS = {
 
 
 class Vllm:
-    """Engine of vLLM, with prefix caching."""
+    """Engine of vLLM, with prefix caching. See `benchmarks.peers.work.Peer`."""
 
     def __init__(self, model: str) -> None:
         from vllm import LLM
@@ -46,11 +47,11 @@ class Vllm:
         self._count = 0
 
     def forget(self) -> None:
-        """See `Peer`."""
+        """Empty the cache."""
         self._llm.reset_prefix_cache()
 
     def submit(self, key: int, prompt: list[int], count: int) -> None:
-        """See `Peer`."""
+        """Queue a request."""
         from vllm import SamplingParams, TokensPrompt
 
         self._count += 1
@@ -60,19 +61,20 @@ class Vllm:
         self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
 
     def step(self) -> Iterator[tuple[int, list[int], int, bool]]:
-        """See `Peer`."""
+        """Take a step."""
         for output in self._llm.llm_engine.step():
             name, tokens = output.request_id, list(output.outputs[0].token_ids)
             new, self._seen[name] = tokens[self._seen[name] :], len(tokens)
             yield self._keys[name], new, output.num_cached_tokens or 0, output.finished
 
 
-if __name__ == "__main__":
-    options = arguments()
-    os.environ.update(SETTINGS, OMP_NUM_THREADS=str(options.threads))
+@case("latency", in_bench=True, beside="latency.ours", interpreter="VLLM_PYTHON")
+def vllm(run: Run, model: str = "") -> None:
+    """Shared prefixes, unique prompts and chats, served by vLLM; needs VLLM_PYTHON."""
+    os.environ.update(SETTINGS)
     import torch
-    import vllm
+    import vllm as package
 
-    peer = Vllm(options.model)
-    torch.set_num_threads(options.threads)
-    run(peer, options, peer="vllm", version=vllm.__version__, torch=torch.__version__)
+    peer = Vllm(model)
+    run.remark(f"vLLM {package.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    measure(run, peer)

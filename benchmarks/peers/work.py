@@ -1,6 +1,4 @@
-"""The workloads and how they are timed; standard library only, since each peer has an environment of its own.
-
-Run by `benchmarks.bench`, as `python -m benchmarks.peers.PEER --model DIR --figures FILE.json --threads N [--quick]`.
+"""Workloads of peers, and how they are timed; standard library only, since each peer has an environment of its own.
 
 shared:  prompts that begin with the same tokens and end in 128 of their own, one or eight at once
 unique:  prompts with nothing in common, eight at once
@@ -9,17 +7,15 @@ chat:    eight conversations of four turns, one request at a time
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-VOCABULARY = 4096
+from benchmarks.cases import Figure, Run, token_ids
+
 OWN, GENERATED = 128, 32
 CHATS, TURNS, SAID, ANSWERED = 8, 4, 200, 64
 
@@ -32,25 +28,15 @@ class Size:
     requests: int = 16
     unique: int = 2_176
     chats: int = CHATS
-    repeats: int = 3  # of what a single request says too little about
+    repeats: int = 3  # of a cold request, of which a single one says too little
 
 
 QUICK = Size(prefixes=(256, 512), requests=4, unique=300, chats=2, repeats=1)
 
 
-def arguments() -> argparse.Namespace:
-    """Parse a peer's command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--figures", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args()
-
-
 @dataclass
 class Timed:
-    """Times of one request, in seconds from its submission on, and its output."""
+    """Times of one request, in seconds after its submission, and its output."""
 
     prompt: int
     first: float | None = None
@@ -60,36 +46,30 @@ class Timed:
 
 
 class Peer(Protocol):
-    """An engine under test."""
+    """Engine under test."""
 
     def forget(self) -> None:
-        """Empty its cache."""
+        """Empty the cache."""
 
     def submit(self, key: int, prompt: list[int], count: int) -> None:
         """Queue a greedy request of exactly `count` tokens."""
 
     def step(self) -> Iterable[tuple[int, list[int], int, bool]]:
-        """Compute something: (key, new tokens, prompt tokens skipped, whether it has ended) of each that moved."""
-
-
-def ids(count: int, name: str) -> list[int]:
-    """Token ids, the same in every process."""
-    source = random.Random(name)
-    return [source.randrange(8, VOCABULARY) for _ in range(count)]
+        """Compute a step; return key, new tokens, skipped prompt tokens and end of each request with new tokens."""
 
 
 def shared(prefix: int, requests: int) -> list[list[int]]:
-    """Prompts after one prefix."""
-    return [ids(prefix, f"prefix {prefix}") + ids(OWN, f"own {prefix} {i}") for i in range(requests)]
+    """Return prompts after one prefix."""
+    return [token_ids(prefix, f"prefix {prefix}") + token_ids(OWN, f"own {prefix} {i}") for i in range(requests)]
 
 
 def unique(length: int, requests: int) -> list[list[int]]:
-    """Prompts with nothing in common."""
-    return [ids(length, f"unique {length} {i}") for i in range(requests)]
+    """Return prompts with nothing in common."""
+    return [token_ids(length, f"unique {length} {i}") for i in range(requests)]
 
 
 def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int = GENERATED) -> tuple[list[Timed], float]:
-    """Keep so many requests in flight until all have ended; each one's times, and the seconds of it all."""
+    """Keep `at_once` requests in flight until all have ended; return their times, and the duration in seconds."""
     waiting, live = list(enumerate(prompts)), {}
     done: dict[int, Timed] = {}
     started: dict[int, float] = {}
@@ -109,66 +89,69 @@ def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int = GENER
     return [done[key] for key in sorted(done)], time.perf_counter() - begin
 
 
-def figures(records: list[Timed], seconds: float) -> dict[str, object]:
-    """Figures to compare."""
-    later = [one.first for one in records[1:]]
+def figures(records: list[Timed], seconds: float) -> dict[str, Figure]:
+    """Return the columns of a row."""
+    later = [1e3 * (one.first or 0.0) for one in records[1:]]
     return {
-        "first_ttft": records[0].first,
-        "later_ttft": statistics.median(later) if later else None,
-        "worst_ttft": max(later, default=None),
-        "generated_per_second": sum(len(one.tokens) for one in records) / seconds,
-        "prompt_tokens": sum(one.prompt for one in records),
-        "skipped_tokens": sum(one.cached for one in records),
-        "outputs": [one.tokens[:8] for one in records],
+        "first ttft, ms": 1e3 * (records[0].first or 0.0),
+        "later ttft, ms": statistics.median(later) if later else None,
+        "worst ttft, ms": max(later, default=None),
+        "generated tokens/s": sum(len(one.tokens) for one in records) / seconds,
+        "prompt tokens": sum(one.prompt for one in records),
+        "skipped tokens": sum(one.cached for one in records),
     }
 
 
-def chat(peer: Peer, chats: int) -> list[dict[str, object]]:
-    """Turn after turn of all conversations; each turn begins with what was said and answered before."""
-    said: list[list[int]] = [[] for _ in range(chats)]
-    table = []
-    for turn in range(TURNS):
-        records = []
-        for number, history in enumerate(said):
-            history += ids(SAID, f"chat {number} {turn}")
-            ((record,), _) = serve(peer, [list(history)], 1, ANSWERED)
-            history += record.tokens
-            records.append(record)
-        prompt, cached = sum(one.prompt for one in records), sum(one.cached for one in records)
-        table.append({"ttft": statistics.median(one.first for one in records), "computed": prompt - cached})
-    return table
-
-
-def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, object]:
+def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, Figure]:
     """Serve requests one at a time; repeat the first, uncached one, and take the median of its times."""
     firsts = []
     for _ in range(repeats - 1):
         ((record,), _) = serve(peer, prompts[:1], 1)
-        firsts.append(record.first)
+        firsts.append(1e3 * (record.first or 0.0))
         peer.forget()
-    records, seconds = serve(peer, prompts, 1)
-    return figures(records, seconds) | {"first_ttft": statistics.median([*firsts, records[0].first])}
+    found = figures(*serve(peer, prompts, 1))
+    return found | {"first ttft, ms": statistics.median([*firsts, found["first ttft, ms"]])}  # type: ignore[list-item]
 
 
-def run(peer: Peer, options: argparse.Namespace, /, **about: object) -> dict[str, object]:
-    """Run all workloads, write figures as they come, and return them."""
-    size = QUICK if options.quick else Size()
-    result: dict[str, object] = {**about, "size": asdict(size)}
-    for name, work in cases(peer, size):
+def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
+    """Serve turn after turn of all conversations; each begins with what was said and answered before.
+
+    Yields:
+        Median time to first token in seconds, and computed prompt tokens, of each turn.
+    """
+    histories: list[list[int]] = [[] for _ in range(chats)]
+    for turn in range(TURNS):
+        records = []
+        for number, history in enumerate(histories):
+            history += token_ids(SAID, f"chat {number} {turn}")
+            ((record,), _) = serve(peer, [list(history)], 1, ANSWERED)
+            history += record.tokens
+            records.append(record)
+        computed = sum(one.prompt - one.cached for one in records)
+        yield statistics.median(one.first or 0.0 for one in records), computed
+
+
+def _chat_rows(run: Run, peer: Peer, chats: int) -> None:
+    total = 0
+    for turn, (ttft, computed) in enumerate(chat(peer, chats), 1):
+        run.row(f"chat, turn {turn}", {"median ttft, ms": 1e3 * ttft, "computed tokens": computed})
+        total += computed
+    run.row("chat, all turns", {"computed tokens": total})
+
+
+def measure(run: Run, peer: Peer) -> None:
+    """Run all workloads; the first one warms up."""
+    size = QUICK if run.is_quick else Size()
+
+    def report(name: str, work: Callable[[], dict[str, Figure]]) -> None:
         peer.forget()
-        start = time.perf_counter()
-        result[name] = work()
-        print(f"  {about['peer']}: {name}, {time.perf_counter() - start:.1f} s", flush=True)
-        options.figures.write_text(json.dumps(result, indent=1), "utf-8")
-    return result
+        run.row(name, work())
 
-
-def cases(peer: Peer, size: Size) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Name and work of each; the first one warms up."""
-    yield "warm-up", lambda: figures(*serve(peer, unique(600, 3), 2))
+    serve(peer, unique(600, 3), 2)
     for prefix in size.prefixes:
-        prompts = shared(prefix, size.requests)
-        yield f"shared {prefix}, 1 at once", lambda p=prompts: alone(peer, p, size.repeats)
-        yield f"shared {prefix}, 8 at once", lambda p=prompts: figures(*serve(peer, p, 8))
-    yield "unique, 8 at once", lambda: figures(*serve(peer, unique(size.unique, size.requests), 8))
-    yield "chat", lambda: chat(peer, size.chats)
+        one = shared(prefix, size.requests)
+        report(f"{prefix:,} shared, 1 at once", partial(alone, peer, one, size.repeats))
+        report(f"{prefix:,} shared, 8 at once", lambda one=one: figures(*serve(peer, one, 8)))  # type: ignore[misc]
+    report("unique, 8 at once", lambda: figures(*serve(peer, unique(size.unique, size.requests), 8)))
+    peer.forget()
+    _chat_rows(run, peer, size.chats)

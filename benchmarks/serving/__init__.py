@@ -1,1 +1,1 @@
-"""Benchmark of a model in our engine, or of any OpenAI server, under shared prefixes, chats or unrelated prompts."""
+"""Serving: figures of one's own model or of any server, and of this server under many streams."""

@@ -1,8 +1,7 @@
-"""Figures of one's own model, or of any OpenAI server.
+"""Figures of one's own model, or of any OpenAI server: `python -m benchmarks.serving --load-hf DIR`, or `--url URL`.
 
-Run: `python -m benchmarks.serving --load-hf DIR`, or `--url http://127.0.0.1:8000`; `--help` has the rest. Without
-either the embedded model is measured. Of a server the same prompts are asked by the same client, so others can be
-compared; start it with its cache empty. Exit code 1 if a request failed.
+Without either the embedded model is measured. A server gets the same prompts from the same client, so that servers can
+be compared; start each with an empty cache. Exit code 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.serving.clients import AskError, Client, EngineClient, HttpClient, PendingOutput, closing
-from benchmarks.serving.figures import Figures, figures
+from benchmarks.serving.figures import Figures, figures, rows
 from benchmarks.serving.load import Pace, serve
 from benchmarks.serving.page import NoPlots, page, require_matplotlib
-from benchmarks.serving.table import rows
 from benchmarks.serving.work import KINDS, Shape, dialogues
+from benchmarks.tables import table
 
 WARM_UP = 2  # words, and tokens
 
@@ -41,13 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.serving: error: {error}", file=sys.stderr)
         return 2
     about = _about(arguments)
-    head, *body = rows(told)
-    table = Table(*head)
-    for row in body:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(about, markup=False)
-    console.print(table)
+    print(about)
+    print(table(rows(told)))
     if arguments.json is not None:
         content = {"about": about.splitlines(), "settings": vars(arguments) | {"api_key": None}, "figures": told}
         Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -55,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(arguments.html).write_text(page(about, answers, told), encoding="utf-8")
     failed = [one for all_of_kind in answers.values() for one in all_of_kind if one.error is not None]
     for message in dict.fromkeys(str(one.error) for one in failed[:3]):
-        console.print(f"failed: {message}", markup=False)
+        print(f"failed: {message}")
     return 1 if failed else 0
 
 

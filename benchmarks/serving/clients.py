@@ -29,27 +29,27 @@ class PendingOutput:
 
 
 class Client(Protocol):
-    """Asks for one answer at a time; several tasks may ask at once."""
+    """Client that requests one answer at a time; several tasks may use it at once."""
 
     name: str
 
     async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
-        """Let a prompt be continued by `count` tokens, greedily, and note what comes and when.
+        """Request a greedy continuation of `count` tokens, and record its parts with their times.
 
         Raises:
-            AskError: There is no whole answer.
+            AskError: The answer failed or is incomplete.
         """
 
     async def close(self) -> None:
-        """No more will be asked."""
+        """Close the client."""
 
 
 class AskError(Exception):
-    """Why there is no answer, in a line."""
+    """Error of a request, in a line."""
 
 
 class HttpClient:
-    """Streams completions from a server.
+    """Client that streams completions from a server.
 
     Args:
         url: With or without `/v1` at its end.
@@ -69,7 +69,7 @@ class HttpClient:
         self._extra = extra
 
     async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
-        """See `Client`."""
+        """See the method of `Client`."""
         import httpx
 
         try:
@@ -102,12 +102,12 @@ class HttpClient:
         return self._model
 
     async def close(self) -> None:
-        """See `Client`."""
+        """See the method of `Client`."""
         await self._http.aclose()
 
 
 def _take_line(line: str, answer: PendingOutput) -> None:
-    """A line of server-sent events."""
+    """Record a line of server-sent events."""
     content = line.removeprefix("data:").strip()
     if not line.startswith("data:") or content == "[DONE]":
         return
@@ -126,7 +126,7 @@ def _take_line(line: str, answer: PendingOutput) -> None:
 
 
 class EngineClient:
-    """Streams from an engine of this package, which is loaded here.
+    """Client of an engine of this package, which is loaded in this process.
 
     Args:
         settings: Settings of `load_engine`.
@@ -141,7 +141,7 @@ class EngineClient:
         self.name = self._engine.model_name
 
     async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
-        """See `Client`."""
+        """See the method of `Client`."""
         from megatron_ext import RequestFailed, RequestParams
 
         params = RequestParams(num_tokens_to_generate=count, ignore_eos=self._ignore_eos)
@@ -161,13 +161,13 @@ class EngineClient:
         answer.generated_tokens = len(record.generated_tokens)
 
     async def close(self) -> None:
-        """See `Client`."""
+        """See the method of `Client`."""
         await asyncio.to_thread(self._engine.close)
 
 
 @contextlib.asynccontextmanager
 async def closing(client: Client) -> AsyncIterator[Client]:
-    """A client that is closed in the end."""
+    """Close the client at the end of this context."""
     try:
         yield client
     finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
+from benchmarks.cases import Rows
 from benchmarks.serving.clients import PendingOutput
 
 PERCENTILES = (50, 90, 99)
@@ -13,14 +15,14 @@ Figures = dict[str, object]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that so many percent do not exceed (nearest rank); None of nothing."""
+    """Return the smallest value that `percent` of the values do not exceed (nearest rank); None without values."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def figures(answers: Sequence[PendingOutput], seconds: float) -> Figures:
-    """Figures of one kind of work, or of all kinds. Times are milliseconds.
+    """Return the figures of one kind of work; times are milliseconds.
 
     Args:
         answers: Answers; failed ones are counted and excluded from all other figures.
@@ -47,12 +49,12 @@ def figures(answers: Sequence[PendingOutput], seconds: float) -> Figures:
 
 
 def first_token(answer: PendingOutput) -> float:
-    """Seconds to the first part of the answer."""
+    """Return the seconds to the first part of the answer."""
     return answer.arrivals[0] - answer.started
 
 
 def gaps(answer: PendingOutput) -> list[float]:
-    """Seconds between parts of the answer; each is a token, or what characters came with one."""
+    """Return the seconds between parts of the answer; a part has the characters that a token completes."""
     return [later - earlier for earlier, later in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
 
 
@@ -61,3 +63,19 @@ def _spread(seconds: Sequence[float]) -> dict[str, float | None]:
     values["mean"] = sum(seconds) / len(seconds) if seconds else None
     values["max"] = max(seconds, default=None)
     return {name: None if value is None else round(1e3 * value, 3) for name, value in values.items()}
+
+
+_COUNTS = ("requests", "failed", "prompt_tokens", "generated_tokens", "generated_per_second", "requests_per_second")
+_TIMES = {"ttft_ms": "first token", "inter_token_ms": "between tokens", "end_to_end_ms": "end to end"}
+
+
+def rows(told: Mapping[str, Figures]) -> Rows:
+    """Return a row for each figure, and a column for each kind of work."""
+    found: Rows = {name.replace("_", " "): {kind: one[name] for kind, one in told.items()} for name in _COUNTS}  # type: ignore[misc]
+    shares = {kind: cast("float | None", one["skipped_share"]) for kind, one in told.items()}
+    found["skipped, %"] = {kind: None if share is None else 100 * share for kind, share in shares.items()}
+    for name, title in _TIMES.items():
+        for percentile_name in ("p50", "p90", "p99", "max"):
+            spreads = {kind: cast("dict[str, float | None]", one[name]) for kind, one in told.items()}
+            found[f"{title} {percentile_name}, ms"] = {kind: one[percentile_name] for kind, one in spreads.items()}
+    return found

@@ -39,10 +39,10 @@ async def serve(
     pace: Pace,
     on_end: Callable[[], None] = lambda: None,
 ) -> tuple[list[PendingOutput], float]:
-    """Ask everything.
+    """Send all requests of one kind of work.
 
     Args:
-        client: Whom.
+        client: Client to send them with.
         kind: Kind of work, noted in each answer.
         asked: Dialogues to serve.
         count: Tokens of each answer.
@@ -50,7 +50,7 @@ async def serve(
         on_end: Called at the end of each dialogue.
 
     Returns:
-        All answers, those that failed too, and the seconds of it all.
+        All answers, failed ones included, and the duration in seconds.
     """
     answers: list[PendingOutput] = []
     begun = time.perf_counter()
@@ -88,7 +88,7 @@ async def _closed_loop(asked: Sequence[Dialogue], concurrency: int, talk: Talk) 
 
 
 async def _open_loop(asked: Sequence[Dialogue], rate: float, source: random.Random, talk: Talk) -> None:
-    """Times between arrivals are exponential: those of independent clients."""
+    """Start dialogues after exponential intervals, as independent clients do."""
     tasks, due = [], time.perf_counter()
     for dialogue in asked:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))

@@ -1,4 +1,4 @@
-"""The figures as one HTML file: a table, and plots that are inside it."""
+"""Page of figures: one HTML file with a table and plots in it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from benchmarks.serving.clients import PendingOutput
-from benchmarks.serving.figures import Figures, first_token, gaps
-from benchmarks.serving.table import rows
+from benchmarks.serving.figures import Figures, first_token, gaps, rows
+from benchmarks.tables import cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,15 +22,11 @@ th:first-child, td:first-child { text-align: left } pre { white-space: pre-wrap;
 
 
 class NoPlots(Exception):
-    """matplotlib is not there."""
+    """Error if matplotlib is not installed."""
 
 
 def require_matplotlib() -> None:
-    """See that plots can be drawn, before anything is measured.
-
-    Raises:
-        NoPlots: They cannot.
-    """
+    """Raise `NoPlots` if plots cannot be drawn, before anything is measured."""
     try:
         import matplotlib  # noqa: F401 - only whether it is there
     except ImportError as error:
@@ -38,16 +34,16 @@ def require_matplotlib() -> None:
 
 
 def page(about: str, answers: Mapping[str, Sequence[PendingOutput]], told: Mapping[str, Figures]) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
-        about: Lines that say what was measured, and on what.
+        about: Lines about the measured target and the machine.
         answers: Answers by kind of work.
         told: Figures of the answers.
     """
-    head, *body = rows(told)
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in body)
-    table = f"<table><tr>{''.join(f'<th>{escape(cell)}' for cell in head)}{cells}</table>"
+    lines = [(name, *(cell(value) for value in found.values())) for name, found in rows(told).items()]
+    body = "".join(f"<tr>{''.join(f'<td>{escape(one)}' for one in line)}" for line in lines)
+    table = f"<table><tr>{''.join(f'<th>{escape(one)}' for one in ('', *told))}{body}</table>"
     return "\n".join(
         (
             f"<!doctype html><html lang=en><meta charset=utf-8><title>Serving</title><style>{_STYLE}</style>",
@@ -58,7 +54,7 @@ def page(about: str, answers: Mapping[str, Sequence[PendingOutput]], told: Mappi
 
 
 def _drawn(answers: Mapping[str, Sequence[PendingOutput]]) -> str:
-    """All plots as one SVG, which asks for nothing from elsewhere."""
+    """Return all plots as one SVG, which loads nothing from elsewhere."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")

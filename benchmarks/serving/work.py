@@ -1,7 +1,7 @@
 """Prompts: with shared prefixes, of conversations, and with nothing in common. Standard library only.
 
-Prompts are texts, so that any server takes them: words that most tokenizers know, about a token each. What they really
-are in tokens the server says. A model without a tokenizer reads numbers.
+Prompts are texts, so that any server takes them: words that most tokenizers know, about a token each; the server
+reports the number of tokens. A model without a tokenizer reads numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape:
     seed: int = 1
 
     def words(self, count: int, name: str) -> str:
-        """A text that depends on its name, and on nothing else."""
+        """Return a text that depends on its name only."""
         source = random.Random(f"{self.seed} {name}")
         if self.numbers is not None:
             return " ".join(str(source.randrange(self.numbers)) for _ in range(count))
@@ -57,7 +57,7 @@ class Dialogue:
     turns: tuple[str, ...]
 
     def prompts(self, answers: list[str]) -> Iterator[str]:
-        """The prompt of each turn; the answer to one is in `answers` when the next is asked for."""
+        """Yield the prompt of each turn; `answers` has the answer to each earlier one."""
         said = ""
         for number, turn in enumerate(self.turns):
             if number:
@@ -67,7 +67,7 @@ class Dialogue:
 
 
 def dialogues(kind: str, shape: Shape) -> list[Dialogue]:
-    """Dialogues of all clients, of one kind of work."""
+    """Return the dialogues of all clients, of one kind of work."""
     if kind == "chats":
         count = max(1, shape.requests // shape.turns)
         return [

@@ -16,7 +16,8 @@ from megatron.core.inference.config import (
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import nn
 
-from benchmarks.gpu.work import Prompt, RequestSpec, Work
+from benchmarks.gpu.peer import Job
+from benchmarks.gpu.work import Prompt, Work
 
 BLOCK = 256  # its default; flash-attn 2 takes multiples of it
 SPARE = 96  # snapshots of states that its cache may keep
@@ -33,7 +34,7 @@ class Ids:
         self.vocab_size = vocabulary
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids with blanks between them."""
+        """Return the ids in a text such as "1 2"."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -41,8 +42,8 @@ class Ids:
         return " ".join(map(str, ids))
 
 
-def settings(model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) -> InferenceConfig:
-    """Prefix caching with room for all that is asked for, and graphs as many as it has by default here.
+def settings(model: nn.Module, job: Job, schedule: AsyncScheduleMode) -> InferenceConfig:
+    """Return settings with prefix caching, room for all requests, and the default number of graphs.
 
     A step may hold the longest prompt, so that none is cut; eight of them are one step each.
     """
@@ -69,14 +70,14 @@ def settings(model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) ->
 
 
 def _state_bytes(recurrent: MambaInferenceStateConfig) -> int:
-    """Bytes of all recurrent states of one request."""
+    """Return the bytes of all recurrent states of one request."""
     convolution = math.prod(recurrent.conv_states_shape) * recurrent.conv_states_dtype.itemsize
     state = math.prod(recurrent.ssm_states_shape) * recurrent.ssm_states_dtype.itemsize
     return recurrent.layer_type_list.count("M") * (convolution + state)
 
 
 def _bytes(model: nn.Module, recurrent: MambaInferenceStateConfig, work: Work, requests: int) -> int:
-    """Bytes of a KV cache for four times the most concurrent tokens (ours has room for three), plus running states."""
+    """Return the bytes of running states and of KV for four times the concurrent tokens (three in ours)."""
     config = model.config
     token = 2 * config.num_query_groups * config.kv_channels * config.params_dtype.itemsize
     blocks = max(
@@ -90,7 +91,7 @@ def _bytes(model: nn.Module, recurrent: MambaInferenceStateConfig, work: Work, r
 class Peer:
     """Engine of megatron-core 0.19.2. Args: see `settings`."""
 
-    def __init__(self, model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) -> None:
+    def __init__(self, model: nn.Module, job: Job, schedule: AsyncScheduleMode) -> None:
         self._engine = MegatronLLM(
             model=model,
             tokenizer=Ids(job.work.vocabulary),
@@ -100,13 +101,13 @@ class Peer:
         self._next = 0
 
     def serve(self, prompts: Sequence[Prompt]) -> None:
-        """Until each of them has one token."""
+        """Serve prompts until each has one token."""
         self._add(prompts, 1)
         while self._engine.has_unfinished_requests():
             self.step()
 
     def decode(self, prompts: Sequence[Prompt], count: int) -> None:
-        """Begin requests for so many tokens, and step until all of them decode."""
+        """Queue requests for `count` tokens, and step until all of them decode."""
         self._add(prompts, count)
         names = range(self._next - len(prompts), self._next)
         while any(not self._engine.get_request(name).generated_tokens for name in names):
@@ -122,11 +123,11 @@ class Peer:
             self.step()
 
     def skipped(self) -> int:
-        """Prompt tokens that its cache has saved so far."""
+        """Return the prompt tokens that the cache has saved so far."""
         return int(self._engine._prefill_tokens_skipped)
 
     def _add(self, prompts: Sequence[Prompt], count: int) -> None:
         for one in prompts:
-            row_metadata = SamplingParams(top_k=1, num_tokens_to_generate=count, termination_id=-1)
-            self._engine.add_request(self._next, one, row_metadata)
+            params = SamplingParams(top_k=1, num_tokens_to_generate=count, termination_id=-1)
+            self._engine.add_request(self._next, one, params)
             self._next += 1

@@ -40,7 +40,7 @@ TAKEN = (
 
 
 def configuration(shape: Mapping[str, Any], dtype: torch.dtype, graphs: bool) -> TransformerConfig:
-    """Theirs, from the fields of our `ModelConfig`. Whole steps are captured, the way it has least left to launch."""
+    """Return the configuration for fields of our `ModelConfig`; whole steps are captured."""
     return TransformerConfig(
         num_layers=len(shape["hybrid_override_pattern"]),
         **{name: shape[name] for name in TAKEN},

@@ -26,13 +26,13 @@ _VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']+)["']""", re.MULTILINE)
 
 
 def install() -> list[str]:
-    """Put all that is missing in place, before megatron.core is imported.
+    """Install stand-ins for missing packages, before megatron.core is imported.
 
     Returns:
-        Remarks: what computes in the place of what.
+        Remarks about replaced packages.
 
     Raises:
-        ImportError: mamba-ssm or causal-conv1d is not there at all.
+        ImportError: mamba-ssm or causal-conv1d is missing.
     """
     return [*without_top("mamba_ssm"), *without_top("causal_conv1d", causal_conv1d_fn=None), *_flash_attention()]
 
@@ -48,7 +48,7 @@ def without_top(name: str, **attributes: object) -> list[str]:
         A remark, if that was needed.
 
     Raises:
-        ImportError: The package is not there.
+        ImportError: The package is missing.
     """
     try:
         importlib.import_module(name)
@@ -56,7 +56,7 @@ def without_top(name: str, **attributes: object) -> list[str]:
     except ModuleNotFoundError as error:
         if error.name == name:
             raise ImportError(
-                f"{name} is not there; put the folder {name} of its source archive beside megatron"
+                f"{name} is missing; put the folder {name} of its source archive beside megatron"
             ) from error
     except (ImportError, OSError):
         pass
@@ -73,12 +73,12 @@ def without_top(name: str, **attributes: object) -> list[str]:
 
 
 def _folders(name: str) -> list[Path]:
-    """Folders on the path that hold a package of that name, in order."""
+    """Return the first folder on the path that holds a package of that name."""
     return [folder for entry in sys.path if (folder := Path(entry or ".") / name).joinpath("__init__.py").exists()][:1]
 
 
 def _flash_attention() -> list[str]:
-    """Every generation that the peer knows is asked for first."""
+    """Install the stand-in unless a generation of flash-attn that the peer knows is installed."""
     for name in ("flash_attn", "flash_attn_3", "flashattn_hopper"):
         if importlib.util.find_spec(name) is not None:
             return []

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.replicas import CHATS, TURNS, ask_all, memory, talk
+from benchmarks.routing.replicas import CHATS, TURNS, ask_all, memory, talk
 from tests.unit_tests.support.fleet import coordinator
 from tests.unit_tests.support.real_replicas import start
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 
-from benchmarks import scale
+from benchmarks.simulation import scale
 from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.layer_map import model_shape
@@ -36,7 +36,7 @@ BYTES = 4  # fp32
 
 @pytest.mark.parametrize("name", scale.tables())
 def test_the_tables_are_those_of_the_formulas(name):
-    """`python -m benchmarks.scale` prints what belongs there."""
+    """`python -m benchmarks simulation.scale` prints what belongs there."""
     assert scale.tables()[name] in DOCUMENT
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import routing
-from benchmarks.fleet.balancers import BALANCERS, CostRule, Ours
-from benchmarks.fleet.plots import bars
-from benchmarks.fleet.world import Scale, World
+from benchmarks.cases import Run
+from benchmarks.routing import fleet
+from benchmarks.routing.balancers import BALANCERS, CostRule, Ours
+from benchmarks.routing.world import Scale, World
 from megatron_ext.routing.prompt import Prompt
 
 
@@ -54,16 +54,14 @@ def test_two_replicas_skip_what_one_of_twice_the_memory_does():
     assert shares[0] < 0.95, "caches are large enough for all, so nothing was tested"
 
 
-def test_rows_and_plots(tmp_path, capsys):
-    """Every column has its number, and every bar its place."""
-    rows = [routing.measure(name, Scale(2, 40)) for name in ("round_robin", "longest_prefix")]
-    assert all(row["requests"] == 40 for row in rows)
-    assert "skipped" in routing.line(rows[1])
-    routing.plot(rows, tmp_path)
-    assert len(list(tmp_path.glob("*.svg"))) == 3
-    assert (tmp_path / "routing_skipped.svg").read_text().count("<title>") == 2
-    bars(tmp_path / "x.svg", "t", ["a"], {"s": [0.0]}, logarithmic=True)
-    assert "decisions/s" in routing.speed(4, 3, 100, replicas=4)
+def test_rows_and_plots(tmp_path):
+    """Each rule has a row for each fleet, and each plot is drawn from them."""
+    run = Run()
+    fleet.fleet(run, replicas=(2,), requests=40, rules=("round_robin", "longest_prefix"), plots=str(tmp_path))
+    rows = run.page["rows"]
+    assert list(rows) == ["round_robin, 2 replicas", "longest_prefix, 2 replicas"]
+    assert all(row["requests"] == 40 for row in rows.values())
+    assert {path.stem for path in tmp_path.glob("*.svg")} == set(fleet.PLOTS)
 
 
 def test_the_cost_rule_counts_blocks_once():

@@ -1,7 +1,7 @@
 """Run Python on the fake device: `python -m tests.unit_tests.support.fake_cuda [-m MODULE | FILE] ARGS`.
 
 For example `... -m pytest tests/unit_tests/runner/cuda_graphs/test_graph_capture.py`, `... tools/run_inference.py`, or
-`... -m benchmarks.gpu --quick`.
+`... -m benchmarks.worker benchmarks.gpu.models gpu.mamba2 FILE 600 quick`.
 """
 
 from __future__ import annotations

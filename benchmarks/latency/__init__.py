@@ -1,0 +1,1 @@
+"""Latency: time to the first token, and the time of a step."""

@@ -1,0 +1,283 @@
+"""Models that benchmarks run, with random weights, and engines around them.
+
+Models of transformers are saved by it and loaded by this package, so that both have equal weights.
+`python -m benchmarks.models DIR` writes the NemotronH-shaped one for peers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from benchmarks.cases import VOCABULARY, token_ids
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.build import build_model
+from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request import Request
+from megatron_ext.text.tokenizer import NullTokenizer
+
+PATTERN = "M-M*M-M*"
+OFF = CacheConfig(enable_prefix_caching=False)
+# All models of transformers: hidden size 256, eight layers.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 256, "eos_token_id": None, "pad_token_id": 0}
+LONG = {"max_position_embeddings": 16_384}
+
+
+def nemotron_h() -> PreTrainedModel:
+    """Build NemotronH: Mamba-2, attention and MLP layers."""
+    config = NemotronHConfig(
+        **COMMON,
+        **HEADS,
+        **LONG,
+        intermediate_size=1024,
+        num_hidden_layers=len(PATTERN),
+        hybrid_override_pattern=PATTERN,
+        head_dim=32,
+        mamba_num_heads=16,
+        mamba_head_dim=32,
+        ssm_state_size=64,
+        n_groups=2,
+        chunk_size=128,
+        tie_word_embeddings=False,
+    )
+    return without_time_step_limit(NemotronHForCausalLM(config))
+
+
+def without_time_step_limit(model: PreTrainedModel) -> PreTrainedModel:
+    """Lift the limit of step sizes, which transformers' chunked path alone applies."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return model
+
+
+def mamba() -> PreTrainedModel:
+    """Build Mamba: Mamba-1 layers only."""
+    return MambaForCausalLM(MambaConfig(**COMMON, state_size=16, num_hidden_layers=8, tie_word_embeddings=False))
+
+
+def jamba() -> PreTrainedModel:
+    """Build Jamba: two attention layers among eight, the others Mamba-1, an MLP after each."""
+    config = JambaConfig(
+        **COMMON,
+        **HEADS,
+        **LONG,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        attn_layer_period=4,
+        attn_layer_offset=3,
+        num_experts=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=16,
+    )
+    return JambaForCausalLM(config)
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Build Qwen3-Next: two attention layers among eight, the others gated delta nets, an MLP after each."""
+    config = Qwen3NextConfig(
+        **COMMON,
+        **HEADS,
+        **LONG,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        head_dim=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
+        mlp_only_layers=list(range(8)),
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+def llama() -> PreTrainedModel:
+    """Build Llama: eight layers of attention."""
+    config = LlamaConfig(
+        **COMMON,
+        **HEADS,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+# Shapes of models that are built without transformers.
+TINY = ModelConfig(
+    hybrid_override_pattern="M*",
+    hidden_size=32,
+    num_attention_heads=2,
+    mamba_state_dim=8,
+    mamba_head_dim=8,
+    mamba_num_groups=2,
+    vocab_size=96,
+)
+NEMOTRON_SHAPED = ModelConfig(
+    hybrid_override_pattern=PATTERN,
+    hidden_size=256,
+    ffn_hidden_size=1024,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=32,
+    mamba_num_heads=16,
+    mamba_head_dim=32,
+    mamba_state_dim=64,
+    mamba_num_groups=2,
+    squared_relu=True,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=16_384,
+)
+
+
+def random_model(config: ModelConfig, **options: object) -> LoadedModel:
+    """Build a model of this shape with random weights; see `build_model` for the options."""
+    model = build_model(config, **{"device": platform.device(), **options})  # type: ignore[arg-type]
+    return loaded_model(model, config)
+
+
+def loaded_model(model: torch.nn.Module, config: ModelConfig) -> LoadedModel:
+    """Return a model together with its configuration and a tokenizer of numbers."""
+    assert config.vocab_size is not None, "every shape here has one"
+    dtype = next(model.parameters()).dtype
+    return LoadedModel(model, config, NullTokenizer(config.vocab_size), dtype, "random weights")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Model of transformers, and the same one loaded by this package."""
+
+    reference: PreTrainedModel
+    ours: LoadedModel
+
+
+def pair(build: Callable[[], PreTrainedModel] = nemotron_h) -> Pair:
+    """Build a model of a fixed seed, and load it."""
+    torch.manual_seed(0)
+    return pair_of(build())
+
+
+def pair_of(reference: PreTrainedModel) -> Pair:
+    """Load a model of transformers."""
+    device = platform.device()
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save_pretrained(directory)
+        ours = load_model(SourceConfig(load_hf=directory), {}, device=device)
+    return Pair(reference.eval().to(device), ours)
+
+
+class Engine:
+    """Engine core whose requests are token ids and whose steps the caller takes.
+
+    Args:
+        core: Engine core without requests.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._ids = itertools.count()
+
+    def add(self, prompt: Sequence[int], params: RequestParams) -> Request:
+        """Queue a request."""
+        return self.core.add(next(self._ids), tuple(prompt), params)
+
+    def step(self) -> StepOutput:
+        """Take one step."""
+        return self.core.step()
+
+    def drain(self) -> list[RequestRecord]:
+        """Step until no request is left; return the records in the order in which they ended."""
+        records: list[RequestRecord] = []
+        while self.core.is_busy:
+            records += self.step().records
+        return records
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: RequestParams) -> list[RequestRecord]:
+        """Serve prompts to their end; return the records in the order of the prompts."""
+        for prompt in prompts:
+            self.add(prompt, params)
+        return sorted(self.drain(), key=lambda record: record.request_id)
+
+    def start_decoding(self, prompts: Sequence[Sequence[int]], params: RequestParams) -> list[Request]:
+        """Queue prompts, and step until all of their requests decode."""
+        requests = [self.add(prompt, params) for prompt in prompts]
+        while not all(request.is_decoding for request in requests):
+            self.step()
+        return requests
+
+
+def engine(
+    loaded: LoadedModel, cache: CacheConfig = OFF, speculation: SpeculationConfig = NO_SPECULATION, **batching: object
+) -> Engine:
+    """Build an engine around a model, by default without a cache.
+
+    Args:
+        loaded: The model.
+        cache: Prefix caching.
+        speculation: Drafts.
+        batching: Fields of `BatchingConfig`.
+    """
+    settings = BatchingConfig(**batching)  # type: ignore[arg-type]
+    built = build_engine(
+        loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, speculation=speculation
+    )
+    return Engine(built.core)
+
+
+def prompts(count: int, length: int, name: str = "prompt", vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Return prompts with nothing in common."""
+    return [token_ids(length, f"{name} {length} {i}", vocabulary) for i in range(count)]
+
+
+def forward_flops(ours: LoadedModel, prompt_lengths: list[int], skipped: int = 0) -> float:
+    """Return the operations that a prefill needs: matrices once a token, causal attention, the scan's outer products.
+
+    The output layer counts once a prompt, since only the last token's logits are needed.
+
+    Args:
+        ours: NemotronH-shaped model.
+        prompt_lengths: Tokens of each prompt.
+        skipped: Tokens at the start of each prompt that are not computed.
+    """
+    config = ours.config
+    matrices = sum(p.numel() for name, p in ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
+    scan = PATTERN.count("M") * 4 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
+    computed = sum(prompt_lengths) - skipped * len(prompt_lengths)
+    pairs = sum((length * (length + 1) - skipped * (skipped + 1)) / 2 for length in prompt_lengths)
+    attention = PATTERN.count("*") * 4 * config.num_attention_heads * config.head_channels * pairs
+    output = 2 * config.hidden_size * VOCABULARY * len(prompt_lengths)
+    return computed * (2 * matrices + scan) + attention + output
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    nemotron_h().save_pretrained(sys.argv[1])

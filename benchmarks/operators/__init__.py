@@ -1,0 +1,1 @@
+"""Operators: time of each by each backend, beside plain torch."""

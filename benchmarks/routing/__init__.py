@@ -1,0 +1,1 @@
+"""Routing: decisions a second, a simulated fleet, and real replicas."""
