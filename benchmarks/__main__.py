@@ -3,7 +3,8 @@
 NAME is a question (latency, throughput, serving, operators, routing, simulation, gpu), a case such as
 latency.decode_context, or `all`; without one, the cases of `make bench` run: those that a goal or the README names.
 `--list` shows the cases with their settings. Each case is a process of its own; compare figures of one run only, on a
-quiet machine. Exit code 1 if a case failed or a check (a figure that is false) did not hold; speed is only reported.
+quiet machine. Exit code 1 if a case failed, or if a check (a figure that is false) or a goal that must hold did not
+hold; other goals are only reported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the named cases and print their figures, comparisons and goals.
 
     Returns:
-        Exit code: 1 if a case failed or a check did not hold, 2 for bad usage.
+        Exit code: 1 if a case failed, or a check or a necessary goal did not hold; 2 for bad usage.
     """
     options = _parser().parse_args(argv)
     names = [one for one in options.names if "=" not in one]
@@ -68,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(header(options.threads or _threads(options.quick)))
     pages = Runner(options, settings).run(cases)
     report(pages)
-    return int(any(page["failed"] or _failed_checks(page) for page in pages.values()))
+    lost = [] if options.quick else [one for one in GOALS if one.must_hold and one.is_missed(pages)]
+    return int(bool(lost) or any(page["failed"] or _failed_checks(page) for page in pages.values()))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,9 +19,9 @@ from megatron_ext.config import CacheConfig, ModelConfig, RequestParams
 from megatron_ext.engine import async_scheduling, replica
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.input_buffers import PendingOutput
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.scheduler import Scheduler

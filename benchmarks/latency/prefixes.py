@@ -1,29 +1,21 @@
-"""Time to the first token with and without a cached prefix, in a hybrid model; costs where nothing repeats.
-
-A deep copy of a prefix's cache is the best that a script around transformers can do: it is told where the prefix ends.
-The floor is the time of the matrix products that cannot be skipped, at the rate measured in the run.
-"""
+"""Prefix caching of a hybrid: first requests with a prefix, snapshot modes, unique prompts, prefills in a step."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import random
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from unittest import mock
 
-import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
-
 from benchmarks.cases import Figure, Run, case, token_ids
-from benchmarks.measuring import matmul_rate, medians, synchronize
-from benchmarks.models import OFF, Engine, Pair, engine, forward_flops, pair, prompts
+from benchmarks.measuring import medians
+from benchmarks.models import OFF, Engine, engine, pair, prompts
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.work import Timed, serve
+from benchmarks.serving.figures import percentile
 from megatron_ext.config import CacheConfig, RequestParams, batching
-from megatron_ext.mcore import platform
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -54,70 +46,6 @@ def after(prefix: Sequence[int], count: int, own: int = OWN) -> list[list[int]]:
 def slowest(records: Sequence[RequestRecord]) -> float:
     """Return the largest time to first token."""
     return max(record.ttft for record in records if record.ttft is not None)
-
-
-def cold(loaded: LoadedModel, shared: int, count: int) -> float:
-    """Return the seconds to the last first token of prompts that nothing is cached of."""
-    return slowest(roomy(loaded, OFF).generate(after(fresh(shared), count), ONE))
-
-
-def warm(loaded: LoadedModel, shared: int, count: int) -> float:
-    """Return the seconds of the same requests after the prefix was seen twice."""
-    built, prefix = roomy(loaded, ON), fresh(shared)
-    for prompt in after(prefix, 2):
-        built.generate([prompt], ONE)
-    records = built.generate(after(prefix, count), ONE)
-    if any(record.skipped_prefill_token_count != shared for record in records):
-        raise RuntimeError("a prompt did not skip its prefix: the figures would mean something else")
-    return slowest(records)
-
-
-@torch.inference_mode()
-def copied(reference: torch.nn.Module, shared: int, count: int) -> float:
-    """Return the seconds that transformers takes to copy the cache of the prefix and compute the rest."""
-    device = platform.device()
-    prefix, own = torch.tensor([fresh(shared)], device=device), torch.tensor(after([], count), device=device)
-    kept = reference(prefix, use_cache=True, logits_to_keep=1).past_key_values
-    synchronize()
-    start = time.perf_counter()
-    cache = copy.deepcopy(kept)
-    if count > 1:
-        _repeat_cache(cache, count)
-    reference(own, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
-    return time.perf_counter() - start
-
-
-def _repeat_cache(cache: DynamicCache, count: int) -> None:
-    """Repeat a cache of one sequence; transformers' own method knows attention layers only."""
-    for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for states in (layer.conv_states, layer.recurrent_states):
-                states.update({i: one.repeat_interleave(count, 0) for i, one in states.items() if one is not None})
-        elif layer.is_initialized:
-            layer.batch_repeat_interleave(count)
-
-
-@case("latency", quick={"repeats": 1, "shared": (256,), "at_once": (1, 2)})
-def shared_prefix(run: Run, repeats: int = 3, shared: tuple = (2048, 8192), at_once: tuple = (1, 8)) -> None:
-    """First token after a shared prefix, cold and warm, beside transformers with a copied cache and the floor."""
-    both = pair()
-    rate = matmul_rate(torch.float32, platform.device())
-    run.remark(f"matrix products: {rate / 1e9:.0f} GFLOP/s")
-    warm(both.ours, BLOCK, 1)
-    for count, prefix in itertools.product(at_once, shared):
-        times = [
-            (cold(both.ours, prefix, count), warm(both.ours, prefix, count), copied(both.reference, prefix, count))
-            for _ in range(repeats)
-        ]
-        first, later, script = (statistics.median(one) for one in zip(*times, strict=True))
-        floors = [forward_flops(both.ours, [prefix + OWN] * count, skipped) / rate for skipped in (0, prefix)]
-        run.row(
-            f"{prefix:,} shared, {count} at once",
-            {
-                **{"cold, s": first, "warm, s": later, "copied cache, s": script, "cold / floor": first / floors[0]},
-                **{"warm / floor": later / floors[1], "warm / copied": later / script},
-            },
-        )
 
 
 @case("latency", in_bench=True, quick={"shared": (256,), "own": 128})
@@ -219,79 +147,43 @@ LOADS = {
 QUICK_LOADS = {"64 after 128 cached": Load(4, 128, 64, AT_ONCE)}
 
 
-@dataclass
-class Times:
-    """Seconds of all requests with one limit."""
-
-    ttft: list[float] = field(default_factory=list)
-    longest_gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def figures(self) -> dict[str, Figure]:
-        """Return the columns of a row."""
-        ordered = sorted(self.ttft)
-        return {
-            "mean ttft, ms": 1e3 * statistics.mean(ordered),
-            "p99 ttft, ms": 1e3 * ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
-            "median of longest gaps, ms": 1e3 * statistics.median(self.longest_gaps),
-            "longest gap, ms": 1e3 * max(self.longest_gaps),
-            "tokens/s": self.tokens / self.seconds,
-        }
-
-
 @case("latency", quick={"repeats": 1})
 def prefills_per_step(run: Run, repeats: int = 3) -> None:
     """First tokens, gaps and throughput for each limit on prefills in a step, in turns."""
-    both = pair()
+    loaded = pair().ours
     for name, load in (QUICK_LOADS if run.is_quick else LOADS).items():
-        engines = {limit: _limited(both, limit, load) for limit in LIMITS}
-        seen = {limit: Times() for limit in LIMITS}
+        peers = {limit: _limited(loaded, limit, load) for limit in LIMITS}
+        seen: dict[str, list[tuple[list[Timed], float]]] = {limit: [] for limit in LIMITS}
         for repeat in range(repeats + 1):
-            for limit, built in engines.items():
-                _serve(built, load, f"{name} {repeat}", seen[limit] if repeat else Times())
-        for limit, times in seen.items():
-            run.row(f"{name}: {limit}", times.figures())
+            source = random.Random(repeat)
+            counts = [source.choice(ANSWERS) for _ in range(load.requests)]
+            for limit, peer in peers.items():
+                seen[limit].append(serve(peer, load.prompts(f"{name} {repeat}"), load.at_once, counts))
+        for limit, runs in seen.items():
+            run.row(f"{name}: {limit}", _figures(runs[1:]))  # the first warms up
 
 
-def _limited(both: Pair, limit: str, load: Load) -> Engine:
+def _limited(loaded: LoadedModel, limit: str, load: Load) -> Ours:
     """Build an engine with this limit, which has cached the prefix."""
     enough, most = LIMITS[limit]
-    with _enough_prefill_tokens(enough):
-        built = engine(both.ours, ON, block_count=1_600, max_requests=64, max_prefills_per_step=most)
+    known = batching.ENOUGH_PREFILL_TOKENS
+    with mock.patch.dict(known, dict.fromkeys(known, enough) if enough is not None else {}):
+        peer = Ours(loaded, max_requests=64, max_prefills_per_step=most)
     if load.shared:
         for turn in range(2):  # the second leaves a snapshot at the divergence
-            built.generate(load.prompts(f"prefix {turn}")[:1], ONE)
-    return built
+            serve(peer, load.prompts(f"prefix {turn}")[:1], 1, 1)
+    return peer
 
 
-@contextlib.contextmanager
-def _enough_prefill_tokens(tokens: int | None) -> Iterator[None]:
-    known = batching.ENOUGH_PREFILL_TOKENS
-    with mock.patch.dict(known, dict.fromkeys(known, tokens) if tokens is not None else {}):
-        yield
-
-
-def _serve(built: Engine, load: Load, name: str, times: Times) -> None:
-    """Serve all requests, `at_once` of them in flight."""
-    source = random.Random(name)
-    waiting = [(prompt, source.choice(ANSWERS)) for prompt in load.prompts(name)]
-    live: dict[int, list[float]] = {}  # times of submission and of tokens
-    begin = time.perf_counter()
-    while waiting or live:
-        while waiting and len(live) < load.at_once:
-            prompt, generated = waiting.pop()
-            submitted = time.perf_counter()
-            live[built.add(prompt, RequestParams(generated, ignore_eos=True)).request_id] = [submitted]
-        output, now = built.step(), time.perf_counter()
-        counts = {request.request_id: request.generated_count for request in output.active}
-        counts |= {record.request_id: len(record.generated_tokens) for record in output.records}
-        for request_id, moments in live.items():
-            if counts.get(request_id, 0) >= len(moments):
-                moments.append(now)
-        for record in output.records:
-            submitted, *tokens = live.pop(record.request_id)
-            times.ttft.append(tokens[0] - submitted)
-            times.longest_gaps.append(max(later - earlier for earlier, later in itertools.pairwise(tokens)))
-            times.tokens += len(tokens)
-    times.seconds += time.perf_counter() - begin
+def _figures(runs: list[tuple[list[Timed], float]]) -> dict[str, Figure]:
+    """Return the columns of a row; times are milliseconds."""
+    records = [record for one, _ in runs for record in one]
+    ttft = sorted(1e3 * record.first for record in records)
+    gaps = [1e3 * max(later - earlier for earlier, later in itertools.pairwise(record.arrivals)) for record in records]
+    return {
+        "mean ttft, ms": statistics.mean(ttft),
+        "p99 ttft, ms": percentile(ttft, 99),
+        "median of longest gaps, ms": statistics.median(gaps),
+        "longest gap, ms": max(gaps),
+        "tokens/s": sum(len(record.tokens) for record in records) / sum(seconds for _, seconds in runs),
+    }

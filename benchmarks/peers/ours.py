@@ -20,10 +20,11 @@ CPU = torch.device("cpu")
 
 
 class Ours:
-    """Engine with default settings, and room for all requests. See `benchmarks.peers.work.Peer`."""
+    """Engine with default settings, and memory for all requests. See `benchmarks.peers.work.Peer`."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._engine = engine(loaded, CacheConfig(snapshot_slots=64), block_count=1_600, max_requests=16)
+    def __init__(self, loaded: LoadedModel, **batching: object) -> None:
+        options = {"block_count": 1_600, "max_requests": 16, **batching}
+        self._engine = engine(loaded, CacheConfig(snapshot_slots=64), **options)
         self._live: dict[int, tuple[int, Request, int]] = {}  # by request id: key, request, reported tokens
         self.rates: list[float] = []  # of matrix products, operations a second
 

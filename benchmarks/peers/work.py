@@ -39,10 +39,14 @@ class Timed:
     """Times of one request, in seconds after its submission, and its output."""
 
     prompt: int
-    first: float | None = None
-    last: float | None = None
+    arrivals: list[float] = field(default_factory=list)  # of each step's tokens
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def first(self) -> float:
+        """Time to the first token."""
+        return self.arrivals[0]
 
 
 class Peer(Protocol):
@@ -68,9 +72,19 @@ def unique(length: int, requests: int) -> list[list[int]]:
     return [token_ids(length, f"unique {length} {i}") for i in range(requests)]
 
 
-def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int = GENERATED) -> tuple[list[Timed], float]:
-    """Keep `at_once` requests in flight until all have ended; return their times, and the duration in seconds."""
+def serve(
+    peer: Peer, prompts: list[list[int]], at_once: int, count: int | list[int] = GENERATED
+) -> tuple[list[Timed], float]:
+    """Keep `at_once` requests in flight until all have ended; return their times, and the duration in seconds.
+
+    Args:
+        peer: Engine.
+        prompts: Prompts, in order of submission.
+        at_once: Requests in flight.
+        count: Tokens that each request generates, or a number for each.
+    """
     waiting, live = list(enumerate(prompts)), {}
+    counts = count if isinstance(count, list) else [count] * len(prompts)
     done: dict[int, Timed] = {}
     started: dict[int, float] = {}
     begin = time.perf_counter()
@@ -78,22 +92,22 @@ def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int = GENER
         while waiting and len(live) < at_once:
             key, prompt = waiting.pop(0)
             live[key], started[key] = Timed(len(prompt)), time.perf_counter()
-            peer.submit(key, prompt, count)
+            peer.submit(key, prompt, counts[key])
         for key, new, cached, has_ended in peer.step():
             one, now = live[key], time.perf_counter() - started[key]
-            one.first = now if one.first is None and new else one.first
+            one.arrivals += [now] * bool(new)
             one.tokens += new
             if has_ended:
-                one.last, one.cached = now, cached
+                one.cached = cached
                 done[key] = live.pop(key)
     return [done[key] for key in sorted(done)], time.perf_counter() - begin
 
 
 def figures(records: list[Timed], seconds: float) -> dict[str, Figure]:
     """Return the columns of a row."""
-    later = [1e3 * (one.first or 0.0) for one in records[1:]]
+    later = [1e3 * one.first for one in records[1:]]
     return {
-        "first ttft, ms": 1e3 * (records[0].first or 0.0),
+        "first ttft, ms": 1e3 * records[0].first,
         "later ttft, ms": statistics.median(later) if later else None,
         "worst ttft, ms": max(later, default=None),
         "generated tokens/s": sum(len(one.tokens) for one in records) / seconds,
@@ -107,7 +121,7 @@ def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, Figur
     firsts = []
     for _ in range(repeats - 1):
         ((record,), _) = serve(peer, prompts[:1], 1)
-        firsts.append(1e3 * (record.first or 0.0))
+        firsts.append(1e3 * record.first)
         peer.forget()
     found = figures(*serve(peer, prompts, 1))
     return found | {"first ttft, ms": statistics.median([*firsts, found["first ttft, ms"]])}  # type: ignore[list-item]
@@ -128,7 +142,7 @@ def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
             history += record.tokens
             records.append(record)
         computed = sum(one.prompt - one.cached for one in records)
-        yield statistics.median(one.first or 0.0 for one in records), computed
+        yield statistics.median(one.first for one in records), computed
 
 
 def _chat_rows(run: Run, peer: Peer, chats: int) -> None:

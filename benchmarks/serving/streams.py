@@ -29,7 +29,6 @@ POLLED = ("/metrics", "/prefix_cache")
 POLL_SECONDS, MEMORY_SECONDS = 0.25, 5.0
 CHOICES, WATCHED = 64, 384  # choices of a request beside the watched stream; tokens of that stream
 LETTERS = 60_000  # of the one string that the grammar allows
-LARGEST_RATIO = 2.0  # of the largest gaps, with the grammar and without
 Told = dict[str, object]
 """Figures that the server reports at its end."""
 
@@ -308,7 +307,7 @@ def _report(run: Run, seen: Seen, told: Told, seconds: float) -> None:
 # A stream beside a costly grammar (SE-10)
 
 
-@case("serving", quick={"seconds": 3.0, "choices": 4, "letters": 500})
+@case("serving", in_bench=True, quick={"seconds": 3.0, "choices": 4, "letters": 500})
 def grammar(run: Run, seconds: float = 20.0, choices: int = CHOICES, letters: int = LETTERS) -> None:
     """Gaps of a stream alone, beside requests for 64 choices, and beside the same with a costly grammar."""
     schema = {"enum": ["x" * letters]}
@@ -334,9 +333,7 @@ def grammar(run: Run, seconds: float = 20.0, choices: int = CHOICES, letters: in
                 largest.append(max(gaps, default=float("inf")))
 
     asyncio.run(measure())
-    ratio = largest[2] / largest[1]
-    is_small = None if run.is_quick else ratio <= LARGEST_RATIO
-    run.row("largest gap, with the grammar / without", {"ratio": ratio, f"at most {LARGEST_RATIO:g}": is_small})
+    run.row("largest gap, with the grammar / without", {"ratio": largest[2] / largest[1]})
 
 
 PROMPT = [17, 230, 41, 512, 77, 90, 1033, 8]
