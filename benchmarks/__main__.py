@@ -299,7 +299,7 @@ def beside(ours: Rows, theirs: Rows) -> Rows:
         for column, value in figures.items():
             other = theirs.get(row, {}).get(column)
             if _is_number(value) and _is_number(other) and other:
-                found.setdefault(row, {})[f"{column}: ours / its"] = float(value) / float(other)  # type: ignore[arg-type]
+                found.setdefault(row, {})[f"{column}: ours / its"] = float(value) / float(other)
     return found
 
 

@@ -161,7 +161,7 @@ NEMOTRON_SHAPED = ModelConfig(
 
 def random_model(config: ModelConfig, **options: object) -> LoadedModel:
     """Build a model of this shape with random weights; see `build_model` for the options."""
-    model = build_model(config, **{"device": platform.device(), **options})  # type: ignore[arg-type]
+    model = build_model(config, **{"device": platform.device(), **options})
     return loaded_model(model, config)
 
 
@@ -169,7 +169,7 @@ def loaded_model(model: torch.nn.Module, config: ModelConfig) -> LoadedModel:
     """Return a model together with its configuration and a tokenizer of numbers."""
     assert config.vocab_size is not None, "every shape here has one"
     dtype = next(model.parameters()).dtype
-    return LoadedModel(model, config, NullTokenizer(config.vocab_size), dtype, "random weights")  # type: ignore[arg-type]
+    return LoadedModel(model, config, NullTokenizer(config.vocab_size), dtype, "random weights")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def engine(
         speculation: Drafts.
         batching: Fields of `BatchingConfig`.
     """
-    settings = BatchingConfig(**batching)  # type: ignore[arg-type]
+    settings = BatchingConfig(**batching)
     built = build_engine(
         loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, speculation=speculation
     )

@@ -131,7 +131,7 @@ def difference(one: RequestRecord, other: RequestRecord) -> float:
     Those must be about as likely, since random weights have near ties.
     """
     found = 0.0
-    pairs = zip(one.generated_tokens, other.generated_tokens, one.generated_log_probs, other.generated_log_probs)  # type: ignore[arg-type]  # noqa: B905 - requested; ties end it
+    pairs = zip(one.generated_tokens, other.generated_tokens, one.generated_log_probs, other.generated_log_probs)  # noqa: B905 - requested; ties end it
     for token, like, log_prob, value in pairs:
         found = max(found, abs(log_prob - value))
         if token != like:
@@ -154,7 +154,7 @@ def waiting_is_an_error() -> Iterator[list[int]]:
         count[0] += 1
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(*arguments, **options)  # type: ignore[arg-type]
+            return launch(*arguments, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -33,7 +33,7 @@ def decoding(loaded: LoadedModel, requests: int, context: int, steps: int, **par
     options = {"max_tokens": requests * context, "max_prefills_per_step": 0} if requests > REQUESTS else {}
     built = engine(loaded, block_size=BLOCK, block_count=blocks, max_requests=requests, **options)
     count = steps + 4 * requests + context // BLOCK
-    sampling = RequestParams(count, ignore_eos=True, **params)  # type: ignore[arg-type]
+    sampling = RequestParams(count, ignore_eos=True, **params)
     built.start_decoding(prompts(requests, context, vocabulary=loaded.config.vocab_size or 0), sampling)
     return built
 

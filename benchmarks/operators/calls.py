@@ -289,7 +289,7 @@ class Calls:
             "live": torch.zeros(1, *state, dtype=dtype, device=self._device),
             "snapshots": None,
         }
-        return Call(partial(operator.prefill, *inputs, **options, **places), *amount)  # type: ignore[attr-defined]
+        return Call(partial(operator.prefill, *inputs, **options, **places), *amount)
 
     def _decode(
         self,
@@ -306,5 +306,5 @@ class Calls:
             torch.zeros(rows, *state, dtype=dtype, device=self._device),
             torch.arange(rows, device=self._device),
         )
-        work = partial(operator.decode, *inputs, **options, slots=slots, live=live)  # type: ignore[attr-defined]
+        work = partial(operator.decode, *inputs, **options, slots=slots, live=live)
         return Call(work, 2.0 * live.numel() * live.element_size() + moved, "TB")

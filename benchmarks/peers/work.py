@@ -124,7 +124,7 @@ def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, Figur
         firsts.append(1e3 * record.first)
         peer.forget()
     found = figures(*serve(peer, prompts, 1))
-    return found | {"first ttft, ms": statistics.median([*firsts, found["first ttft, ms"]])}  # type: ignore[list-item]
+    return found | {"first ttft, ms": statistics.median([*firsts, found["first ttft, ms"]])}
 
 
 def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
@@ -165,7 +165,7 @@ def measure(run: Run, peer: Peer) -> None:
     for prefix in size.prefixes:
         one = shared(prefix, size.requests)
         report(f"{prefix:,} shared, 1 at once", partial(alone, peer, one, size.repeats))
-        report(f"{prefix:,} shared, 8 at once", lambda one=one: figures(*serve(peer, one, 8)))  # type: ignore[misc]
+        report(f"{prefix:,} shared, 8 at once", lambda one=one: figures(*serve(peer, one, 8)))
     report("unique, 8 at once", lambda: figures(*serve(peer, unique(size.unique, size.requests), 8)))
     peer.forget()
     _chat_rows(run, peer, size.chats)

@@ -84,7 +84,7 @@ def plot(rows: Rows, folder: Path) -> None:
     from matplotlib.figure import Figure as Plot
 
     mpl.rcParams["svg.hashsalt"] = "routing"  # equal figures give equal files
-    names: Mapping[str, tuple[str, str]] = {row: tuple(row.split(", ", 1)) for row in rows}  # type: ignore[misc]
+    names: Mapping[str, tuple[str, str]] = {row: tuple(row.split(", ", 1)) for row in rows}
     fleets = list(dict.fromkeys(size for _, size in names.values()))
     rules = list(dict.fromkeys(rule for rule, _ in names.values()))
     for file, (column, title, scale) in PLOTS.items():

@@ -120,12 +120,12 @@ async def ask_all(client: openai.AsyncOpenAI, texts: dict[tuple[int, int], str],
         }
         try:
             if chat % 2:
-                parts = await client.chat.completions.create(stream=True, **fields)  # type: ignore[call-overload]
+                parts = await client.chat.completions.create(stream=True, **fields)
                 pieces = [part.choices[0] async for part in parts if part.choices]
                 assert pieces[-1].finish_reason is not None
                 seen.answers[chat] = "".join(piece.delta.content or "" for piece in pieces)
             else:
-                answer = await client.chat.completions.create(**fields)  # type: ignore[call-overload]
+                answer = await client.chat.completions.create(**fields)
                 seen.answers[chat] = answer.choices[0].message.content
         except openai.APIError as error:
             told = seen.errors if getattr(error, "body", None) else seen.lost

@@ -71,7 +71,7 @@ _TIMES = {"ttft_ms": "first token", "inter_token_ms": "between tokens", "end_to_
 
 def rows(told: Mapping[str, Figures]) -> Rows:
     """Return a row for each figure, and a column for each kind of work."""
-    found: Rows = {name.replace("_", " "): {kind: one[name] for kind, one in told.items()} for name in _COUNTS}  # type: ignore[misc]
+    found: Rows = {name.replace("_", " "): {kind: one[name] for kind, one in told.items()} for name in _COUNTS}
     shares = {kind: cast("float | None", one["skipped_share"]) for kind, one in told.items()}
     found["skipped, %"] = {kind: None if share is None else 100 * share for kind, share in shares.items()}
     for name, title in _TIMES.items():

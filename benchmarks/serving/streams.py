@@ -111,7 +111,7 @@ def _timed_phases(engine: object, is_wanted: bool) -> Iterator[dict[str, list[fl
             found[name][0] += time.perf_counter() - wall
             found[name][1] += time.thread_time() - own
 
-    with mock.patch.object(profiler_phases, "record_function", timed), profiler_phases.named_phases(engine):  # type: ignore[arg-type]
+    with mock.patch.object(profiler_phases, "record_function", timed), profiler_phases.named_phases(engine):
         yield found
 
 
@@ -285,22 +285,22 @@ def _spread(seconds: list[float]) -> dict[str, Figure]:
 def _report(run: Run, seen: Seen, told: Told, seconds: float) -> None:
     for name, values in (("first token", seen.first), ("gap", seen.gaps), *seen.polled.items()):
         run.row(name, _spread(values))
-    pauses: list[float] = told["pauses"]  # type: ignore[assignment]
+    pauses: list[float] = told["pauses"]
     run.row("full collections", {"count": len(pauses), "max, ms": 1e3 * max(pauses, default=0.0)})
     errors = sum(count for status, count in seen.statuses.items() if status >= 500)
     run.row("answers", {"count": sum(seen.statuses.values()), "no 5xx": not errors, "none broken": not seen.broken})
     run.row("left mid-stream", {"count": seen.left})
     run.row("tokens", {"count": seen.tokens, "a second": seen.tokens / seconds})
-    loop, whole = told["cpu"]  # type: ignore[misc]
+    loop, whole = told["cpu"]
     for name, used in (("processor of the event loop", loop), ("processor of the server", whole)):
         run.row(name, {"us a token": 1e6 * used / max(1, seen.tokens)})
-    run.row("threads of the server", {"count": told["threads"]})  # type: ignore[dict-item]
+    run.row("threads of the server", {"count": told["threads"]})
     run.row(
         "memory of the server", {"first, MB": seen.memory[0], "max, MB": max(seen.memory), "last, MB": seen.memory[-1]}
     )
-    phases: dict[str, list[float]] = told["phases"]  # type: ignore[assignment]
+    phases: dict[str, list[float]] = told["phases"]
     for name, (wall, own) in phases.items():
-        a_step = 1e3 / max(1, told["steps"])  # type: ignore[call-overload]
+        a_step = 1e3 / max(1, told["steps"])
         run.row(f"phase {name}", {"wall, ms a step": wall * a_step, "processor, ms a step": own * a_step})
 
 

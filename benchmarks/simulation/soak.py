@@ -179,7 +179,7 @@ def soak(
     """Soak of the engine with a tiny model; tokens with the cache equal those of each request served alone."""
     platform.initialize()
     loaded = slow_model()
-    cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)  # type: ignore[arg-type]
+    cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)
     built = engine(loaded, cache, **POOLS)
     served, events = serve(built, requests, seed)
     left = leaks(built)

@@ -63,7 +63,7 @@ def ranks(run: Run, repeats: int = 3, prompt: int = 2048, tokens: int = 64) -> N
         run.row(name, {**found, **{f"{column}, over one rank": found[column] / base[column] for column in found}})
 
 
-def on_ranks(measure: Callable, parallel: ParallelConfig, threads: int, *arguments: object) -> dict:  # type: ignore[type-arg]
+def on_ranks(measure: Callable, parallel: ParallelConfig, threads: int, *arguments: object) -> dict:
     """Run `measure(parallel, *arguments)` on all ranks at once and return the result of rank 0."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def on_ranks(measure: Callable, parallel: ParallelConfig, threads: int, *argumen
         try:
             if not receiver.poll(TIMEOUT):
                 raise TimeoutError(f"the ranks of {parallel} do not come to an end")
-            found: dict = receiver.recv()  # type: ignore[type-arg]
+            found: dict = receiver.recv()
             return found
         except EOFError as end:
             raise RuntimeError("rank 0 has failed; its error is above") from end
@@ -93,7 +93,7 @@ def _rank(
     folder: Path,
     threads: int,
     sender: Connection,
-    measure: Callable,  # type: ignore[type-arg]
+    measure: Callable,
     parallel: ParallelConfig,
     arguments: tuple[object, ...],
 ) -> None:
@@ -182,7 +182,7 @@ def counted(module: object) -> Iterator[list[int]]:
 
     def broadcast(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
         sizes.append(tensor.nbytes)
-        return torch.distributed.broadcast(tensor, *arguments, **options)  # type: ignore[arg-type]
+        return torch.distributed.broadcast(tensor, *arguments, **options)
 
     with mock.patch.object(module, "broadcast", broadcast):
         yield sizes

@@ -109,7 +109,7 @@ class Subject:
 def _walker(build: Callable[[], PreTrainedModel], *, beside_transformers: bool) -> Subject:
     walks = Walks()
     texts: dict[str, Prompts] = {
-        text: lambda count, text=text: [walks.prompt(text, which) for which in range(count)]  # type: ignore[misc]
+        text: lambda count, text=text: [walks.prompt(text, which) for which in range(count)]
         for text in ("editing", "extraction", "new")
     }
     both = pair_of(walking(build, walks.next_tokens()))

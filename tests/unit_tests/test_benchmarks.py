@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -101,6 +102,14 @@ def test_a_process_that_fails_or_hangs_keeps_its_figures(program, rows, error, t
     assert page["rows"] == rows
     assert (error or "") in page["failed"].get("process", "")
     assert bool(page["failed"]) == bool(error)
+
+
+def test_peers_start_without_this_package():
+    """The environments of vLLM and of megatron-core 0.19.2 have neither rich nor megatron_ext."""
+    modules = ("worker", "peers.vllm_engine", "gpu.peer", "gpu.megatron_0_19.stand_ins")
+    program = "import sys; sys.modules.update(dict.fromkeys(['megatron_ext', 'megatron', 'rich'])); import benchmarks."
+    program += ", benchmarks.".join(modules)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_an_error_costs_no_other_figure_and_long_parts_are_left_out():
