@@ -12,6 +12,9 @@ import pytest
 from benchmarks.__main__ import MODULES, beside, chosen, main, run_process
 from benchmarks.cases import CASES, Run, empty_page
 from benchmarks.goals import GOALS, Goal
+from benchmarks.gpu import models
+from benchmarks.latency import steps
+from benchmarks.throughput import ranks
 from tests.unit_tests.support.source import ROOT
 
 RESULTS = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
@@ -43,6 +46,12 @@ def test_each_figure_of_the_readme_is_found_by_name():
     named = [line.split(" | ")[0].removeprefix("| ") for line in RESULTS.splitlines() if line.startswith("| ")]
     assert len(figures) > 10
     assert [figure for figure in figures if not any(one and figure.startswith(one) for one in named)] == []
+
+
+def test_timed_functions_exist():
+    """Their names are looked up when a case runs, so that a rename would break it unseen."""
+    places = {**steps.HOST, "compute": steps.COMPUTE, **ranks.SENDS, **models.PHASES}
+    assert [name for name, place in places.items() if not hasattr(*place)] == []
 
 
 def test_documents_name_existing_cases():
