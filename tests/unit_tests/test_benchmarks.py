@@ -49,7 +49,7 @@ def test_each_figure_of_the_readme_is_found_by_name():
 
 
 def test_timed_functions_exist():
-    """Their names are looked up when a case runs, so that a rename would break it unseen."""
+    """Names of timed functions are looked up when a case runs, so that a rename would break it unseen."""
     places = {**steps.HOST, "compute": steps.COMPUTE, **ranks.SENDS, **models.PHASES}
     assert [name for name, place in places.items() if not hasattr(*place)] == []
 
