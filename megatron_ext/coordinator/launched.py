@@ -122,7 +122,7 @@ class LaunchRecord:
 
     @classmethod
     def read(cls, directory: Path) -> LaunchRecord | None:
-        """Return the record of a directory; None if there is none that can be read."""
+        """Return the record of a directory; None if it cannot be read."""
         try:
             fields: dict[str, Any] = read_json(directory / RECORD, _LONGEST_RECORD)
             return cls(**fields)

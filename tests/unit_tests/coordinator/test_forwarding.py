@@ -426,6 +426,41 @@ async def test_a_random_life():
         await front.check_idle()
 
 
+async def test_a_rolling_restart_loses_nothing():
+    """Each replica is drained, ends when it is idle, and comes back at its address; each request has its answer."""
+
+    async def slowly(fake, exchange):
+        fake.beat["steps"] += 1
+        await asyncio.sleep(0.02)
+        await answers(fake, exchange)
+
+    async with fleet(2, replica_timeout=1.0) as (front, fakes):
+        members, is_over, seen = front.coordination.fleet, asyncio.Event(), []
+        for fake in fakes:
+            fake.behave = slowly
+
+        async def client(number: int) -> None:
+            while not is_over.is_set():
+                answer = await front.complete([number] * 9, stream=bool(number % 2))
+                seen.append((answer.status_code, number % 2 == 0 or answer.text == HEALTHY_STREAM))
+
+        clients = [asyncio.ensure_future(client(number)) for number in range(8)]
+        for fake in fakes:
+            member = members.members[fake.url]
+            before = len(seen)
+            members.drain(fake.url)
+            await eventually(lambda: not member.calls)  # noqa: B023
+            await fake.stop()
+            fake.restart()
+            await fake.start(member.address.port)
+            await front.until(fake, Status.READY)
+            await eventually(lambda: len(seen) > before + 10)  # noqa: B023
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert set(seen) == {(200, True)}
+        await front.check_idle()
+
+
 class TestParts:
     async def test_events_are_never_cut(self):
         async def pieces(data: bytes, size: int):

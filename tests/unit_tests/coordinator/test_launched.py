@@ -83,7 +83,7 @@ def plan(script: Path, home: Path, count: int, *flags: str) -> LaunchPlan:
 
 class TestTakingOver:
     async def test_replicas_of_a_killed_coordinator_are_kept(self, script, home, monkeypatch, caplog):
-        """They join with their directories, are started again when they die, and end with the coordinator."""
+        """Found replicas join with their directories, are started again if they die, and end with the coordinator."""
         monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
         with killed_coordinator(script, home, 2) as pids:
             assert not any(has_ended(pid) for pid in pids)
@@ -118,7 +118,7 @@ class TestTakingOver:
             await fleet.close()
 
     async def test_a_replica_that_was_not_ready_is_ended(self, script, home):
-        """Its URL is not known, and nothing hears it any more."""
+        """A replica without a URL in its record cannot be reached."""
         with killed_coordinator(script, home, 1) as (pid,):
             (found,) = find_replicas(home)
             record = found.record
