@@ -25,7 +25,7 @@ from benchmarks.models import NEMOTRON_SHAPED, TINY, Engine, prompts, random_mod
 from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, RequestParams
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine, build_worker
-from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.parallel import link, shared_results
 
 ONE = ParallelConfig()
