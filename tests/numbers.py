@@ -17,11 +17,9 @@ MCORE = tuple(
     for name in (
         "against_recompute",
         "caching_matrix",
-        "choosing",
         "draft_model",
-        "gated_delta_net",
-        "mamba1",
         "operator_backends",
+        "recurrent_kinds",
         "snapshots_decode",
         "snapshots_dtypes",
         "steps",

@@ -18,8 +18,7 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
 from megatron_ext.ops.rotary import Heads, rotate_and_write
-from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
-from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
+from megatron_ext.ops.sampling import SamplingMetadata, greedy_tokens, sample_tokens
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
@@ -249,7 +248,7 @@ class Calls:
 
     def _best(self) -> Call:
         logits = self._random(self._e.requests, self._e.words)
-        return Call(partial(best_tokens_of, logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
+        return Call(partial(greedy_tokens, logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
 
     def _draw(self) -> Call:
         """Draw tokens as a captured step does, with top_p."""
@@ -258,7 +257,7 @@ class Calls:
         one = torch.ones(rows, dtype=torch.float64, device=self._device)
         top_k = torch.zeros(rows, dtype=torch.int64, device=self._device)
         metadata = SamplingMetadata(0.8 * one, top_k, 0.9 * one, 0.5 * one)
-        return Call(partial(draw_tokens, logits, metadata), float(logits.numel() * self._bytes), "TB")
+        return Call(partial(sample_tokens, logits, metadata), float(logits.numel() * self._bytes), "TB")
 
     # Inputs
 

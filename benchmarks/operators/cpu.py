@@ -18,7 +18,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.cpp import NAME as CPP
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
-from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_metadata
 
 CPU = torch.device("cpu")
 ROWS = 64  # of logits
@@ -139,7 +139,7 @@ def sampling(run: Run, repeats: int = 9, vocabularies: tuple = (4_096, 32_000, 1
 
 def _draw(logits: Tensor, backend: str, top_k: float = 0, top_p: float = 0.0) -> Callable[[], Tensor]:
     uniform = torch.rand(ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64).tolist()
-    batch = sampling_batch([0.8] * ROWS, [int(top_k)] * ROWS, [top_p] * ROWS, uniform)
+    batch = sampling_metadata([0.8] * ROWS, [int(top_k)] * ROWS, [top_p] * ROWS, uniform)
 
     def call() -> Tensor:
         with SAMPLING.forced(backend):

@@ -15,6 +15,7 @@ LISTS_OF_FIELDS = {
     "ModelFields": "the architecture of every model that can be built",
     "ModelConfig": "inherits them all",
     "RequestParams": "the options of a request",
+    "CoordinatorConfig": "the settings of a coordinator, those of its keys inherited",
     "RequestRecord": "all that is reported of a request",
     "GenerationRequest": "the body of a request",
     "CompletionRequest": "inherits its fields",
