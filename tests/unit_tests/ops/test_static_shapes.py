@@ -76,7 +76,7 @@ def padded_chunks():
 
 
 def exact_chunks():
-    """The same chunks without padding."""
+    """Cut the same sequences into chunks without padding."""
     return pack_chunks([cut_between(*one[:2], 64, one[2]) for one in zip(STARTS, LENGTHS, STOPS, strict=True)], None)
 
 
