@@ -97,6 +97,13 @@ class TestEventPlaces:
         with pytest.raises(BadHeartbeat):
             EventPlaces(HOST, sockets=Path("/made")).address(address)
 
+    @pytest.mark.parametrize(
+        "address", ["ipc:///run/secret", "ipc:///made/../run/secret", "ipc:///made", "ipc:///made/" + "x" * 107]
+    )
+    def test_sockets_elsewhere_are_refused(self, address):
+        with pytest.raises(BadHeartbeat):
+            EventPlaces("127.0.0.1", sockets=Path("/made")).address(address)
+
     def test_a_setting_allows_others(self):
         allowed = CoordinatorConfig(
             replica=("http://a",), allowed_event_sources=("10.0.0.6", "[::1]", "ipc:///run/events")
