@@ -297,6 +297,8 @@ class TestPrivateEvents:
                     assert answer.status_code == 200, answer.text
             views = front.coordination.router.replicas
             await eventually(lambda: {one.name: one.states for one in views()}[url] >= len(prompts))
+            await front.coordination.fleet.look_again()  # the requests above were load of another client
+            assert not any(one.load for one in views())
             for prompt in prompts:
                 await front.complete(prompt, max_tokens=1)
             assert not other.requests
