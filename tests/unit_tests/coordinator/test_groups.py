@@ -1,4 +1,4 @@
-"""RP-2, RP-5: replicas of another model stay out; several models are routed by name; weights are a version."""
+"""RP-2, RP-5, RP-9: replicas of another model stay out; several models are routed by name; weights are a version."""
 
 from __future__ import annotations
 

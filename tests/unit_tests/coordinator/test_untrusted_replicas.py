@@ -1,4 +1,4 @@
-"""SE-8, RP-4: whatever a replica answers is validated and bounded; it costs that replica only."""
+"""SE-8, RP-4, RP-8: whatever a replica answers is validated and bounded; it costs that replica only."""
 
 from __future__ import annotations
 
