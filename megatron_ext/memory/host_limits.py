@@ -125,4 +125,4 @@ def allocating(purpose: str, advice: Callable[[], str]) -> Iterator[None]:
         words = str(error)
         if not isinstance(error, MemoryError) and not any(sign in words for sign in _OUT_OF_MEMORY):
             raise
-        raise ConfigError(f"allocating {purpose} failed, although the memory seemed to be free; {advice()}") from error
+        raise ConfigError(f"not enough memory for {purpose}, although enough seemed to be free; {advice()}") from error

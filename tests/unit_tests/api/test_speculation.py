@@ -75,7 +75,7 @@ def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, cap
     records = generate(engine)
     assert [record.generated_tokens for record in records] == plain
     assert [message for message in caplog.messages if "drafter" in message] == [
-        "the drafter failed; the engine goes on"
+        "the drafter failed; the engine continues"
     ]
 
 
@@ -130,7 +130,7 @@ def test_vocabularies_are_compared():
     with pytest.raises(ConfigError, match="draft has no tokenizer to compare"):
         check_same_vocabulary(large, NullTokenizer(20), "draft")
     other = tokenizer_of(20, {7: "!"})
-    with pytest.raises(ConfigError, match="to the draft model draft token 7 is '!', to the large one '<7>'"):
+    with pytest.raises(ConfigError, match="draft token 7 is '!' in the draft model and '<7>' in the large model"):
         check_same_vocabulary(large, other, "draft")
 
 
@@ -147,7 +147,7 @@ def test_special_tokens_are_compared():
     """SP-1: an end of turn is not the beginning of one, although both read as nothing."""
     large = WithSpecial(20, {3: "<end>"})
     check_same_vocabulary(large, WithSpecial(20, {3: "<end>"}), "draft")
-    with pytest.raises(ConfigError, match="token 3 is '<begin>', to the large one '<end>'"):
+    with pytest.raises(ConfigError, match="token 3 is '<begin>' in the draft model and '<end>' in the large model"):
         check_same_vocabulary(large, WithSpecial(20, {3: "<begin>"}), "draft")
 
 

@@ -54,7 +54,7 @@ def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pools, "largest_allocation", lambda device, start: tried.append(start) or left)
     with monkeypatch.context() as patch:
         patch.setattr(pools, "StatePool", Failing)
-        with pytest.raises(ConfigError, match="no memory for KV blocks, live states and snapshots of") as caught:
+        with pytest.raises(ConfigError, match="memory for KV blocks, live states and snapshots of") as caught:
             build(model, block_count=5000, block_size=16, max_requests=2)
     assert "\n" not in str(caught.value)
     geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).geometry

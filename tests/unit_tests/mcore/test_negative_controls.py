@@ -329,8 +329,8 @@ def test_a_slot_that_holds_something_else_is_an_error(build, get_oracle, content
     notes[slot] = contents
     control._add([*PROMPT, 5])
     control._add([*SECOND, 5])
-    found = "unfinished" if contents is None else "those of another"
-    with pytest.raises(RestoreError, match=f"slot {slot} was to hold .* holds {found}"):
+    found = "unfinished" if contents is None else "the states of another"
+    with pytest.raises(RestoreError, match=f"slot {slot} should hold .* holds {found}"):
         control.driver.step()
     control.driver.engine.check()
     assert not control.driver.seen[RESUMED].chunks, "it was computed nevertheless"

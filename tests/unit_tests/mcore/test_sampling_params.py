@@ -75,7 +75,7 @@ class TestLength:
     def test_a_total_leaves_at_least_one(self):
         params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=25)
         assert convert(params, prompt=24).num_tokens_to_generate == 1
-        with pytest.raises(ConfigError, match=r"num_tokens_total 25 .* prompt of 25; it must be at least 26"):
+        with pytest.raises(ConfigError, match=r"num_tokens_total 25 .* prompt of 25 tokens; give at least 26"):
             convert(params, prompt=25)
 
     def test_a_total_and_a_number_to_generate_contradict_each_other(self):

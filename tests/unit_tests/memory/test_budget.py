@@ -184,7 +184,7 @@ def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated
 
 def test_more_blocks_than_can_be_counted():
     """Blocks without attention cost nothing on the device, but still need entries in lists."""
-    with pytest.raises(ConfigError, match=r"104857600 blocks are too many .*-block-count 16777216 would do"):
+    with pytest.raises(ConfigError, match=r"104857600 blocks are too many; .*-block-count 16777216 would do"):
         plan(dataclasses.replace(RECURRENT, state_bytes=1, max_sequence_length=2**24), max_requests=100, block_size=16)
     assert plan(RECURRENT, block_count=2**24).blocks == 2**24
 

@@ -96,7 +96,7 @@ def test_ulimit(monkeypatch: pytest.MonkeyPatch, limit: str, kind: str):
 def test_an_allocation_that_fails_is_one_line(error: Exception):
     with pytest.raises(ConfigError) as caught, allocating("what", lambda: "5 would do"):
         raise error
-    assert str(caught.value) == "allocating what failed, although the memory seemed to be free; 5 would do"
+    assert str(caught.value) == "not enough memory for what, although enough seemed to be free; 5 would do"
 
 
 def test_other_errors_stay_what_they_are():

@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ext.config import ServerSettings
+from megatron_ext.console.startup import StartUp
 from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.server import run
 
@@ -35,5 +36,5 @@ def test_the_server_does_so_when_its_model_is_there(monkeypatch):
     monkeypatch.setattr(run, "spare_what_is_loaded", lambda: done.append("spared"))
     monkeypatch.setattr(run, "serve", lambda *_: done.append("served"))
     monkeypatch.setattr(run, "bind", lambda *_: run.socket.socket())
-    run._listen_and_serve(ServerSettings(), None)
+    run._listen_and_serve(ServerSettings(), None, StartUp())
     assert done == ["loaded", "spared", "served"]

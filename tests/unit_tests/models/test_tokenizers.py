@@ -99,9 +99,9 @@ SPOILED = {
     "has tokenizer_type = 'BertTokenizer'; one of TikTokenizer, ": {"tokenizer_type": "BertTokenizer"},
     "has tokenizer_type = None": {"tokenizer_type": None},
     "has fields tokenizer_type, .*, more": {"more": 1},
-    "a tiktoken_pattern, .* that is none: 'v3', 8, 269": {"tiktoken_pattern": "v3"},
-    "that is none: 'v2', True, 269": {"tiktoken_num_special_tokens": True},
-    "that is none: 'v2', 8, '269'": {"vocab_size": "269"},
+    "a tiktoken_pattern, .* that is not valid: 'v3', 8, 269": {"tiktoken_pattern": "v3"},
+    "that is not valid: 'v2', True, 269": {"tiktoken_num_special_tokens": True},
+    "that is not valid: 'v2', 8, '269'": {"vocab_size": "269"},
 }
 
 
@@ -120,7 +120,7 @@ def test_what_a_saved_tokenizer_may_not_say(files, message, tmp_path):
 def test_a_file_that_is_gone(files, tmp_path):
     (tmp_path / "megatron_tokenizer.json").write_text(json.dumps({"tokenizer_type": "GPT2BPETokenizer"}))
     shutil.copyfile(files / "vocab.json", tmp_path / "gpt2_vocab.json")
-    with pytest.raises(ConfigError, match=r"has no gpt2_merges\.txt, which megatron_tokenizer\.json is about"):
+    with pytest.raises(ConfigError, match=r"has no gpt2_merges\.txt, which megatron_tokenizer\.json describes"):
         choose_tokenizer(SourceConfig(), tmp_path, ANY)
 
 

@@ -348,7 +348,7 @@ class TestSwitch:
     def test_required_and_not_there(self, cache, monkeypatch):
         monkeypatch.setenv("CXX", "/nowhere/c++")
         monkeypatch.setenv(cpp.SWITCH, "required")
-        with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=required: CXX=/nowhere/c\\+\\+ is not there"):
+        with pytest.raises(ConfigError, match="MEGATRON_EXT_CPP=required: CXX=/nowhere/c\\+\\+ does not exist"):
             cpp.are_used()
 
     def test_another_value(self, cache, monkeypatch):

@@ -261,7 +261,7 @@ def test_holes_cost_a_guess_and_nothing_else():
 def test_mistakes_of_the_caller():
     router = fleet(count=1)
     prompt = router.prompt([1])
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="is already a member"):
         router.join("0", SIZE)
     with pytest.raises(ValueError, match="must be positive"):
         router.join("1", 0)

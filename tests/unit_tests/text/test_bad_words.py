@@ -27,5 +27,5 @@ def test_one_beginning(word):
 
 def test_words_of_others():
     assert word_tokens(NullTokenizer(9), "3 4") == [(3, 4)]
-    with pytest.raises(ConfigError, match="no token of ' '"):
+    with pytest.raises(ConfigError, match="no token for ' '"):
         word_tokens(NullTokenizer(9), " ")

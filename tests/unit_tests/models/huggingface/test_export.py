@@ -96,7 +96,7 @@ class TestRefused:
 
     def test_another_architecture(self, llama_copy, llamas, tmp_path):
         with pytest.raises(
-            ConfigError, match="is of another architecture: group_query_attention is True there and False"
+            ConfigError, match="is of another architecture: group_query_attention is True there, and False in the model"
         ):
             self.export(llama_copy, tmp_path / "new", llamas("gqa, tied")[1])
         assert not (tmp_path / "new").exists()

@@ -141,7 +141,7 @@ def test_parts_that_do_not_fit_are_named(message: str, olmo: Path) -> None:
 
 def test_what_ranks_cannot_share(hybrids) -> None:
     """MR-1: a model that ranks cannot share is refused before anything is allocated."""
-    with pytest.raises(ConfigError, match=r"a norm of the queries of all heads .* cannot be shared by .* 2 ranks"):
+    with pytest.raises(ConfigError, match=r"a norm of the queries of all heads .* cannot be split over .* 2 ranks"):
         check_model(ParallelConfig(tensor_model_parallel_size=2), load_hf(hybrids(OLMO)[1]).config)
-    with pytest.raises(ConfigError, match="1 Mamba groups cannot be shared by --tensor-model-parallel-size 2"):
+    with pytest.raises(ConfigError, match="1 Mamba groups cannot be split over --tensor-model-parallel-size 2"):
         check_model(ParallelConfig(tensor_model_parallel_size=2), load_hf(hybrids(LAST[0])[1]).config)
