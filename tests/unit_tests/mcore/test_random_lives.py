@@ -134,7 +134,8 @@ def test_with_a_cache_of_blocks(get_oracle, monkeypatch, seed):
     policy = ["lru", "ref_zero"][seed % 2]
     driver = build_driver(get_oracle, "attention_only", policy=policy, **batching)
     Life(driver, source).live(get_oracle("attention_only"))
-    assert driver.engine.lifetime_skipped_token_count > 0
+    if policy == "lru":  # with ref_zero only requests that overlap in time share
+        assert driver.engine.lifetime_skipped_token_count > 0
 
 
 @pytest.mark.parametrize("seed", seeds([0, 1, 2], 6))
