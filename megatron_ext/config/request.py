@@ -20,14 +20,20 @@ class RequestParams:
     """Sampling parameters, stop conditions and log-prob options of a request. Greedy by default; docs/sampling.md."""
 
     # Length. 0 generated tokens: the prompt is only computed, and scored if requested.
-    num_tokens_to_generate: int = option(30, "Tokens to generate at most")
+    num_tokens_to_generate: int = option(30, "Maximum number of tokens to generate")
     min_tokens: int = 0  # until then neither an end token nor a stop word ends the generation
 
     # Filters and draw of a token; `top_k` 1 is greedy, too
-    temperature: float = option(0.0, "0 is greedy", least=0, bounds="zero (greedy) or more", in_generation_config=True)
+    temperature: float = option(
+        0.0,
+        "Sampling temperature; 0: greedy",
+        least=0,
+        bounds="zero (greedy) or more",
+        in_generation_config=True,
+    )
     top_k: int = option(
         0,
-        "Sample from the k best tokens; 0 is off, 1 is greedy",
+        "Sample from the k most likely tokens; 0: off, 1: greedy",
         flag="--top_k",
         least=0,
         bounds="zero (off) or more",
@@ -35,7 +41,7 @@ class RequestParams:
     )
     top_p: float = option(
         0.0,
-        "Sample from the best tokens that make up this probability; 0 is off",
+        "Sample from the smallest set of most likely tokens with at least this total probability; 0: off",
         flag="--top_p",
         least=0,
         most=1,
@@ -44,7 +50,7 @@ class RequestParams:
     )
     min_p: float = option(
         0.0,
-        "Sample from tokens with this share of the best one's probability; 0 is off",
+        "Sample from tokens with at least this fraction of the most likely token's probability; 0: off",
         flag="--min_p",
         least=0,
         most=1,
@@ -56,51 +62,51 @@ class RequestParams:
     # and output tokens, and multiplies negative ones.
     presence_penalty: float = option(
         0.0,
-        "Taken off the logits of tokens that were generated",
+        "Subtract this from the logits of tokens generated so far; 0: off",
         least=-LARGEST_PENALTY,
         most=LARGEST_PENALTY,
         bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
     )
     frequency_penalty: float = option(
         0.0,
-        "The same, for each time that one was generated",
+        "Subtract this from a token's logit for each time that the token was generated; 0: off",
         least=-LARGEST_PENALTY,
         most=LARGEST_PENALTY,
         bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
     )
     repetition_penalty: float = option(
         1.0,
-        "Divides the logits of tokens of prompt and generation; 1 is off",
+        "Divide positive logits of the prompt's and generated tokens by this, and multiply negative ones; 1: off",
         least=1 / LARGEST_FACTOR,
         most=LARGEST_FACTOR,
         bounds=f"between {1 / LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}; 1 is off",
         in_generation_config=True,
     )
     logit_bias: TokenBiases = option(
-        NO_BIASES, "Added to logits: a JSON object of token ids and numbers", metavar="JSON"
+        NO_BIASES, "Numbers to add to the logits of tokens: a JSON object by token id", metavar="JSON"
     )
-    bad_words: tuple[str, ...] = option((), "Texts that are not generated")
+    bad_words: tuple[str, ...] = option((), "Words that must not be generated")
     response_format: ResponseFormat | None = option(  # default: any text
-        None, "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"
+        None, "Format that outputs must have: OpenAI's response_format, or a regex; default: any text", metavar="JSON"
     )
     seed: int | None = None  # default: derived from the run's seed and the request id
 
     # Log-probs
-    return_log_probs: bool = option(False, "Log-probs of the prompt's and the generated tokens")
-    skip_prompt_log_probs: bool = option(False, "With --return-log-probs: only of the generated tokens")
-    top_n_logprobs: int = option(0, "With --return-log-probs: the n best tokens at each position as well")
+    return_log_probs: bool = option(False, "Return log-probs of the prompt's and the generated tokens")
+    skip_prompt_log_probs: bool = option(False, "With --return-log-probs: omit log-probs of the prompt")
+    top_n_logprobs: int = option(0, "With --return-log-probs: number of most likely tokens to return at each position")
 
     # End and text. `stop_token_ids` end a generation even with `ignore_eos`.
-    stop_words: tuple[str, ...] = option((), "Texts that end a generation; they are cut from the text")
+    stop_words: tuple[str, ...] = option((), "Words that end a generation; they are removed from the text")
     stop_token_ids: tuple[int, ...] = option(
-        (), "Tokens that end a generation beside the end of document, with --ignore-eos too"
+        (), "Token ids that end a generation in addition to the end-of-document token, even with --ignore-eos"
     )
     # Default: the tokenizer's end-of-document, and the others of generation_config.json
     termination_id: int | None = option(
-        None, "Token that ends a generation; default: those that end a document", metavar="ID"
+        None, "Token id that ends a generation; default: the end-of-document tokens", metavar="ID"
     )
-    ignore_eos: bool = option(False, "Go on after the end-of-document token")
-    skip_special_tokens: bool = option(True, "Texts are without special tokens")
+    ignore_eos: bool = option(False, "Continue after an end-of-document token")
+    skip_special_tokens: bool = option(True, "Remove special tokens from texts")
 
     # Prefix cache and drafts
     cache_salt: str | None = None
@@ -110,7 +116,7 @@ class RequestParams:
 
     track_generated_token_events: bool = option(
         False,
-        "With --output-request-events: an event for each token",
+        "With --output-request-events: record an event for each generated token",
         flag="--inference-dynamic-batching-track-generated-token-events",
     )
 

@@ -11,8 +11,8 @@ LAYER_SYMBOLS = {
     "-": "MLP",
     "E": "MoE",
     "P": "attention and recurrent side by side",
-    "A": "attention with its norm behind",
-    "F": "MLP with its norm behind",
+    "A": "attention with its norm after it",
+    "F": "MLP with its norm after it",
     "W": "attention in a window",
 }
 
