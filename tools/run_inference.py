@@ -16,7 +16,7 @@ from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
-from megatron_ext.parallel.world import is_first_rank, said_here
+from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
 from megatron_ext.signals import NOTHING_YET, Interrupted, Interruption
 
 HEAVY_PARTS = (
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
             _say(f"{interrupted.signal_name}: {interrupted}")
         return interrupted.exit_code
     except ConfigError as error:
-        words = said_here(error)
+        words = message_of_this_rank(error)
         if words is not None:
             _say(f"error: {words}")
         return BAD_USAGE

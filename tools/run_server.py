@@ -15,7 +15,7 @@ from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.host_limits import check_address_space
-from megatron_ext.parallel.world import is_first_rank, said_here
+from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
 from megatron_ext.server.log import printable, set_up_logging
 
 STOPPED, BAD_USAGE = 0, 2
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             run_server(settings, start_up)
     except ConfigError as error:
-        words = said_here(error)
+        words = message_of_this_rank(error)
         if words is not None:
             _say(words)
         return BAD_USAGE

@@ -40,7 +40,7 @@ def serve(pipe: Connection, max_requests: int, waiting: int, phases: bool, spare
     """Serve until told to stop; then report what the threads have used."""
     from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, ServerSettings
     from megatron_ext.mcore import platform
-    from megatron_ext.memory.heap import spare_what_is_loaded
+    from megatron_ext.memory.heap import freeze_loaded_objects
     from megatron_ext.server.run import bind, build_server, build_serving
 
     platform.initialize()
@@ -51,7 +51,7 @@ def serve(pipe: Connection, max_requests: int, waiting: int, phases: bool, spare
     )
     serving = build_serving(settings)
     if spare_heap:
-        spare_what_is_loaded()
+        freeze_loaded_objects()
     pauses = _full_collections()
     urls: list[str] = []
     ready = threading.Event()

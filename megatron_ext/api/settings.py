@@ -50,7 +50,7 @@ def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
             raise ConfigError(f"{name} {shown(value)} is given twice, as {flag.field} too; give one of them")
         values[flag.key] = _checked(name, value, group, flag)
     settings = settings_of({key: value for key, value in values.items() if value is not None})
-    _refuse_what_a_run_does(settings.run)
+    _refuse_run_settings(settings.run)
     return settings
 
 
@@ -62,11 +62,11 @@ def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[Flag
         raise ConfigError(f"{name} is not a setting of an engine; {hint}")
     group, flag = known[name]
     if not is_of_the_engine(group, flag):
-        raise ConfigError(f"{name} {_NOT_HERE}")
+        raise ConfigError(f"{name} {_RUN_ONLY}")
     return group, flag
 
 
-_NOT_HERE = "is a setting of tools/run_inference.py only; leave it out, and pass prompts to generate()"
+_RUN_ONLY = "is a setting of tools/run_inference.py only; leave it out, and pass prompts to generate()"
 
 
 def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
@@ -83,8 +83,8 @@ def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
     return converted
 
 
-def _refuse_what_a_run_does(run: RunConfig) -> None:
+def _refuse_run_settings(run: RunConfig) -> None:
     """Refuse flags of the file that are not for the engine."""
     others = [name for name, value in vars(run).items() if name != _LOG_INTERVAL and value != getattr(RunConfig, name)]
     if others:
-        raise ConfigError(f"{others[0]} in the file that model_config names {_NOT_HERE}")
+        raise ConfigError(f"{others[0]} in the file that model_config names {_RUN_ONLY}")

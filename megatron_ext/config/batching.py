@@ -63,8 +63,8 @@ class BatchingConfig:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
-            most = f"{name.replace('_', ' ')} {value} is too large; at most {MAX_UNITS} would do"
-            require(value is None or value <= MAX_UNITS, most)
+            message = f"{name.replace('_', ' ')} {value} is too large; at most {MAX_UNITS} would do"
+            require(value is None or value <= MAX_UNITS, message)
         prefills = self.max_prefills_per_step
         flag = "--inference-dynamic-batching-max-prefills-per-step"
         require(prefills is None or prefills >= 0, f"{flag} {prefills} must be 1 or more, or 0 for no limit")

@@ -21,19 +21,19 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def flag(default: T, help_text: str, *, most: int | None = None) -> T:
-    """Return a dataclass field with a flag of the same name and its text in `--help`; `most` as in `bounded`."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "most": most})
+def flag(default: T, help_text: str, *, maximum: int | None = None) -> T:
+    """Return a dataclass field with a flag of the same name and its text in `--help`; `maximum` as in `bounded`."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "maximum": maximum})
 
 
-def bounded(default: T, most: int) -> T:
+def bounded(default: T, maximum: int) -> T:
     """Return a dataclass field with an upper bound of its own, in place of the common one for sizes."""
-    return dataclasses.field(default=default, metadata={"most": most})
+    return dataclasses.field(default=default, metadata={"maximum": maximum})
 
 
 def bounds_of(config: type) -> dict[str, int]:
     """Return the upper bounds of the fields that have one of their own."""
-    return {one.name: one.metadata["most"] for one in dataclasses.fields(config) if one.metadata.get("most")}
+    return {one.name: one.metadata["maximum"] for one in dataclasses.fields(config) if one.metadata.get("maximum")}
 
 
 def flags_of(config: type) -> dict[str, str]:

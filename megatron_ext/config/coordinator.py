@@ -57,12 +57,12 @@ class CoordinatorConfig(AccessConfig):
                 f"--allowed-event-sources {place!r} is no place of KV events; give hosts such as events.example, "
                 f"10.0.0.5 or [::1], {ANY_HOST} for any, or directories such as ipc:///run/events",
             )
-        for name, seconds, least in (
+        for name, seconds, bound in (
             ("--replica-timeout", self.replica_timeout, "more than zero"),
             ("--shutdown-timeout", self.shutdown_timeout, "zero or more"),
         ):
-            fits = 0 <= seconds <= LONGEST_WAIT and (seconds > 0 or least == "zero or more")
-            require(fits, f"{name} {seconds} must be {least} and at most {LONGEST_WAIT:g} seconds")
+            fits = 0 <= seconds <= LONGEST_WAIT and (seconds > 0 or bound == "zero or more")
+            require(fits, f"{name} {seconds} must be {bound} and at most {LONGEST_WAIT:g} seconds")
 
 
 def is_event_place(text: str) -> bool:

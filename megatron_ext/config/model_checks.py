@@ -131,10 +131,10 @@ def check_moe(config: ModelFields) -> None:
         return
     if experts is None:
         raise ConfigError(f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
-    layers, most = pattern.count("E"), MAX_EXPERTS // pattern.count("E")
+    layers, limit = pattern.count("E"), MAX_EXPERTS // pattern.count("E")
     require(
-        experts <= most,
-        f"--num-experts {experts} in each of {layers} layers are too many; at most {most} would do",
+        experts <= limit,
+        f"--num-experts {experts} in each of {layers} layers are too many; at most {limit} would do",
     )
     require(
         chosen <= experts,

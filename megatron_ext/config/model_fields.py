@@ -43,7 +43,7 @@ class ModelFields:
 
     # Recurrent layers: Mamba of either version
     mamba_state_dim: int = flag(128, "State size of a Mamba layer")
-    mamba_conv_kernel: int = bounded(4, most=LONGEST_WINDOW)
+    mamba_conv_kernel: int = bounded(4, maximum=LONGEST_WINDOW)
     mamba_chunk_size: int = 128
 
     # Recurrent layers: Mamba-2
@@ -64,12 +64,12 @@ class ModelFields:
     linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
     linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
     linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
-    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", most=LONGEST_WINDOW)
+    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", maximum=LONGEST_WINDOW)
     linear_norm_epsilon: float | None = None  # of the output norm; default: norm_epsilon
     linear_allow_neg_eigval: bool = False  # the delta rule's strength is at most 2, not 1
 
     # Recurrent layers: short convolution, of `hidden_size` channels
-    short_conv_kernel_dim: int = flag(3, "Window of a short convolution, in tokens", most=LONGEST_WINDOW)
+    short_conv_kernel_dim: int = flag(3, "Window of a short convolution, in tokens", maximum=LONGEST_WINDOW)
 
     # MLPs; `disable_bias_linear` also applies to attention and Mamba layers
     ffn_hidden_size: int | None = None  # default: 4 * hidden_size
@@ -106,7 +106,7 @@ class ModelFields:
 
     # Position embeddings, which rotate attention heads or are added to the token embeddings
     position_embedding_type: str = "none"
-    rotary_base: int = bounded(10000, most=2**53)
+    rotary_base: int = bounded(10000, maximum=2**53)
     rotary_percent: float = 1.0
     use_rope_scaling: bool = False  # of long wavelengths, as in Llama 3.1
     rope_scaling_factor: float = 8.0

@@ -23,8 +23,8 @@ class Option:
         help_text: Text of its flag in `--help`; "" if it has no flag.
         flag: The flag, with its dashes; "" if it is the field's name with dashes.
         metavar: Value as shown by `--help`; None for that of the field's type.
-        least: Smallest value of a number; None for any.
-        most: Largest value of a number; None for any finite one.
+        minimum: Smallest value of a number; None for any.
+        maximum: Largest value of a number; None for any finite one.
         bounds: Both in words, to follow "must be"; "" if the number is checked elsewhere.
         in_generation_config: Whether a model's `generation_config.json` may have a default of the same name.
     """
@@ -32,15 +32,19 @@ class Option:
     help_text: str = ""
     flag: str = ""
     metavar: str | None = None
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     bounds: str = ""
     in_generation_config: bool = False
 
     def allows(self, value: float) -> bool:
         """Return whether a number is within the bounds; NaN and infinity are not."""
         is_finite = isinstance(value, int) or math.isfinite(value)
-        return is_finite and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        return (
+            is_finite
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+        )
 
 
 def option(
@@ -49,13 +53,13 @@ def option(
     *,
     flag: str = "",
     metavar: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     bounds: str = "",
     in_generation_config: bool = False,
 ) -> T:
     """Return a dataclass field with a default and an `Option` of these attributes."""
-    declared = Option(help_text, flag, metavar, least, most, bounds, in_generation_config)
+    declared = Option(help_text, flag, metavar, minimum, maximum, bounds, in_generation_config)
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 

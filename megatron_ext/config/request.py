@@ -27,7 +27,7 @@ class RequestParams:
     temperature: float = option(
         0.0,
         "Sampling temperature; 0: greedy",
-        least=0,
+        minimum=0,
         bounds="zero (greedy) or more",
         in_generation_config=True,
     )
@@ -35,7 +35,7 @@ class RequestParams:
         0,
         "Sample from the k most likely tokens; 0: off, 1: greedy",
         flag="--top_k",
-        least=0,
+        minimum=0,
         bounds="zero (off) or more",
         in_generation_config=True,
     )
@@ -43,8 +43,8 @@ class RequestParams:
         0.0,
         "Sample from the smallest set of most likely tokens with at least this total probability; 0: off",
         flag="--top_p",
-        least=0,
-        most=1,
+        minimum=0,
+        maximum=1,
         bounds="between 0 (off) and 1",
         in_generation_config=True,
     )
@@ -52,8 +52,8 @@ class RequestParams:
         0.0,
         "Sample from tokens with at least this fraction of the most likely token's probability; 0: off",
         flag="--min_p",
-        least=0,
-        most=1,
+        minimum=0,
+        maximum=1,
         bounds="between 0 (off) and 1",
         in_generation_config=True,
     )
@@ -63,22 +63,22 @@ class RequestParams:
     presence_penalty: float = option(
         0.0,
         "Subtract this from the logits of tokens generated so far; 0: off",
-        least=-LARGEST_PENALTY,
-        most=LARGEST_PENALTY,
+        minimum=-LARGEST_PENALTY,
+        maximum=LARGEST_PENALTY,
         bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
     )
     frequency_penalty: float = option(
         0.0,
         "Subtract this from a token's logit for each time that the token was generated; 0: off",
-        least=-LARGEST_PENALTY,
-        most=LARGEST_PENALTY,
+        minimum=-LARGEST_PENALTY,
+        maximum=LARGEST_PENALTY,
         bounds=f"between -{LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}; 0 is off",
     )
     repetition_penalty: float = option(
         1.0,
         "Divide positive logits of the prompt's and generated tokens by this, and multiply negative ones; 1: off",
-        least=1 / LARGEST_FACTOR,
-        most=LARGEST_FACTOR,
+        minimum=1 / LARGEST_FACTOR,
+        maximum=LARGEST_FACTOR,
         bounds=f"between {1 / LARGEST_FACTOR:g} and {LARGEST_FACTOR:g}; 1 is off",
         in_generation_config=True,
     )
@@ -138,8 +138,8 @@ class RequestParams:
 
     def _check_checkpoints(self) -> None:
         positions = self.cache_checkpoint
-        least = min(positions, default=1)
-        require(least > 0, f"cache_checkpoint {least}: positions are numbers of tokens from the start, 1 or more")
+        minimum = min(positions, default=1)
+        require(minimum > 0, f"cache_checkpoint {minimum}: positions are numbers of tokens from the start, 1 or more")
         require(
             len(positions) <= MAX_CHECKPOINTS,
             f"cache_checkpoint has {len(positions)} positions; at most {MAX_CHECKPOINTS} would do",

@@ -66,8 +66,8 @@ class Channel:
         self.replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint: str | None = None
         if flags[1] in endpoints:
-            most = buffer_steps + _CONTENTS_BATCHES
-            self.replay = _socket(context, zmq.ROUTER, most, flags[1], endpoints[flags[1]], rank)
+            max_messages = buffer_steps + _CONTENTS_BATCHES
+            self.replay = _socket(context, zmq.ROUTER, max_messages, flags[1], endpoints[flags[1]], rank)
             self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue raises an error, not a silent loss
             self.replay_endpoint = self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -117,13 +117,13 @@ class Channel:
 
 
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, most: int, flag: str, endpoint: Endpoint, rank: int
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, max_messages: int, flag: str, endpoint: Endpoint, rank: int
 ) -> zmq.Socket[bytes]:
     address = endpoint.of_replica(rank)
     if isinstance(endpoint, IpcEndpoint):
         _check_free(flag, address.removeprefix("ipc://"))
     one = context.socket(kind)
-    one.setsockopt(zmq.SNDHWM, most)
+    one.setsockopt(zmq.SNDHWM, max_messages)
     one.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     one.setsockopt(zmq.LINGER, 0)
     one.setsockopt(zmq.IPV6, int("[" in address))

@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
 
 @dataclass(frozen=True)
-class Told:
+class CacheEvents:
     """Events to publish, by socket."""
 
     blocks: list[BlockEvent]
@@ -54,25 +54,25 @@ class Mirror:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def apply(self, delta: Delta) -> Told:
+    def apply(self, delta: Delta) -> CacheEvents:
         """Apply changes and return the events to publish."""
-        told = Told([], [])
+        pending = CacheEvents([], [])
         if delta.cleared:
-            told.blocks.append(AllBlocksCleared())
-            told.states.append(AllStatesCleared())
+            pending.blocks.append(AllBlocksCleared())
+            pending.states.append(AllStatesCleared())
             for table in (self._blocks, self._hashes, self._states, self._reasons):
                 table.clear()
-        told.states.extend(map(StateRemoved, _slices(self._hashes_of(delta.states_removed))))
-        told.blocks.extend(map(BlockRemoved, _slices(self._remove(delta))))
+        pending.states.extend(map(StateRemoved, _slices(self._hashes_of(delta.states_removed))))
+        pending.blocks.extend(map(BlockRemoved, _slices(self._remove(delta))))
         self._blocks.update(delta.stored)
         self._hashes.update((block_hash, event_hash(block_hash)) for block_hash in delta.stored)
         self._states.update(delta.states_stored)
         there = self._shown(delta.states_stored) if self._has_states else delta.stored
-        told.blocks.extend(self._runs(there))
-        told.states.extend(map(StateStored, _slices(self._hashes_of(delta.states_stored))))
-        return told
+        pending.blocks.extend(self._runs(there))
+        pending.states.extend(map(StateStored, _slices(self._hashes_of(delta.states_stored))))
+        return pending
 
-    def present(self) -> Told:
+    def present(self) -> CacheEvents:
         """Return events that describe the whole published contents, for a reader without any state."""
         there = (
             [block_hash for block_hash in self._blocks if block_hash in self._reasons]
@@ -80,7 +80,7 @@ class Mirror:
             else self._blocks
         )
         states = map(StateStored, _slices(self._hashes_of(self._states)))
-        return Told([AllBlocksCleared(), *self._runs(there)], [AllStatesCleared(), *states])
+        return CacheEvents([AllBlocksCleared(), *self._runs(there)], [AllStatesCleared(), *states])
 
     def _hashes_of(self, block_hashes: Iterable[BlockHash]) -> list[Hash]:
         return [self._hashes[block_hash] for block_hash in block_hashes]

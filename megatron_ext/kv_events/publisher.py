@@ -16,7 +16,7 @@ from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.channel import Channel
-from megatron_ext.kv_events.mirror import Mirror, Told
+from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Publisher:
         if self.states is not None and self.states.replay in ready:
             self.states.answer(lambda: mirror.present().states)
 
-    def _publish(self, told: Told) -> None:
-        self.blocks.publish(told.blocks)
+    def _publish(self, pending: CacheEvents) -> None:
+        self.blocks.publish(pending.blocks)
         if self.states is not None:
-            self.states.publish(told.states)
+            self.states.publish(pending.states)

@@ -159,7 +159,7 @@ def plan_engine(
         advice=partial(advice_that_fits, memory, batching, cache, device_type),
     )
     if cache.policy is not None and peers.rank == 0:
-        _say_what_is_off(plan, cache)
+        _warn_of_cache_settings(plan, cache)
     return plan
 
 
@@ -213,7 +213,7 @@ def _limits(
     )
 
 
-def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
+def _warn_of_cache_settings(plan: EnginePlan, cache: CacheConfig) -> None:
     """Warn of cache settings that cannot be met, cost more than necessary, or have no effect."""
     tight = describe_tight_budget(plan.limits) if plan.limits.aligned_chunks else None
     if tight is not None:

@@ -84,18 +84,18 @@ def _beside_the_blocks(
     batching: BatchingConfig, cache: CacheConfig, limit: int, size: Callable[[BatchingConfig, CacheConfig], int]
 ) -> str:
     """Return advice if even one block does not fit together with the running states and snapshots."""
-    least = dataclasses.replace(batching, block_count=1, buffer_size_gb=None)
+    smallest = dataclasses.replace(batching, block_count=1, buffer_size_gb=None)
     none = dataclasses.replace(cache, snapshot_buffer_gb=None, snapshot_slots=0)
     one_block = f"{_BATCHING}-block-count 1 at least, and"
-    if size(least, none) <= limit:
+    if size(smallest, none) <= limit:
         slots = _largest(
             cache.snapshot_slots or batching.effective_max_requests,
             limit,
-            lambda n: size(least, dataclasses.replace(none, snapshot_slots=n)),
+            lambda n: size(smallest, dataclasses.replace(none, snapshot_slots=n)),
         )
         return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots} would do"
     largest = _largest(
-        batching.effective_max_requests, limit, lambda n: size(dataclasses.replace(least, max_requests=n), none)
+        batching.effective_max_requests, limit, lambda n: size(dataclasses.replace(smallest, max_requests=n), none)
     )
     if largest:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"

@@ -69,7 +69,7 @@ def _glibc() -> ctypes.CDLL | None:
     return library
 
 
-def spare_what_is_loaded() -> None:
+def freeze_loaded_objects() -> None:
     """Exclude all current objects from Python's cyclic garbage collection for the rest of the process.
 
     Libraries and a model are half a million objects. A full collection stops every thread for some tenths of a second,

@@ -70,7 +70,7 @@ def cut_between(start: int, length: int, chunk_size: int, stops: Sequence[int]) 
     pieces = []
     for end in dict.fromkeys([*stops, start + length]):
         count = -(-(end - start) // chunk_size)
-        least, longer = divmod(end - start, count)
-        pieces += [least + 1] * longer + [least] * (count - longer)
+        shortest, longer = divmod(end - start, count)
+        pieces += [shortest + 1] * longer + [shortest] * (count - longer)
         start = end
     return pieces

@@ -90,7 +90,7 @@ def _events(record: RequestRecord) -> list[dict[str, object]]:
     """Return events with wall clock times, as Megatron reports them."""
     start = record.events[0].timestamp
 
-    def told(event: Event) -> dict[str, object]:
+    def with_wall_time(event: Event) -> dict[str, object]:
         return event.to_dict() | {"timestamp": record.arrival_wall_time + event.timestamp - start}
 
-    return [told(event) for event in record.events if event.type not in _OURS_ALONE]
+    return [with_wall_time(event) for event in record.events if event.type not in _OURS_ALONE]

@@ -66,11 +66,11 @@ class CheckedExecutor:
 
     def _difference(self, step: ScheduledStep | None) -> str:
         """Describe the first difference between ranks; the same text on all ranks."""
-        told: list[list[tuple[str, str]]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(told, list(fields(step)), group=self._group)
+        all_fields: list[list[tuple[str, str]]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(all_fields, list(fields(step)), group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        for rank, other in zip(ranks[1:], told[1:], strict=True):
-            found = first_difference(told[0], other)
+        for rank, other in zip(ranks[1:], all_fields[1:], strict=True):
+            found = first_difference(all_fields[0], other)
             if found is not None:
                 name, here, there = found
                 return f"{name} is {here} on rank {ranks[0]} and {there} on rank {rank} (--check-ranks)"

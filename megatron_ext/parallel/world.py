@@ -62,7 +62,7 @@ def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
     return variables.get("RANK", "0") in ("", "0")
 
 
-def said_here(error: ConfigError, environment: Mapping[str, str] | None = None) -> str | None:
+def message_of_this_rank(error: ConfigError, environment: Mapping[str, str] | None = None) -> str | None:
     """Return this rank's message for an error that ends it before the ranks have met; None if another rank reports it.
 
     Most mistakes are the same on all ranks, and the first rank reports them. An error of one machine is reported by its

@@ -151,7 +151,7 @@ class StateIndex:
         if not self._free and not self._free_one(rank):
             if rank is not Rank.OPPORTUNISTIC:
                 self.skipped += 1
-                self._tell_wanted(block_hash)
+                self._note_displaced(block_hash)
             return None
         slot = self._free.pop()
         self._reserved[block_hash] = (slot, rank)
@@ -167,7 +167,7 @@ class StateIndex:
         if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
             self.opportunistic.given_up += 1
         else:
-            self._tell_wanted(victim)
+            self._note_displaced(victim)
             self.evicted += 1
         return True
 
@@ -228,7 +228,7 @@ class StateIndex:
         if self._listener is not None:
             self._listener.on_snapshot_removed(block_hash)
 
-    def _tell_wanted(self, block_hash: BlockHash) -> None:
+    def _note_displaced(self, block_hash: BlockHash) -> None:
         if self._listener is not None:
             self._listener.on_snapshot_displaced(block_hash)
 

@@ -131,6 +131,6 @@ def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
 
 def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
     """Choose the replica of the next higher bit, or else of the lowest."""
-    behind = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
-    fleet.last = (behind & -behind).bit_length() - 1
+    later = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
+    fleet.last = (later & -later).bit_length() - 1
     return Choice(fleet.last, fleet.max_skipped(prompt, 1 << fleet.last))

@@ -129,18 +129,18 @@ def penalize(logits: Tensor, inputs: LogitsInputs) -> None:
     (Keskar et al. 2019, section 4.1). Then `frequency` for each occurrence and `presence` once are subtracted from
     those of generated tokens.
     """
-    came = inputs.entries("came")
-    places = came.rows * logits.shape[1] + came.tokens
+    previous = inputs.entries("previous")
+    places = previous.rows * logits.shape[1] + previous.tokens
     counts = torch.zeros(logits.numel(), dtype=torch.float32, device=logits.device)
-    counts.scatter_add_(0, places, came.bits.float())  # whole numbers: exact in any order
+    counts.scatter_add_(0, places, previous.bits.float())  # whole numbers: exact in any order
     generated = counts[places]
     repetition, presence, frequency = (
-        inputs.column(name).float()[came.rows] for name in ("repetition", "presence", "frequency")
+        inputs.column(name).float()[previous.rows] for name in ("repetition", "presence", "frequency")
     )
-    values = logits[came.rows, came.tokens]
+    values = logits[previous.rows, previous.tokens]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = values - frequency * generated - presence * (generated > 0)
-    logits.index_put_((came.rows, came.tokens), values)
+    logits.index_put_((previous.rows, previous.tokens), values)
 
 
 def add_biases(logits: Tensor, inputs: LogitsInputs) -> None:
@@ -191,7 +191,7 @@ def _params(sampling: Sampling) -> RequestParams:
     return options_of(sampling).params
 
 
-def _came(sampling: Sampling, _: int) -> Sequence[int]:
+def _previous_tokens(sampling: Sampling, _: int) -> Sequence[int]:
     return options_of(sampling).tokens[_first_counted(sampling) :]
 
 
@@ -253,7 +253,7 @@ PROCESSORS: Final = (
             "presence": Column(lambda one: _params(one).presence_penalty),
             "frequency": Column(lambda one: _params(one).frequency_penalty),
         },
-        lists={"came": TokenList(_came, (4096, 1 << 18), bits=_is_generated)},
+        lists={"previous": TokenList(_previous_tokens, (4096, 1 << 18), bits=_is_generated)},
     ),
     LogitsProcessor(add_biases, lists={"biased": TokenList(_biased, (512, 1 << 13), values=_biases)}),
     LogitsProcessor(keep_allowed, has_mask=True),

@@ -102,9 +102,9 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
 
 def _sampling_rows(chunk: ScheduledChunk) -> tuple[SamplingRow, ...]:
     assert chunk.sampling is not None, "it yields a token"
-    name, behind = chunk.request_id, chunk.target_sampling
+    name, verified = chunk.request_id, chunk.target_sampling
     first = SamplingRow(name, chunk.sampling)
-    return (first, *(SamplingRow(name, one, i) for i, one in enumerate(behind, start=1))) if behind else (first,)
+    return (first, *(SamplingRow(name, one, i) for i, one in enumerate(verified, start=1))) if verified else (first,)
 
 
 def _sampled_tokens(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> np.ndarray:

@@ -33,11 +33,11 @@ def score_rows(
         targets: Token ids, [k] int64.
         top_n: Number of best tokens to list for each row, k numbers.
     """
-    most, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
+    max_n, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
     parts = []
     for start in range(0, len(targets), at_once):
         rows = slice(start, start + at_once)
-        parts.append(log_probs_of(logits_of(rows), targets[rows], most))
+        parts.append(log_probs_of(logits_of(rows), targets[rows], max_n))
     if not parts:
         return ()
     chosen = torch.cat([part.chosen for part in parts]).tolist()

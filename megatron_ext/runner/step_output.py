@@ -58,8 +58,8 @@ def _by_request(
 ) -> StepResult:
     """Group the results of a step's rows by request; a request with drafts has several consecutive rows."""
     drawn = tokens.tolist()
-    behind = [i for i, row in enumerate(rows) if row.drafts]
-    first = [i for i, row in enumerate(rows) if not row.drafts] if behind else range(len(rows))
+    verified = [i for i, row in enumerate(rows) if row.drafts]
+    first = [i for i, row in enumerate(rows) if not row.drafts] if verified else range(len(rows))
     names = [rows[i].request_id for i in first]
     result = StepResult(
         tokens={name: drawn[i] for name, i in zip(names, first, strict=True)},
@@ -67,7 +67,7 @@ def _by_request(
         prompt=prompt,
         failures=failures,
     )
-    for i in behind:
+    for i in verified:
         name = rows[i].request_id
         result.target_tokens[name] = (*result.target_tokens.get(name, ()), drawn[i])
         if i in generated:

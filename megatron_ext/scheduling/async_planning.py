@@ -151,10 +151,10 @@ class AsyncPlanner:
         queues = self._queues
         if len(queues.paused) or len(queues.running) != len(computed) or not all(map(_has_simple_token, computed)):
             return ()
-        going_on = [chunk for chunk in computed if _goes_on(chunk.request)]
-        if self._may_admit(len(going_on)):
+        continuing = [chunk for chunk in computed if _continues(chunk.request)]
+        if self._may_admit(len(continuing)):
             return ()
-        return tuple(Chunk(one.request, one.end, one.end + 1) for one in sorted(going_on, key=_ARRIVAL))
+        return tuple(Chunk(one.request, one.end, one.end + 1) for one in sorted(continuing, key=_ARRIVAL))
 
     def _may_admit(self, running: int) -> bool:
         """Return whether a waiting request might enter a step that has `running` requests."""
@@ -189,6 +189,6 @@ def _has_simple_token(chunk: Chunk) -> bool:
     return chunk.yields_token and not chunk.drafts and not reads_tokens(chunk.request.params)
 
 
-def _goes_on(request: Request) -> bool:
+def _continues(request: Request) -> bool:
     """Return whether the request continues after its next token, unless that token itself ends it."""
     return request.generated_count + 1 < request.params.num_tokens_to_generate

@@ -45,8 +45,8 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
         return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
     goal = min(matched * block_size, most)
     if start < goal:
-        return _parted(request, cache, _without_states(request, cache, blank, goal), matched)
-    return _behind_the_match(request, cache, blank, matched)
+        return _with_divergence(request, cache, _without_states(request, cache, blank, goal), matched)
+    return _after_match(request, cache, blank, matched)
 
 
 def _without_states(request: Request, cache: PrefixCache, blank: Explanation, goal: int) -> Explanation:
@@ -63,19 +63,19 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 
-def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+def _after_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
     """Explain why no more matched, given that everything that matched was skipped."""
     block_hashes = request.block_hashes
     if matched < len(block_hashes):
         ago = cache.ghosts.block_ago(block_hashes[matched])
         if ago is not None:
             return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
-    found = _parted(request, cache, blank, matched)
+    found = _with_divergence(request, cache, blank, matched)
     reason = Why.NOT_CACHED if found.agreeing is None else Why.PARTED
     return dataclasses.replace(found, reason=reason.value)
 
 
-def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+def _with_divergence(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
     """Add where the tokens part from the nearest cached prefix after the match, if one continues from there."""
     chain, size = request.sequence.chain, blank.block_size
     assert chain is not None, "it reads the cache"

@@ -81,7 +81,7 @@ class Explanation:
         """Tokens from the start of the prompt that were known to the cache, or are by now."""
         return self.matched if self.agreeing is None else self.agreeing
 
-    def without_there(self) -> Explanation:
+    def without_cached_token(self) -> Explanation:
         """Return a copy that reveals positions and tokens of this request only, no token of another one."""
         return dataclasses.replace(self, there=None)
 
@@ -89,35 +89,35 @@ class Explanation:
         """Return the explanation as one sentence."""
         size = self.block_size
         if self.reason == Why.PARTED.value:
-            return f"{self._where_it_parted()}; computing began at {self.skipped}"
-        gone = "" if self.ago is None else f" {self.ago} request{'s' * (self.ago != 1)} ago"
+            return f"{self._divergence_text()}; computing began at {self.skipped}"
+        when = "" if self.ago is None else f" {self.ago} request{'s' * (self.ago != 1)} ago"
         sentences = {
             Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
             Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
-            f"given up{gone} for want of a slot{self._what_would_do()}; computing began at {self.skipped}",
-            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states stands between "
+            f"evicted{when} to free a slot{self._missing_slots_text()}; computing began at {self.skipped}",
+            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and there is no snapshot of states between "
             f"{self.skipped} and {self._goal()}",
-            Why.BLOCK_EVICTED.value: f"the block behind token {self.matched} was given up{gone} for want of memory; "
+            Why.BLOCK_EVICTED.value: f"the block after token {self.matched} was evicted{when} to free memory; "
             f"computing began at {self.skipped}",
-            Why.NOT_CACHED.value: f"nothing that is cached goes on behind token {self.matched}",
+            Why.NOT_CACHED.value: f"no cached prefix continues after token {self.matched}",
             Reason.OPTED_OUT.value: "the request opted out of the cache",
             Reason.CACHING_OFF.value: "the cache is off",
-            Reason.PROMPT_LOGPROBS.value: "prompt log-probs were asked for, so nothing is skipped",
+            Reason.PROMPT_LOGPROBS.value: "prompt log-probs were requested, so nothing is skipped",
         }
-        said = sentences[self.reason]
-        return said if self.agreeing is None else f"{said}. {self._where_it_parted()}"
+        sentence = sentences[self.reason]
+        return sentence if self.agreeing is None else f"{sentence}. {self._divergence_text()}"
 
-    def _where_it_parted(self) -> str:
+    def _divergence_text(self) -> str:
         assert self.agreeing is not None, "it parted somewhere"
         there = "" if self.there is None else f", there {self.there}"
         return (
-            f"{self.agreeing} tokens agree with a cached prefix; they part in block "
+            f"{self.agreeing} tokens agree with a cached prefix, which diverges in block "
             f"{self.agreeing // self.block_size} at token {self.agreeing}: here {self.here}{there}"
         )
 
-    def _what_would_do(self) -> str:
+    def _missing_slots_text(self) -> str:
         if self.slots_short is None:
             return ""
         return f" ({self.slots_short} more slot{'s' * (self.slots_short > 1)} would have kept them)"

@@ -214,7 +214,7 @@ def install_error_handlers(app: FastAPI) -> None:
         ConfigError: _refused,
         RequestValidationError: _bad_fields,
         HTTPException: _http_error,
-        ClientGone: _nobody,
+        ClientGone: _client_gone,
         RecursionError: _too_deep,
         MemoryError: _no_memory,
         Exception: _fault,
@@ -231,7 +231,7 @@ async def _refused(_: Request, error: ConfigError) -> Response:
     return ApiError(400, str(error)).to_response()
 
 
-async def _nobody(*_: object) -> Response:
+async def _client_gone(*_: object) -> Response:
     return Response(status_code=499)  # nginx's status code for it; it is never sent
 
 

@@ -18,17 +18,17 @@ WINDOW = 60.0  # ... in this many seconds
 NOISY_LOGGERS = ("asyncio", "uvicorn.error")
 
 
-def printable(text: str, most: int) -> str:
-    """Return a text that a terminal shows literally: no control or bidirectional characters, at most `most` characters.
+def printable(text: str, limit: int) -> str:
+    """Return a text that a terminal shows literally: without control or bidirectional characters, cut at `limit`.
 
     Args:
         text: Untrusted text.
-        most: Characters of `text` that are kept; the number of dropped ones is appended.
+        limit: Characters of `text` that are kept; the number of dropped ones is appended.
     """
-    kept = text[:most]
+    kept = text[:limit]
     if not kept.isprintable():
         kept = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in kept)
-    return kept if len(text) <= most else f"{kept}... ({len(text) - most} more characters)"
+    return kept if len(text) <= limit else f"{kept}... ({len(text) - limit} more characters)"
 
 
 class LineFormatter(logging.Formatter):
@@ -59,16 +59,16 @@ class BoundedRate(logging.Filter):
     The next record that passes says how many were suppressed.
 
     Args:
-        most: Records of one place in a window.
+        limit: Records of one place in a window.
         seconds: Length of a window.
         clock: Monotonic clock, in seconds.
     """
 
     def __init__(
-        self, most: int = REPEATS, seconds: float = WINDOW, clock: Callable[[], float] = time.monotonic
+        self, limit: int = REPEATS, seconds: float = WINDOW, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
-        self._max = most
+        self._max = limit
         self._seconds = seconds
         self._clock = clock
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # place -> start of its window, records in it

@@ -20,7 +20,7 @@ from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
-from megatron_ext.memory.heap import spare_what_is_loaded
+from megatron_ext.memory.heap import freeze_loaded_objects
 from megatron_ext.models.engine_args import EngineArgs, Phase, follow, unreported
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import model_identity
@@ -88,7 +88,7 @@ def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContex
         serving = build_serving(settings, keys, parallel_context, start_up.phase)
         cache_events.attach(serving.engine.core)
         serving.kv_events = cache_events.addresses()
-        spare_what_is_loaded()
+        freeze_loaded_objects()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, on_ready)
 

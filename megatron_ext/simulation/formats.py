@@ -112,7 +112,7 @@ class _Mooncake:
         prompt = self._blocks.prompt(
             _list(line["hash_ids"]), _count(line["input_length"], "input_length"), MOONCAKE_BLOCK
         )
-        answer = self._blocks.ids.take(max(1, _count(line["output_length"], "output_length", least=0)))
+        answer = self._blocks.ids.take(max(1, _count(line["output_length"], "output_length", minimum=0)))
         return Turn(place, _seconds(line["timestamp"]) / 1000, prompt, answer)
 
 
@@ -183,9 +183,9 @@ def _list(value: object) -> list[int]:
     return value
 
 
-def _count(value: object, name: str, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _FIRST_OWN_ID:
-        raise ValueError(f"{name} {str(value)[:40]} must be a whole number of {least} or more")
+def _count(value: object, name: str, minimum: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < _FIRST_OWN_ID:
+        raise ValueError(f"{name} {str(value)[:40]} must be a whole number of {minimum} or more")
     return value
 
 

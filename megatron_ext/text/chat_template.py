@@ -126,12 +126,12 @@ def render_chat(
     """
     chat = _checked(messages)
     options.check(template)
-    told = {
+    settings = {
         "tools": [dict(tool) for tool in options.tools] or None,
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
     }
-    return RENDERER.render(Rendering(template, chat, told, {**special_tokens, **options.variables}))
+    return RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **options.variables}))
 
 
 def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

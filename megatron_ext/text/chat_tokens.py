@@ -163,12 +163,12 @@ class RenamedTokenizer:
             try:
                 self._tokenizer = tokenizers.Tokenizer.from_str(renamed(serialized, self._names))
             except Exception as error:  # `tokenizers` raises bare Exception
-                raise _cannot_be_told(str(error)) from error
+                raise _ambiguous_token(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         for text, token_id in control.special.items():
             if self._tokenizer.token_to_id(self._names[text]) != token_id:
-                raise _cannot_be_told(f"{text!r} has a different id under another name")
+                raise _ambiguous_token(f"{text!r} has a different id under another name")
 
     def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         """Return the ids of a rendered text: special tokens for spelled ones, text for stand-ins."""
@@ -178,7 +178,7 @@ class RenamedTokenizer:
         return encoding.ids
 
 
-def _cannot_be_told(why: str) -> ConfigError:
+def _ambiguous_token(why: str) -> ConfigError:
     return ConfigError(
         f"this tokenizer cannot tell control tokens from text, so the messages must not spell any: {why}"
     )

@@ -49,8 +49,8 @@ class ControlTokens:
         self._rests = {rest for _, rest in ends}
         self._longest = max(map(len, self.special), default=0)
         self._normalize = normalize
-        behind = [token.text for token in tokens if token.is_special and token.is_normalized]
-        self._normalized = {normalize(text).strip() for text in behind} - {""} if normalize else set()
+        normalized_tokens = [token.text for token in tokens if token.is_special and token.is_normalized]
+        self._normalized = {normalize(text).strip() for text in normalized_tokens} - {""} if normalize else set()
 
     def protect(self, messages: Sequence[Mapping[str, object]]) -> tuple[list[dict[str, object]], dict[int, str]]:
         """Return the messages with stand-ins in all texts except the assistant's, and the text of each stand-in.

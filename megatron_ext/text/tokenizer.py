@@ -214,8 +214,8 @@ class TextTokenizer:
 
         def render(chat: Messages) -> str:
             *contents, last = chat
-            told = dataclasses.replace(chosen, **_fields(last))
-            return self.apply_chat_template(contents, options=told)
+            continued = dataclasses.replace(chosen, **_fields(last))
+            return self.apply_chat_template(contents, options=continued)
 
         beside: dict[str, Any] = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
         if self._chat_tokens is None:

@@ -24,7 +24,7 @@ STEP = ("scheduling", "runner", "ops")  # what computes with the option
 class Made(RequestParams):
     """Request parameters with two options more."""
 
-    warmth: float = option(0.5, "Warmth of the answer", flag="--warm", least=0, most=2, bounds="between 0 and 2")
+    warmth: float = option(0.5, "Warmth of the answer", flag="--warm", minimum=0, maximum=2, bounds="between 0 and 2")
     is_kind: bool = option(False, "Kind answers")
 
 
@@ -70,7 +70,7 @@ def test_bodies_have_the_bounds_of_the_options(body):
     bounded = {name: declared for name, declared in options_of(RequestParams).items() if declared.bounds}
     assert len(bounded) == 7
     for name, declared in bounded.items():
-        for bound, outside in ((declared.least, -2), (declared.most, 2)):
+        for bound, outside in ((declared.minimum, -2), (declared.maximum, 2)):
             if bound is not None:
                 assert getattr(body(**content, **{name: bound}), name) == bound
                 with pytest.raises(ValidationError, match=name):

@@ -14,7 +14,7 @@ from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.coordinator.routes.proxy import headers_of, target_of
 from megatron_ext.server.http.body import check_content_type, read_body
-from megatron_ext.server.openai.streaming import unless_gone
+from megatron_ext.server.openai.streaming import while_connected
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ async def ask_all(request: Request, coordination: CoordinationDependency) -> Res
     is_update = path == _UPDATES_WEIGHTS
     async with coordination.fleet.weights_update() if is_update else contextlib.nullcontext():
         asking = coordination.everybody(request.method, target_of(request), headers_of(request), body)
-        answers = await unless_gone(request.receive, asking)
+        answers = await while_connected(request.receive, asking)
     if request.method == "POST":
         logger.info("%s: %s", path, ", ".join(f"{url} {_status(answer)}" for url, answer in answers.items()))
     if path in _EMPTIES:

@@ -14,7 +14,7 @@ from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
-from megatron_ext.server.openai.streaming import EventStream, unless_gone
+from megatron_ext.server.openai.streaming import EventStream, while_connected
 
 router = APIRouter()
 
@@ -49,7 +49,7 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
         return await coordination.forwarder.answer(routed, outcome)
 
     try:
-        answered = await unless_gone(request.receive, answer())
+        answered = await while_connected(request.receive, answer())
     except ApiError as error:
         if error.status == 429:
             coordination.metrics.rejected.inc()

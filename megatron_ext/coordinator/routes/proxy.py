@@ -12,7 +12,7 @@ from megatron_ext.coordinator.replica_client import Headers, Whole
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
-from megatron_ext.server.openai.streaming import unless_gone
+from megatron_ext.server.openai.streaming import while_connected
 
 router = APIRouter()
 
@@ -73,7 +73,7 @@ for path in ("/tokenize", "/detokenize"):
 
 async def _ask(request: Request, coordination: Coordination, group: str | None, body: bytes = b"") -> Whole:
     asking = coordination.anybody(request.method, target_of(request), headers_of(request), body, group)
-    return await unless_gone(request.receive, asking)
+    return await while_connected(request.receive, asking)
 
 
 def target_of(request: Request) -> str:

@@ -58,11 +58,11 @@ class Family:
         check_architecture(raw, self.architecture)
         fields = self.fields.checked(self.text(raw))
         pattern = self.pattern(fields)
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             **_USUAL,
             **self.constants,
             **self.fields.translated(fields),
             **self.derived(fields),
             **(self.experts(fields) if "E" in pattern else {}),
         }
-        return ModelConfig(hybrid_override_pattern=pattern, **told)
+        return ModelConfig(hybrid_override_pattern=pattern, **values)

@@ -59,8 +59,8 @@ class FieldTable:
     @property
     def known(self) -> frozenset[str]:
         """Names of all fields that a file may have."""
-        told = frozenset((*self.sizes, *self.numbers, *self.fixed, *_FIXED))
-        return told | self.read | _READ | self.without_effect | WITHOUT_EFFECT
+        described = frozenset((*self.sizes, *self.numbers, *self.fixed, *_FIXED))
+        return described | self.read | _READ | self.without_effect | WITHOUT_EFFECT
 
     def checked(self, raw: Fields) -> Fields:
         """Check a decoded `config.json` and return it under the names of this table, with defaults.

@@ -42,7 +42,7 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
         ConfigError: A field is missing, or has a value that megatron-core's router does not support; the message names
             it.
     """
-    told, chosen = routed_experts(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
+    routed, chosen = routed_experts(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
     if fields.get("n_shared_experts", 1) != 1:
         raise ConfigError(
             f"config.json: n_shared_experts = {fields['n_shared_experts']!r} is not supported; supported is 1, "
@@ -51,7 +51,7 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
     check_normalization(flag(fields, "norm_topk_prob", default=True), chosen)
     groups, open_groups = _groups(fields, chosen)
     return {
-        **told,
+        **routed,
         "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": size(fields, "moe_shared_expert_intermediate_size"),
         "moe_latent_size": None if fields.get("moe_latent_size") is None else size(fields, "moe_latent_size"),

@@ -29,8 +29,8 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | No
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for rows, draw_rows in _parts(metadata.host, logits):
         place = _as_slice(rows) or torch.from_numpy(rows)
-        most = int(metadata.host["top_k"][rows].max())
-        tokens[place] = draw_rows(logits[place], most, *(column[place] for column in metadata[:4]))
+        max_k = int(metadata.host["top_k"][rows].max())
+        tokens[place] = draw_rows(logits[place], max_k, *(column[place] for column in metadata[:4]))
     return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN may yield an index past the end
 
 
@@ -47,8 +47,8 @@ def draw_sorted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     values, ids = values.sort(dim=-1, descending=True, stable=True)  # of equal values, the smaller id first
     below = (values - values[:, :1]).double()
     weights = (below / metadata.temperature[:, None]).exp()
-    most = metadata.top_k.where(metadata.top_k > 0, words)[:, None]
-    weights = weights * (torch.arange(words, device=logits.device) < most)
+    max_k = metadata.top_k.where(metadata.top_k > 0, words)[:, None]
+    weights = weights * (torch.arange(words, device=logits.device) < max_k)
     is_nucleus = (metadata.top_p > 0) & (metadata.top_p < 1)
     weights = weights * kept_of_sorted(weights, metadata.top_p.where(is_nucleus, 2.0))
     reached = torch.zeros_like(weights).scatter_(1, ids, weights).cumsum(-1)  # in order of ids
@@ -91,12 +91,14 @@ def _draw_nucleus(logits: Tensor, _: int, temperature: Tensor, __: Tensor, top_p
     return draw(weights, uniform)
 
 
-def _draw_best(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from the `top_k` best tokens of each row, at most `most`, that top_p keeps."""
-    ids = best_tokens(logits, most)
+def _draw_best(
+    logits: Tensor, max_k: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> Tensor:
+    """Draw from the `top_k` best tokens of each row, at most `max_k`, that top_p keeps."""
+    ids = best_tokens(logits, max_k)
     values = logits.gather(1, ids).double()
     weights = ((values - values[:, :1]) / temperature[:, None]).exp()
-    weights = weights * (torch.arange(most, device=logits.device) < top_k[:, None])
+    weights = weights * (torch.arange(max_k, device=logits.device) < top_k[:, None])
     kept = kept_of_sorted(weights, top_p.where(top_p > 0, 2.0))
     return draw_picked(ids, weights * kept, uniform)
 

@@ -81,6 +81,6 @@ def takes(x: Tensor) -> bool:
     return problem(x.device) is None
 
 
-def padded(size: int, least: int = 16) -> int:
-    """Return the power of two that a dimension is padded to in a kernel; `least` is the minimum of matrix products."""
-    return max(least, 1 << (size - 1).bit_length())
+def padded(size: int, minimum: int = 16) -> int:
+    """Return the power of two that a dimension is padded to in a kernel; matrix products need 16."""
+    return max(minimum, 1 << (size - 1).bit_length())

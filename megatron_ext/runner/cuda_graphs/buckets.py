@@ -20,7 +20,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 CUTS = 3
 """States that one prefill may be cut at inside a step, beside its end."""
 COPIES = 4
-"""Live states that a decode step copies into snapshots itself; what is beyond that is copied behind it."""
+"""Live states that a decode step copies into snapshots itself; further ones are copied after the step."""
 MAX_LISTED = 20
 """Best tokens that a program lists of each row, as many as OpenAI's interface has at most."""
 
@@ -118,10 +118,10 @@ class Buckets:
         if not prefills:
             return Bucket(size, 0, 0, width)
         tokens = sum(chunk.length for chunk in prefills)
-        for count, most in self.mixed:
+        for count, maximum in self.mixed:
             rest = count - len(prefills)
-            bucket = Bucket(size, count, most, width)
-            if rest >= 0 and tokens + rest <= most and self._holds_cuts(prefills, bucket):
+            bucket = Bucket(size, count, maximum, width)
+            if rest >= 0 and tokens + rest <= maximum and self._holds_cuts(prefills, bucket):
                 return bucket
         return None
 
@@ -141,7 +141,7 @@ def why_eager(step: ScheduledStep) -> str | None:
     if any(chunk.target_sampling for chunk in step.chunks):
         return "drafts are verified"
     if any(chunk.restore is not None for chunk in step.chunks[: step.num_decode]):
-        return "a decode goes on behind drafts that did not come"
+        return "a decode restores states after rejected drafts"
     if any(chunk.scoring is not None for chunk in step.chunks):
         return "log-probs of prompts"
     for sampling in (chunk.sampling for chunk in step.chunks):
@@ -152,24 +152,24 @@ def why_eager(step: ScheduledStep) -> str | None:
     return None
 
 
-def decode_sizes(most: int, count: int) -> tuple[int, ...]:
-    """Return at most `count` evenly spaced decode batch sizes up to `most`, the most rows that run at once.
+def decode_sizes(maximum: int, count: int) -> tuple[int, ...]:
+    """Return at most `count` evenly spaced decode batch sizes up to `maximum`, the most rows that run at once.
 
     >>> decode_sizes(16, 4)
     (4, 8, 12, 16)
     >>> decode_sizes(3, 16)
     (1, 2, 3)
     """
-    count = min(count, most)
-    return tuple(sorted({-(-most * (i + 1) // count) for i in range(count)}))
+    count = min(count, maximum)
+    return tuple(sorted({-(-maximum * (i + 1) // count) for i in range(count)}))
 
 
-def _widths(most: int, *, one_width: bool) -> tuple[int, ...]:
-    """Return the widths of block tables: `most` alone, or widths that double up to `most`."""
-    found = {most}
-    while not one_width and most > 1:
-        most = -(-most // 2)
-        found.add(most)
+def _widths(maximum: int, *, one_width: bool) -> tuple[int, ...]:
+    """Return the widths of block tables: `maximum` alone, or widths that double up to `maximum`."""
+    found = {maximum}
+    while not one_width and maximum > 1:
+        maximum = -(-maximum // 2)
+        found.add(maximum)
     return tuple(sorted(found))
 
 

@@ -117,7 +117,7 @@ class CudaGraphRunner:
         self._pools: Pools | None = None  # pools that the graphs were captured for; likewise the next
         self._weights: tuple[int, ...] = ()
         self._chunks: tuple[ScheduledChunk, ...] = ()  # chunks of the step in the buffers
-        self._said: set[str] = set()
+        self._logged_reasons: set[str] = set()
 
     # Graphs
 
@@ -181,8 +181,8 @@ class CudaGraphRunner:
     def find(self, step: ScheduledStep) -> Bucket | None:
         """Return the bucket of a step; None if the step must run eagerly. Each reason but the size is logged once."""
         bucket, reason = self._find(step)
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
+        if reason is not None and reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
         return bucket
 
@@ -199,7 +199,7 @@ class CudaGraphRunner:
     @property
     def has_tokens(self) -> bool:
         """True if the step launched last was captured, so its tokens are in the graph's buffer on the device."""
-        return self._prev_sampled_token_ids.are_there
+        return self._prev_sampled_token_ids.are_on_device
 
     def forget_tokens(self) -> None:
         """Discard the tokens on the device before an eager step, after which they are stale."""

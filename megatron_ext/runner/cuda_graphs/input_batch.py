@@ -28,7 +28,7 @@ from megatron_ext.runner.sampler import sampling_layout, write_sampling_options
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
-NOBODY: Final = -1
+DUMMY_REQUEST: Final = -1
 _NO_COPY: Final = (-1, -1)  # see `ops.state_copy`
 Arrays = Mapping[str, np.ndarray]
 Copies = Sequence[tuple[int, int]]
@@ -91,13 +91,13 @@ class InputBatch:
         missing = bucket.decodes - len(decodes), bucket.prefills - len(prefills)
         return (
             *decodes,
-            *[self._nobody(is_decode=True)] * missing[0],
+            *[self._dummy_chunk(is_decode=True)] * missing[0],
             *prefills,
-            *[self._nobody(is_decode=False)] * missing[1],
+            *[self._dummy_chunk(is_decode=False)] * missing[1],
         )
 
-    def _nobody(self, *, is_decode: bool) -> ScheduledChunk:
-        return ScheduledChunk(NOBODY, (0,), 0, 1, is_decode, self._dummy, 0, RunningSlot(self._spare.live))
+    def _dummy_chunk(self, *, is_decode: bool) -> ScheduledChunk:
+        return ScheduledChunk(DUMMY_REQUEST, (0,), 0, 1, is_decode, self._dummy, 0, RunningSlot(self._spare.live))
 
     def write(self, chunks: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays, copies: Copies) -> None:
         """Fill every array of the bucket's layout.
@@ -111,10 +111,10 @@ class InputBatch:
         """
         rules, prefills, cuts = self._rules, chunks[bucket.decodes :], []
         if rules.has_states and prefills:
-            most = bucket.grid(rules.kernel_chunk).chunks
+            max_chunks = bucket.grid(rules.kernel_chunk).chunks
             for chunk in prefills:
                 pieces = cut_chunk(chunk, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill)
-                cuts.append([*pieces, *[0] * (most - len(pieces))])
+                cuts.append([*pieces, *[0] * (max_chunks - len(pieces))])
         written = input_arrays(chunks, bucket.decodes, cuts, rules, self._block_rows)
         written["sample_tokens"] = written["cu_seqlens_q"][1:] - 1
         self._fill(written, bucket, arrays)

@@ -30,7 +30,7 @@ class PrevSampledTokenIds:
         self._rows: Mapping[int, int] | None = None  # by request id
 
     @property
-    def are_there(self) -> bool:
+    def are_on_device(self) -> bool:
         """True if the tokens of the last launched step are on the device."""
         return self._rows is not None
 

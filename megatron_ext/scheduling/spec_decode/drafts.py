@@ -115,7 +115,7 @@ class Drafts:
         ends, last = [chunk.end for chunk in chunks], dict(sampled)
         for i, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             assert len(chunk.target_sampling) == len(target_tokens.get(chunk.request_id, ())), (
-                "a token behind each draft"
+                "one target token after each draft"
             )
             if not chunk.target_sampling:
                 continue

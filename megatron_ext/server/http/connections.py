@@ -56,11 +56,11 @@ class Connections:
     """All open connections of a server.
 
     Args:
-        most: Maximum number of connections.
+        limit: Maximum number of connections.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._waiting: dict[GuardedProtocol, None] = {}  # for their clients; longest wait first
         self._busy: set[GuardedProtocol] = set()
 
@@ -73,7 +73,7 @@ class Connections:
         Returns:
             False if all others are being answered: then the newcomer is not admitted.
         """
-        if len(self) >= self.most:
+        if len(self) >= self.limit:
             oldest = next(iter(self._waiting), None)
             fate = "refused the new one" if oldest is None else "closed the one whose client was idle for longest"
             logger.warning("%d connections are open, which is the limit; %s", len(self), fate)
@@ -136,7 +136,7 @@ class GuardedProtocol(H11Protocol):
         """Admit the connection of a client, or refuse it."""
         super().connection_made(transport)
         if not self._guard.admit(self):
-            self._refuse(connections_full(self._guard.most))
+            self._refuse(connections_full(self._guard.limit))
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -63,10 +63,10 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
         shutdown_timeout: Seconds that running requests have after a signal.
     """
     connections = Connections(effective_max_connections(limits))
-    if connections.most < limits.max_connections:
+    if connections.limit < limits.max_connections:
         logger.warning(
             "`ulimit -n` allows %d connections, not the %d of --max-connections",
-            connections.most,
+            connections.limit,
             limits.max_connections,
         )
     return uvicorn.Config(

@@ -39,7 +39,7 @@ class OriginCheck:
         self._hosts = self._trusted or {parse_host(host) for host in LOOPBACK_HOSTS}
         self._has_defaults = not named
         origins = tuple(allowed_origins)
-        self._takes_any_page = ANY_HOST in origins
+        self._allows_any_origin = ANY_HOST in origins
         self._origins = {parse_origin(origin) for origin in origins if origin != ANY_HOST}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class OriginCheck:
 
     def _is_own(self, origin: str, host: HostName | None) -> bool:
         """Return whether a page's origin is the requested host, a listed host with its port, or allowed."""
-        if self._takes_any_page:
+        if self._allows_any_origin:
             return True
         page = parse_origin(origin)
         if page is None:

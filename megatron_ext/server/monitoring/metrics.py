@@ -148,10 +148,10 @@ class Metrics(Collector):
             self._first_token.observe(record.ttft)
         self._latency.observe(record.latency)
 
-    def _observe_explanation(self, said: Explanation) -> None:
-        self._why.labels(said.reason).inc()
-        if said.is_near_miss:
-            self._near_misses.labels(said.reason, depth_of(said.depth)).inc()
+    def _observe_explanation(self, explanation: Explanation) -> None:
+        self._why.labels(explanation.reason).inc()
+        if explanation.is_near_miss:
+            self._near_misses.labels(explanation.reason, depth_of(explanation.depth)).inc()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's state."""
@@ -201,5 +201,5 @@ def depth_of(tokens: int) -> str:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str:
-    told = ",".join(f'{label}="{value}"' for label, value in labels.items())
-    return name.removeprefix(f"{PREFIX}_") + (f"{{{told}}}" if told else "")
+    pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return name.removeprefix(f"{PREFIX}_") + (f"{{{pairs}}}" if pairs else "")

@@ -57,9 +57,9 @@ class ChatFormat:
             text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
         except ConfigError:  # the template refuses the probe: use the end of document
             return None
-        _, answer, behind = text.rpartition(_ANSWER)
-        tokens = [token for token in tokenizer.tokenize(behind) if token != tokenizer.bos] if answer else []
-        is_special = bool(tokens) and not tokenizer.detokenize(tokens[:1]) and behind.strip() != ""
+        _, answer, suffix = text.rpartition(_ANSWER)
+        tokens = [token for token in tokenizer.tokenize(suffix) if token != tokenizer.bos] if answer else []
+        is_special = bool(tokens) and not tokenizer.detokenize(tokens[:1]) and suffix.strip() != ""
         return tokens[0] if is_special else None
 
     def ends_of_turns(self, prompt: Sequence[int]) -> list[int]:

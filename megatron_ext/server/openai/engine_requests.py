@@ -44,19 +44,19 @@ class PromptLimits:
     pool: int
 
 
-def check_count(prompts: int, choices: int, most: int) -> None:
+def check_count(prompts: int, choices: int, limit: int) -> None:
     """Check that the server could ever accept this many requests, before any text is tokenized.
 
     Args:
         prompts: Prompts of one HTTP request.
         choices: Choices of each prompt.
-        most: Maximum number of engine requests at once.
+        limit: Maximum number of engine requests at once.
 
     Raises:
         ApiError: There are more.
     """
-    if prompts * choices > most:
-        raise too_many_requests(prompts, choices, most)
+    if prompts * choices > limit:
+        raise too_many_requests(prompts, choices, limit)
 
 
 def completion_specs(

@@ -188,7 +188,7 @@ def response_format(value: object) -> object:
 def option_bounds(name: str) -> FieldInfo:
     """Return the bounds of an option of `RequestParams` as a pydantic field."""
     declared = options_of(RequestParams)[name]
-    found: FieldInfo = Field(ge=declared.least, le=declared.most)
+    found: FieldInfo = Field(ge=declared.minimum, le=declared.maximum)
     return found
 
 

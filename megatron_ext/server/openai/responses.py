@@ -149,11 +149,11 @@ class Explains(enum.Enum):
 
 def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> dict[str, object]:
     """Return a choice's field `prefix_cache_explanation`, or no field."""
-    said = record.prefix_cache_explanation
-    if builder.explains is Explains.NOTHING or index % builder.choices or said is None:
+    explanation = record.prefix_cache_explanation
+    if builder.explains is Explains.NOTHING or index % builder.choices or explanation is None:
         return {}
-    told = said if builder.explains is Explains.ALL else said.without_there()
-    return {"prefix_cache_explanation": told.to_dict()}
+    revealed = explanation if builder.explains is Explains.ALL else explanation.without_cached_token()
+    return {"prefix_cache_explanation": revealed.to_dict()}
 
 
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:

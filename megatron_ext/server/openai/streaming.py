@@ -44,7 +44,7 @@ def event(content: dict[str, object]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class StreamOptions:
     """Options of a stream.
 
     Attributes:
@@ -125,19 +125,19 @@ def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
     return finished(handle) if handle.record or handle.error else handle.progress
 
 
-async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) -> AsyncIterator[bytes]:
+async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamOptions) -> AsyncIterator[bytes]:
     """Yield the events of a response; an error on the way is the last event."""
     envelope, handles = builder.envelope(is_part=True), group.handles
     streams = [
-        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, wanted.decoder(handle.spec.params))
+        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, options.decoder(handle.spec.params))
         for i, handle in enumerate(handles)
     ]
-    usage_now: dict[str, object] = {"usage": None} if wanted.ends_with_usage else {}
+    usage_now: dict[str, object] = {"usage": None} if options.ends_with_usage else {}
     try:
         while True:
             for stream in streams:
                 for part in stream.parts():
-                    if wanted.continues_usage:
+                    if options.continues_usage:
                         usage_now = {"usage": usage_so_far(builder, handles)}
                     yield event(envelope | part | usage_now)
             if all(stream.is_ended for stream in streams):
@@ -153,7 +153,7 @@ async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) 
         logger.exception("a stream failed")
         yield event(engine_fault(error).to_dict())
         return
-    if wanted.ends_with_usage:
+    if options.ends_with_usage:
         records = [finished(handle) for handle in group.handles]
         yield event(envelope | {"choices": [], "usage": usage(builder, records)})
     yield DONE
@@ -185,7 +185,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or those before the client disconnects."""
         try:
-            await unless_gone(receive, self._send_all(send))
+            await while_connected(receive, self._send_all(send))
         except ClientGone:
             return
         finally:
@@ -198,7 +198,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
+async def while_connected(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
     """Run `work` while the client is connected.
 
     Args:
@@ -211,18 +211,18 @@ async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -
     Raises:
         ClientGone: The client has disconnected.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
         return working.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnecting.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -35,9 +35,9 @@ class StructuredOutputChecks:
         """
         if form is None:
             return
-        size, most = len(form.source.encode()), self._limits.schema_bytes
-        if size > most:
-            raise response_format_too_long(form.kind, size, most)
+        size, limit = len(form.source.encode()), self._limits.schema_bytes
+        if size > limit:
+            raise response_format_too_long(form.kind, size, limit)
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.check, form)
         try:
             await asyncio.wait_for(compiling, self._limits.grammar_timeout)

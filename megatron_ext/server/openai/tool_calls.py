@@ -28,18 +28,18 @@ class ToolCallReader:
     """Incremental parser of a growing text.
 
     Args:
-        most: Maximum number of calls returned; later ones are dropped.
+        max_calls: Maximum number of calls returned; later ones are dropped.
 
     Attributes:
         count: Calls returned so far.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_calls: int) -> None:
         self.count = 0
-        self._max = most
+        self._max = max_calls
         self._held = ""  # may be the beginning of a call
         self._spaces = ""  # after the content so far
-        self._is_behind_call = False
+        self._follows_call = False
 
     def feed(self, text: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Return content and calls that have become certain.
@@ -63,7 +63,7 @@ class ToolCallReader:
             if call is None:
                 content.append(self._content(whole))
                 continue
-            self._spaces, self._is_behind_call = "", True
+            self._spaces, self._follows_call = "", True
             if self.count < self._max:
                 self.count += 1
                 calls.append(call)
@@ -76,9 +76,9 @@ class ToolCallReader:
 
     def _content(self, text: str) -> str:
         """Return the text as content, less the spaces at its end, which may precede a call."""
-        if self._is_behind_call:
+        if self._follows_call:
             text = text.lstrip()
-            self._is_behind_call = not text
+            self._follows_call = not text
         text = self._spaces + text
         content = text.rstrip()
         self._spaces = text[len(content) :]

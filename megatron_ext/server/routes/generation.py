@@ -17,7 +17,7 @@ from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from megatron_ext.server.openai.responses import ResponseBuilder, finished, whole
-from megatron_ext.server.openai.streaming import EventStream, Wanted, events, unless_gone
+from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, while_connected
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter(route_class=JsonRoute)
@@ -78,11 +78,11 @@ async def _answer(
     if body.explain_prefix_cache:
         builder.explains = serving.explains_to(request.scope[CALLER])
     submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
-    group = await unless_gone(request.receive, submitting)
+    group = await while_connected(request.receive, submitting)
     note_answer(request.state, builder, group)
     serving.answers[builder.id] = group
     try:
-        await unless_gone(request.receive, group.started() if body.stream else group.ended())
+        await while_connected(request.receive, group.started() if body.stream else group.ended())
         ended = [handle for handle in group.handles if handle.record or handle.error]
         records = [finished(handle) for handle in ended]
     except BaseException:
@@ -90,8 +90,8 @@ async def _answer(
         raise
     if not body.stream:
         return _json(whole(builder, records))
-    wanted = Wanted(serving.decoder, body.includes_usage, body.continues_usage)
-    return EventStream(group, events(group, builder, wanted))
+    options = StreamOptions(serving.decoder, body.includes_usage, body.continues_usage)
+    return EventStream(group, events(group, builder, options))
 
 
 def _json(content: object) -> Response:

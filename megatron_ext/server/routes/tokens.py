@@ -93,9 +93,9 @@ def _each(serving: Serving, tokens: Sequence[int]) -> list[str]:
 async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict[str, str]:
     """Return the text of token ids, special tokens included."""
     serving.check_name(body.model)
-    most = serving.prompt_limits.sequence
-    if len(body.tokens) > most:
-        raise ApiError(400, f"tokens: {len(body.tokens)} ids; the limit is {most}", param="tokens")
+    limit = serving.prompt_limits.sequence
+    if len(body.tokens) > limit:
+        raise ApiError(400, f"tokens: {len(body.tokens)} ids; the limit is {limit}", param="tokens")
     serving.vocabulary.check_prompt(body.tokens)
     return {"prompt": await asyncio.to_thread(serving.vocabulary.detokenize, body.tokens, skip_special_tokens=False)}
 

@@ -30,7 +30,7 @@ from tests.unit_tests.support.simulated_device import (
     RefusingDevice,
     SimulatedDevice,
     next_token,
-    state_behind,
+    state_after,
 )
 from tests.unit_tests.support.simulated_engine import LIMITS
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -110,7 +110,7 @@ class Paper:
             for i, token in enumerate(record.generated_tokens):
                 state = NOTHING
                 for one in tokens if self.device.has_states else ():
-                    state = state_behind(state, one)
+                    state = state_after(state, one)
                 uniform = None if params.is_greedy else drawn.random()
                 assert token == next_token(tokens, state, uniform), f"token {i} of request {request_id}"
                 tokens.append(token)

@@ -66,7 +66,7 @@ class Told:
         self.read(late, self.mirror.present())
         self.compare(late)
 
-    def read(self, reader: Reader, told: mirrors.Told) -> None:
+    def read(self, reader: Reader, told: mirrors.CacheEvents) -> None:
         for events in (told.blocks, told.states):
             if events:
                 reader.read(encoded(events, 3))

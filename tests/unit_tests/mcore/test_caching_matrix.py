@@ -14,7 +14,7 @@ from tests.unit_tests.support.driver import (
     assert_equals_expected,
     assert_equals_oracle,
     make_prompt,
-    what_it_gave,
+    outputs_of,
 )
 from tests.unit_tests.support.hybrid_caching import assert_prefill_states_equal, build_driver
 
@@ -96,7 +96,7 @@ def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, batching, cache
     assert skipped == [rule(kind, length, cache.get("policy", "lru"), cache.get("slots", 1)) for length in LENGTHS]
     assert len(on.records) == len(LENGTHS) * REQUESTS
     for request_id in on.records:
-        assert_equals_expected(on, request_id, what_it_gave(off, request_id))
+        assert_equals_expected(on, request_id, outputs_of(off, request_id))
         if kind != "attention_only":
             assert_prefill_states_equal(on, off, request_id)
     for request_id in (1, 12, 23):

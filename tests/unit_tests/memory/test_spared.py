@@ -8,8 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ext.config import ServerSettings
-from megatron_ext.console.startup import StartUp
-from megatron_ext.memory.heap import spare_what_is_loaded
+from megatron_ext.memory.heap import freeze_loaded_objects
 from megatron_ext.server import run
 
 
@@ -21,7 +20,7 @@ def _thawed():
 
 def test_a_full_collection_looks_at_what_came_later_only():
     before = len(gc.get_objects())
-    spare_what_is_loaded()
+    freeze_loaded_objects()
     assert gc.get_freeze_count() > before / 2
     assert len(gc.get_objects()) < before / 10
     circle: list = []
@@ -33,8 +32,8 @@ def test_a_full_collection_looks_at_what_came_later_only():
 def test_the_server_does_so_when_its_model_is_there(monkeypatch):
     done = []
     monkeypatch.setattr(run, "build_serving", lambda *_: done.append("loaded") or MagicMock())
-    monkeypatch.setattr(run, "spare_what_is_loaded", lambda: done.append("spared"))
+    monkeypatch.setattr(run, "freeze_loaded_objects", lambda: done.append("spared"))
     monkeypatch.setattr(run, "serve", lambda *_: done.append("served"))
     monkeypatch.setattr(run, "bind", lambda *_: run.socket.socket())
-    run._listen_and_serve(ServerSettings(), None, StartUp())
+    run._listen_and_serve(ServerSettings(), None, MagicMock())
     assert done == ["loaded", "spared", "served"]

@@ -11,7 +11,7 @@ import pytest
 from arguments import parse_arguments, parse_server_arguments
 from megatron_ext.errors import ConfigError, MachineError
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.parallel.world import said_here
+from megatron_ext.parallel.world import message_of_this_rank
 
 RANKS = {
     "alone": {},
@@ -24,12 +24,12 @@ RANKS = {
 
 
 def test_who_says_what_all_see() -> None:
-    said = {name: said_here(ConfigError("no"), variables) for name, variables in RANKS.items()}
+    said = {name: message_of_this_rank(ConfigError("no"), variables) for name, variables in RANKS.items()}
     assert said == dict.fromkeys(RANKS) | {"alone": "no", "the first one": "no"}
 
 
 def test_who_says_what_one_machine_sees() -> None:
-    said = {name: said_here(MachineError("no"), variables) for name, variables in RANKS.items()}
+    said = {name: message_of_this_rank(MachineError("no"), variables) for name, variables in RANKS.items()}
     assert said == {
         "alone": "no",
         "the first one": "no",

@@ -143,17 +143,17 @@ def test_behind_a_cached_prefix(new_driver, wanted):
 @pytest.mark.parametrize("broken", ["prompt", "generated"])
 def test_a_history_that_is_cut_is_seen(new_driver, wanted, monkeypatch, broken):
     """Negative control: without the prompt, or with what was generated last only, tokens differ."""
-    came, is_generated = logits_processors._came, logits_processors._is_generated
+    previous, is_generated = logits_processors._previous_tokens, logits_processors._is_generated
 
     def keeps(sampling) -> np.ndarray:
         return is_generated(sampling) == (broken == "prompt")
 
     forgetful = dataclasses.replace(
-        logits_processors.TOKEN_LISTS["came"],
-        of=lambda sampling, words: np.asarray(came(sampling, words), dtype=np.int64)[keeps(sampling)],
+        logits_processors.TOKEN_LISTS["previous"],
+        of=lambda sampling, words: np.asarray(previous(sampling, words), dtype=np.int64)[keeps(sampling)],
         bits=lambda sampling: is_generated(sampling)[keeps(sampling)],
     )
-    monkeypatch.setitem(logits_processors.TOKEN_LISTS, "came", forgetful)
+    monkeypatch.setitem(logits_processors.TOKEN_LISTS, "previous", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")
     got = run(new_driver(), wanted, names)
     assert all(got[name] != wanted[name][1] for name in names)

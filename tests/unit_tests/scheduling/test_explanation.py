@@ -50,7 +50,9 @@ class TestReasons:
         _, said = serve(scheduler, other)
         assert (said.reason, said.agreeing, said.here, said.there) == ("parted", 14, 1, prompt[14])
         assert (said.skipped, said.matched) == (12, 12)
-        assert said.text().startswith("14 tokens agree with a cached prefix; they part in block 3 at token 14: here 1,")
+        assert said.text().startswith(
+            "14 tokens agree with a cached prefix, which diverges in block 3 at token 14: here 1,"
+        )
 
     def test_the_nearest_of_several(self):
         scheduler = make_scheduler()
@@ -81,7 +83,7 @@ class TestReasons:
             serve(scheduler, text_of(seed, 10))
         _, said = serve(scheduler, text_of(0, 10))
         assert (said.reason, said.ago, said.matched, said.skipped) == ("snapshot_given_up", 1, 8, 0)
-        assert "given up 1 request ago for want of a slot (2 more slots would have kept them)" in said.text()
+        assert "evicted 1 request ago to free a slot (2 more slots would have kept them)" in said.text()
 
     def test_how_many_more_slots_would_have_kept_it(self):
         """True by a second life of the same prompts with so many, and with one less."""
@@ -131,7 +133,7 @@ class TestReasons:
             serve(scheduler, text_of(seed, 13))
         _, said = serve(scheduler, text_of(0, 13))
         assert said.reason == "block_evicted"
-        assert "given up" in said.text()
+        assert "evicted" in said.text()
 
     def test_what_concerns_the_whole_prompt(self):
         assert serve(make_scheduler(policy=None), text_of(0, 9))[1].reason == "caching_off"
@@ -266,13 +268,14 @@ class TestTool:
         second.write_text(json.dumps({"token_ids": [5] * 503 + [20] * 24}))
         assert explain_prefix.main([str(first), str(second), "--attention-only"]) == 0
         assert capsys.readouterr().out == (
-            "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix; they part in block 7 at token 503: "
-            "here 20, there 19; computing began at 448\n"
+            "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix, which diverges in block 7 at token "
+            "503: here 20, there 19; computing began at 448\n"
         )
         assert explain_prefix.main([str(first), str(second)]) == 0
         assert capsys.readouterr().out == (
-            "256 of 527 tokens are skipped: 448 tokens are cached, and no snapshot of states stands between 256 "
-            "and 448. 503 tokens agree with a cached prefix; they part in block 7 at token 503: here 20, there 19\n"
+            "256 of 527 tokens are skipped: 448 tokens are cached, and there is no snapshot of states between 256 "
+            "and 448. 503 tokens agree with a cached prefix, which diverges in block 7 at token 503: "
+            "here 20, there 19\n"
         )
 
     @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -256,7 +256,7 @@ class TestLines:
     def test_what_repeats_itself_is_counted(self, log):
         logger, written = log
         now = [0.0]
-        logger.addFilter(BoundedRate(most=2, seconds=10, clock=lambda: now[0]))
+        logger.addFilter(BoundedRate(limit=2, seconds=10, clock=lambda: now[0]))
         for second in range(25):
             now[0] = float(second)
             logger.warning("%s fails", "this")

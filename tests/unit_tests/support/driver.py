@@ -349,7 +349,7 @@ def assert_equals_expected(driver: Driver, request_id: int, expected: Expected) 
         assert_logits_close(actual, expected.prompt_log_probs, f"request {request_id}, prompt log-probs")
 
 
-def what_it_gave(driver: Driver, request_id: int) -> Expected:
+def outputs_of(driver: Driver, request_id: int) -> Expected:
     """Expected outputs of a request that must equal a request of another driver."""
     record, seen = driver.records[request_id], driver.seen[request_id]
     first = record.prompt_token_count

@@ -19,7 +19,7 @@ from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.buckets import Bucket
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
-from megatron_ext.runner.cuda_graphs.input_batch import NOBODY
+from megatron_ext.runner.cuda_graphs.input_batch import DUMMY_REQUEST
 from megatron_ext.runner.model_input import ModelInput
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -144,7 +144,7 @@ def rows_of(step: ModelInput) -> Iterator[tuple[int, ScheduledChunk]]:
     sampled = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.sampling is not None]
     if step.paged_batch.has_static_shapes:
         assert len(step.chunks) == len(step.sample_tokens)
-        return iter((row, chunk) for row, chunk in sampled if chunk.request_id != NOBODY)
+        return iter((row, chunk) for row, chunk in sampled if chunk.request_id != DUMMY_REQUEST)
     return iter((i, chunk) for i, (_, chunk) in enumerate(sampled))
 
 

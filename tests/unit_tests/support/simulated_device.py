@@ -23,7 +23,7 @@ DUMMY = -1
 POISON = -9
 
 
-def state_behind(state: int, token: int) -> int:
+def state_after(state: int, token: int) -> int:
     """The states after one more token."""
     assert state != POISON, "poisoned states were read"
     return zlib.crc32(f"{state} {token}".encode())
@@ -147,7 +147,7 @@ class SimulatedDevice:
         for position, token in enumerate(known, start=chunk.start):
             if position >= chunk.shared_end:
                 self._keys[self._place(chunk, position)] = token
-            state = state_behind(state, token) if self.has_states else NOTHING
+            state = state_after(state, token) if self.has_states else NOTHING
             if position + 1 in kept:
                 self._snapshots[kept[position + 1]] = state
         self._live[chunk.running_slot] = state

@@ -137,14 +137,14 @@ def _derived(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> Fields:
-    told = routed_experts(fields, "num_local_experts")
-    if told["moe_router_topk"] == 1:
+    routed = routed_experts(fields, "num_local_experts")
+    if routed["moe_router_topk"] == 1:
         raise ConfigError(
             "config.json: num_experts_per_tok = 1 is not supported; megatron-core's softmax is over two chosen experts "
             "or more"
         )
     return {
-        **told,
+        **routed,
         "moe_ffn_hidden_size": size(fields, "intermediate_size"),
         "moe_shared_expert_intermediate_size": size(fields, "shared_intermediate_size"),
         "moe_router_score_function": "softmax",

@@ -123,8 +123,8 @@ def heads_and_positions(fields: Fields) -> dict[str, object]:
 def _with_base(fields: Fields) -> Fields:
     """Return the fields with the family's rotary base if the file has none."""
     sources = [fields, *(fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict))]
-    is_said = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in sources)
-    return fields if is_said else {**fields, "rope_theta": _DEFAULT_BASE}
+    has_base = any(isinstance(one, dict) and one.get("rope_theta") is not None for one in sources)
+    return fields if has_base else {**fields, "rope_theta": _DEFAULT_BASE}
 
 
 def _ffn_size(fields: Fields) -> int:

@@ -122,12 +122,12 @@ def _derived(fields: Fields) -> Fields:
 def _without_axes(fields: Fields) -> Fields:
     """Return the fields without the settings of several rotary axes."""
     objects = {name: fields[name] for name in ROPE_FIELDS if isinstance(fields.get(name), dict)}
-    told = {
+    replaced = {
         name: {key: value for key, value in given.items() if key not in _AXES}
         for name, given in objects.items()
         if isinstance(given, dict)
     }
-    return {**fields, **told}
+    return {**fields, **replaced}
 
 
 def text_fields(raw: Fields, model_type: str) -> Fields:

@@ -95,7 +95,7 @@ def test_cuts_have_to_fit():
         ({}, None),
         ({"token_ids": (LAST_SAMPLED,)}, None),
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
-        ({"restore": Restore(b"", 3)}, "a decode goes on behind drafts that did not come"),
+        ({"restore": Restore(b"", 3)}, "a decode restores states after rejected drafts"),
         ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), logits_options=SHAPING)}, None),
         ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
         ({"sampling": dataclasses.replace(GREEDY, logits_options=FORMED)}, None),

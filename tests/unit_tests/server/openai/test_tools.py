@@ -32,9 +32,9 @@ OTHER = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
 SPOKEN = {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
-def read(text: str, sizes: random.Random | None = None, most: int = 9) -> tuple[str, list[tuple[str, object]]]:
+def read(text: str, sizes: random.Random | None = None, max_calls: int = 9) -> tuple[str, list[tuple[str, object]]]:
     """Content and calls of a text, in one piece or cut at random."""
-    reader, start, content, calls = ToolCallReader(most), 0, "", []
+    reader, start, content, calls = ToolCallReader(max_calls), 0, "", []
     while start < len(text) or start == 0:
         end = len(text) if sizes is None else min(len(text), start + sizes.randrange(1, 9))
         new, found = reader.feed(text[start:end], is_last=end == len(text))
@@ -76,7 +76,7 @@ def test_a_text_is_taken_apart_however_it_comes(text, content, calls):
 
 
 def test_as_many_calls_as_are_wanted():
-    assert read(f"a{CALL}{OTHER}", most=1) == ("a", [WEATHER_CALL])
+    assert read(f"a{CALL}{OTHER}", max_calls=1) == ("a", [WEATHER_CALL])
 
 
 @pytest.fixture
