@@ -51,7 +51,7 @@ class ModelFields:
     mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
     mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
     mamba_gated_norm: str | None = GATE_FIRST  # after the scan: gate before or after the norm; None: no norm
-    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt after in_proj; default: 1
+    mamba_multipliers: tuple[float, ...] | None = None  # five factors, of z, x, B, C and dt after in_proj; default: 1
 
     # Recurrent layers: Mamba-1
     mamba_inner_size: int | None = flag(None, "Channels of a Mamba-1 layer; default: 2 * hidden size")
@@ -76,7 +76,7 @@ class ModelFields:
     squared_relu: bool = False
     swiglu: bool = False
     disable_bias_linear: bool = True
-    add_mlp_bias: bool = False  # for MLPs (-), if other linear layers have no bias
+    add_mlp_bias: bool = False  # with disable_bias_linear: MLPs (-) have biases nevertheless
 
     # Mixtures of experts
     num_experts: int | None = None  # of each E layer
@@ -87,7 +87,7 @@ class ModelFields:
     moe_router_topk: int = 2
     moe_router_score_function: str = "softmax"
     moe_router_num_groups: int | None = None  # default: one group
-    moe_router_group_topk: int | None = None  # groups that a token may choose from; default: all
+    moe_router_group_topk: int | None = None  # number of groups that a token's experts are chosen from; default: all
     moe_router_pre_softmax: bool = False  # weights are a softmax over all experts, not over those chosen
     moe_router_topk_scaling_factor: float | None = None  # default: 1
     moe_router_enable_expert_bias: bool = False
@@ -100,8 +100,8 @@ class ModelFields:
     qk_layernorm: bool = False  # over each head, before rotation
     qk_layernorm_over_heads: bool = False  # over the channels of all heads together instead
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
-    add_qkv_bias: bool = False  # for queries, keys and values, if other linear layers have no bias
-    add_attention_output_bias: bool = False  # the same for the output projection; needs add_qkv_bias
+    add_qkv_bias: bool = False  # with disable_bias_linear: queries, keys and values have biases nevertheless
+    add_attention_output_bias: bool = False  # attention's output projection too; needs add_qkv_bias
     attention_window: int | None = None  # of layers W: tokens that a query sees, including its own
 
     # Position embeddings, which rotate attention heads or are added to the token embeddings

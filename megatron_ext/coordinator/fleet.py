@@ -226,7 +226,7 @@ class Fleet:
         try:
             yield
             await self.look_again()
-            await self.look_again()  # an answer to the first may have been on its way before
+            await self.look_again()  # the first may have got an answer that was sent before the update ended
         finally:
             self.groups.updates -= 1
 

@@ -120,10 +120,14 @@ class EngineClient:
         return self.call(self._step).result()
 
     def abort(self, requests: Iterable[EngineRequest], *, at_once: bool = False) -> None:
-        """End abandoned requests and free what they own before the next computation or call; return at once.
+        """Abandon requests: the engine's thread ends them and frees their memory before its next step or call.
 
-        Without `at_once` no lock is taken, so that the garbage collector may call it at any moment in any thread; a
-        suspended engine then frees them with the next call.
+        By default this neither waits nor takes a lock, so that the garbage collector may call it at any moment in any
+        thread; a suspended engine frees the memory with its next call.
+
+        Args:
+            requests: Requests to end.
+            at_once: Whether to make a call and wait for it, so that the memory is free on return.
         """
         for request in requests:
             request.is_abandoned = True
@@ -253,7 +257,7 @@ class EngineClient:
         self._notify(changed)
 
     def _has_update(self, request: Request) -> bool:
-        """Collect new output of a request that continues; an error ends that request only."""
+        """Collect the new output of a running request; return whether there is any. An error ends that request only."""
         try:
             return request.request_id in self._pending and self._pending[request.request_id].collect()
         except Exception as error:

@@ -148,7 +148,16 @@ class _PassRun:
 
 
 def _due(run: RunConfig, total: int, submitted: int, *, rounds: int, seconds: float, busy: bool) -> int:
-    """Return the number of prompts due by now, at least `submitted` and at most `total`."""
+    """Return the number of prompts, of `total`, that should have been submitted by now, at least `submitted`.
+
+    Args:
+        run: Rules of arrival: in batches, a number per step, a rate, or all at the start.
+        total: Number of prompts of the run.
+        submitted: Number of prompts submitted so far.
+        rounds: Number of turns of the loop so far; each submits prompts, then runs a step if there is work.
+        seconds: Time since the start.
+        busy: Whether any submitted prompt is unfinished.
+    """
     if run.drain_between_batches:
         starts = [index for index in run.batch_boundaries if index > submitted]
         return submitted if busy else min([*starts, total])

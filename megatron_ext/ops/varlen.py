@@ -102,7 +102,11 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
 
 
 def chunk_arrays(pieces: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """Return the arrays of `packed_chunks`; `pieces` are the tokens of each sequence's chunks, 0 for empty chunks."""
+    """Return the arrays that `packed_chunks` takes.
+
+    Args:
+        pieces: Lengths in tokens of the chunks of each sequence; 0 for an empty chunk.
+    """
     counts = [len(cut) for cut in pieces]
     return _sequence_arrays([sum(cut) for cut in pieces]) | {
         "cu_chunk_seqlens": starts([length for cut in pieces for length in cut]),
@@ -114,7 +118,7 @@ def chunk_arrays(pieces: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
 def packed_chunks(
     pieces: Sequence[Sequence[int]], staged: Mapping[str, Tensor], resumes: Resumes | None = None
 ) -> PackedChunks:
-    """Return the metadata of sequences cut into `pieces`, whose arrays, see `chunk_arrays`, are on the device."""
+    """Return the metadata of sequences in chunks of these lengths, whose `chunk_arrays` are on the device."""
     return PackedChunks(
         sequences=_sequences(tuple(int(sum(cut)) for cut in pieces), staged),
         chunk_lengths=tuple(int(length) for cut in pieces for length in cut),

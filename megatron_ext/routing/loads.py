@@ -46,7 +46,7 @@ class Loads:
         self._put(number, load + tokens, given)
 
     def take(self, number: int, tokens: int) -> None:
-        """Subtract tokens from the load of a replica: computed, or no longer needed."""
+        """Subtract tokens from the load of a replica: they have been computed, or their request has ended."""
         load, given, _ = self._entries[number]
         assert tokens <= load, f"{tokens} tokens of {load} taken"
         self.leave(number)

@@ -87,7 +87,7 @@ class Router:
     """Router of requests to replicas; see the module for the contract.
 
     Args:
-        settings: Policy and alpha.
+        settings: Policy, and its weight `alpha` of cached prefixes against load.
     """
 
     def __init__(self, settings: RoutingConfig | None = None) -> None:

@@ -234,8 +234,8 @@ class LogitsProcessor:
 
     Attributes:
         apply: Changes the logits [R + 1, V] of all rows.
-        columns: Its numbers per row, by name; it is skipped in eager steps if it has no list and all are neutral.
-        lists: Its token lists, by name; it is skipped in eager steps if all are empty.
+        columns: Numbers per row, by name; without lists, the processor is skipped in eager steps if all are neutral.
+        lists: Token lists, by name; the processor is skipped in eager steps if all are empty.
         has_mask: True if it reads the masks.
     """
 

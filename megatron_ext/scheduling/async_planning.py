@@ -58,7 +58,9 @@ class AsyncPlanner:
         self._hashing = hashing
         self._counters = counters
         self._turned_away: tuple[Request, int, int] | None = None  # for lack of blocks; see `_chances`
-        first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # after the slot of padding
+        first = (
+            0 if cache.states is None else cache.states.total + limits.draft_states + 1
+        )  # the slot before is that of padding rows
         self._slots = DraftSlots(first, limits.async_states)
         self._lent: list[tuple[Request, Snapshot]] = []
 

@@ -27,7 +27,13 @@ class Counters:
     launched_ahead: int = 0  # steps that were launched before the tokens of the one before were known
 
     def note_lost(self, slot_tokens: int, block_tokens: int, ago: int) -> None:
-        """Count an admission that would have skipped more with unlimited memory."""
+        """Count an admitted request that would have skipped more prompt tokens with unlimited memory.
+
+        Args:
+            slot_tokens: Prompt tokens that more snapshot slots would have saved.
+            block_tokens: Prompt tokens that more blocks would have saved in addition.
+            ago: Requests admitted since the eviction of the missing entry.
+        """
         self.lost_requests += 1
         self.lost_slot_tokens += slot_tokens
         self.lost_block_tokens += block_tokens

@@ -155,7 +155,7 @@ class _Ours:
 
     def _prompt(self, line: Line) -> Pieces:
         if ("tokens" in line) == ("block_hashes" in line):
-            raise ValueError("a request has either tokens or block_hashes")
+            raise ValueError("a request needs either tokens or block_hashes, and not both")
         if "tokens" in line:
             return (_tokens(line["tokens"]),)
         hashes, size = _list(line["block_hashes"]), _count(line["block_size"], "block_size")

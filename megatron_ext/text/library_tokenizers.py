@@ -24,9 +24,10 @@ _BYTES = 256  # the first tokens of a TikTokenizer's file
 
 
 class TikTokenizer:
-    """Byte pair tokenizer with a splitting pattern, after a number of special tokens; `</s>`, token 2, ends a document.
+    """Byte pair tokenizer with a splitting pattern; `</s>`, token 2, ends a document.
 
-    Special tokens spelled in a text become these tokens, as in Megatron.
+    Special tokens have the first ids, before those of the file. A text that spells a special token is encoded as that
+    token, as in Megatron.
 
     Args:
         path: JSON list of objects with `rank`, `token_bytes` in base64, and `token_str`.

@@ -164,7 +164,7 @@ class TemplateRenderer:
                 return TemplateProcess()
             if process.is_running:
                 return process
-            process.close()  # killed while it was idle
+            process.close()  # the process was killed from outside while it was idle
 
     def close(self) -> None:
         """Kill the idle processes."""

@@ -73,7 +73,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module, NamedNorm):
 
     @property
     def row_norm(self) -> RowNorm:
-        """Weight, epsilon and offset 1; see `NamedNorm`."""
+        """Weight, epsilon and the offset 1 that is added to the weight; see `NamedNorm`."""
         return RowNorm(self.weight, self.eps, offset=1.0)
 
     def _normed(self, hidden: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_ext.models.huggingface.fields import (
     with_present_names,
 )
 
-# Sizes of decoders with attention and MLPs, under their names in `ModelConfig`.
+# Sizes of decoders with attention and MLPs: field of config.json -> field of `ModelConfig`.
 DECODER_SIZES: Mapping[str, str] = {
     "hidden_size": "hidden_size",
     "intermediate_size": "ffn_hidden_size",

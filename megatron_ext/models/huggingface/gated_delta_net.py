@@ -27,7 +27,10 @@ _DEFAULT_ATTENTION_INTERVAL = 4
 
 
 def delta_net_or_attention(fields: Fields) -> str:
-    """Return M or * for each layer: from `layer_types`, or attention in every `full_attention_interval`-th one."""
+    """Return the letter of each layer: M for a gated delta net, * for attention.
+
+    `layer_types` lists the layers; without it every `full_attention_interval`-th layer is attention.
+    """
     count = layer_count(fields)
     if fields.get("layer_types") is None:
         interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)

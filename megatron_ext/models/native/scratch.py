@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_ext.signals import Interruption
 
 _MESSAGE = "nothing is saved"
-_NAME = 100  # characters taken over from the target's name, of 255 at most
+_NAME = 100  # characters of the target's name in the scratch name; file systems allow 255 in all
 
 
 class Scratch:
@@ -54,7 +54,7 @@ def scratch_directory(target: Path) -> Iterator[Scratch]:
                 interruption.release(_MESSAGE)
                 yield Scratch(path, interruption)
             finally:
-                interruption.keep_quiet()  # a signal before this takes effect raises, a later one does not
+                interruption.keep_quiet()  # a signal that arrives before this call raises, a later one is only noted
         finally:
             if path is not None:
                 shutil.rmtree(path, ignore_errors=True)

@@ -36,7 +36,7 @@ def open_directory(path: Path) -> int:
         path: Absolute path.
 
     Raises:
-        UntrustedPathError: A part belongs to another user, or others can write to it.
+        UntrustedPathError: A part of the path belongs to a user other than this one or root, or others can write to it.
         OSError: The path cannot be walked; the error has the part's full path.
     """
     handle = _walk(os.open("/", _PART), str(path), is_directory=True)
@@ -55,7 +55,8 @@ def open_file(directory: int, path: str) -> int:
         path: Path relative to the directory.
 
     Raises:
-        UntrustedPathError: A part belongs to another user, others can write to it, or it is not a regular file.
+        UntrustedPathError: A part of the path belongs to a user other than this one or root, others can write to it,
+            or it is not a regular file.
         FileNotFoundError: A part is missing.
         OSError: The path cannot be walked; the error has the part's full path.
     """

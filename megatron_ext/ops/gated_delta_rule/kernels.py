@@ -25,7 +25,9 @@ from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE
 MAX_ODD_KEYS = 64  # for more keys, loading elements one by one takes too many registers
 TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; full fp32 products leave no registers for more
 CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # key channels at once in `delta_tiles`
-WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # for 64 and 128 keys: as few as registers allow
+WARPS = dict(
+    zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True)
+)  # for 64 and 128 key channels: the fewest that registers allow
 NORM_EPSILON = tl.constexpr(1e-6)  # as in `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
 

@@ -1,6 +1,7 @@
 """Sampling kernel for CUDA devices: one program a row, a few passes over the row, no sorting.
 
-Words are compared by keys, integers in the order of their logits. The mass of a word, exp(score), is an integer in
+A word is a token of the vocabulary; `words` is the size V of the vocabulary. Words are compared by keys, integers in
+the order of their logits. The mass of a word, exp(score), is an integer in
 units of 2^-40, so sums of masses are exact in any order. The words kept by top_k and top_p are found by bisection: the
 least kept key, two bits of it a pass, and the number of words with that key to keep, which are the first ones.
 """
@@ -81,9 +82,10 @@ def best_word(source, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def word_at(source, words, greatest, divisor, low, ties, place, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the word at a place on the line of kept words, in order of their ids; `words` past the line's end.
+    """Draw by inverse CDF: return the first kept word at which the sum of masses, by ascending id, exceeds `place`.
 
-    Kept are words with keys above `low`, and the first `ties` words with the key `low`.
+    Words with keys above `low` are kept, and the first `ties` words with the key `low`. The result is `words` if
+    `place` is not below the sum of all masses. `greatest` is the row's greatest logit, `divisor` its temperature.
     """
     found, start = words, words * 0
     before = tl.zeros([], tl.int64)

@@ -125,7 +125,14 @@ def _scan_pieces(delta: Tensor, stepped_u: Tensor, A: Tensor, B: Tensor, C: Tens
 
 
 def _read(before: Tensor, elapsed: Tensor, A: Tensor, C: Tensor) -> Tensor:
-    """Return the contribution of the states before the pieces, [m, D, N], to each token: [C, m, D]."""
+    """Return the contribution to each token's output of the state that its piece starts with: [C, m, D].
+
+    Args:
+        before: State at the start of each of the m pieces, [m, D, N].
+        elapsed: Step sizes summed from the start of the piece to each token, [C, m, D].
+        A: Decay rates times log2(e), [D, N].
+        C: Output projection of each token, [C, m, N].
+    """
     return torch.stack([_weigh(_decay(time, A) * before, c) for time, c in zip(elapsed, C, strict=True)])
 
 

@@ -263,11 +263,11 @@ class CudaGraphRunner:
         return chunks
 
     def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
-        """Check restored snapshots and mark those to be written as incomplete, on the host.
+        """Check the snapshots that the step restores and mark those that it writes as incomplete, on the host.
 
         Returns:
-            Live states to copy into snapshots, as (running state slot, slot), and (slot, block hash) of all written
-            snapshots.
+            Running states to copy into snapshots, as (running state slot, snapshot slot), and all snapshots that the
+            step writes, as (snapshot slot, block hash).
         """
         _, snapshots = self._states
         if snapshots is None:

@@ -82,7 +82,7 @@ class CompletionResponseBuilder(_Envelope):
         return self._choice(index, piece)
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """Return a whole choice."""
+        """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
         echo = "" if self._echoes is None else self._echoes[index]
         scores = self._prompt_scores(first) + generated_scores(record, 0)
         piece = Piece(echo + record.generated_text, record.generated_tokens, scores, record.finish_reason)
@@ -171,7 +171,7 @@ class ChatResponseBuilder(_Envelope):
         )
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """Return a whole choice."""
+        """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
         scores = generated_scores(record, 0)
         piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
         text, calls, reason = self._read(index, piece)
@@ -184,7 +184,7 @@ class ChatResponseBuilder(_Envelope):
         )
 
     def _read(self, index: int, piece: Piece) -> tuple[str, Sequence[ToolCall], str | None]:
-        """Return the content, the tool calls, and the finish reason if the choice has ended."""
+        """Return content and tool calls of a piece of text, and the finish reason: None until the choice has ended."""
         if self._readers is None:
             return piece.text, (), piece.reason
         reader = self._readers[index]

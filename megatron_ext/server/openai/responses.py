@@ -136,7 +136,7 @@ class ResponseBuilder(Protocol):
         """Return a part of a choice; None if it would be empty."""
 
     def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
-        """Return a whole choice; `first` is the record of the prompt's first one, which has the prompt's data."""
+        """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
 
 
 class Explains(enum.Enum):

@@ -111,7 +111,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("line", "words"),
         [
-            ({"time": 0}, "line 1: a request has either tokens or block_hashes"),
+            ({"time": 0}, "line 1: a request needs either tokens or block_hashes, and not both"),
             ({"tokens": [1]}, "'time' is missing"),
             ({"time": 0, "tokens": []}, "empty"),
             ({"time": 0, "tokens": [-1]}, "line 1"),
