@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.coordinator.event_stream import EventStream, Faults
 from megatron_ext.coordinator.heartbeat import EventSource
-from megatron_ext.coordinator.published_cache import PublishedCache
+from megatron_ext.routing.published_cache import PublishedCache
 from megatron_ext.routing.router import Router
 
 

@@ -19,10 +19,10 @@ import zmq
 import zmq.asyncio
 
 from megatron_ext.config.kv_event_limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE
-from megatron_ext.coordinator.published_cache import EventError, UnknownParentError
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, Event
 from megatron_ext.kv_events.throttle import Throttle
 from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, WireError, decode, decode_sequence
+from megatron_ext.routing.published_cache import EventError, UnknownParentError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "signals"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api", "coordinator"}
+TOOLS = {"console", "offline", "server", "api", "coordinator", "ray_serve"}
 ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
     "kv_events": {"config", "errors", "prefix_cache"},
-    "routing": {"config", "errors", "prefix_cache"},
+    "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "ops", "scheduling"},
     "ops": {"errors"},
@@ -44,10 +44,11 @@ MAY_IMPORT = {
     "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
     "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
+    "ray_serve": BELOW_TOOLS | EVENTS | {"routing", "server"},
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
-MAY_USE_THE_COMMAND_LINE = {"api"}
+MAY_USE_THE_COMMAND_LINE = {"api", "ray_serve"}
 ABOVE = {"arguments", "tools", "tests", "benchmarks", "examples"}  # what imports the package
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "parallel", "simulation")
@@ -99,7 +100,7 @@ def test_the_command_line_needs_only_the_settings():
     "packages",
     [
         *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
-        "megatron_ext.coordinator",
+        *("megatron_ext.coordinator", "megatron_ext.ray_serve.prefix_routing"),
     ],
 )
 def test_what_decides_runs_without_torch(packages):
@@ -109,7 +110,7 @@ import importlib, pkgutil, sys
 package = importlib.import_module({packages!r})
 for info in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
     importlib.import_module(info.name)
-loaded = {{"torch", "megatron", "numpy", "transformers"}} & set(sys.modules)
+loaded = {{"torch", "megatron", "numpy", "transformers", "ray"}} & set(sys.modules)
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

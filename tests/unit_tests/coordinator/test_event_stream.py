@@ -18,10 +18,10 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator import event_stream
 from megatron_ext.coordinator.event_reader import EventReader
 from megatron_ext.coordinator.heartbeat import EventSource
-from megatron_ext.coordinator.published_cache import PublishedCache
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateStored
 from megatron_ext.kv_events.wire import END_OF_REPLAY
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.routing.published_cache import PublishedCache
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, coordinator, eventually
 from tests.unit_tests.support.kv_events import encoded

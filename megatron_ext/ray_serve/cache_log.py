@@ -1,0 +1,119 @@
+"""Log of one cache's KV events in its replica, read by routers of Ray Serve with actor calls.
+
+A router asks for the events after those that it has. The log keeps a bounded number of events; a router that asks for
+older ones, or for those of another process, gets the whole contents of the cache instead. Pending changes are bounded
+by the cache itself (`kv_events/changes.py`), so a replica without any router keeps no more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from megatron_ext.kv_events.changes import Changes
+from megatron_ext.kv_events.events import Event
+from megatron_ext.kv_events.mirror import Mirror, Told
+
+MAX_LOG_EVENTS = 1024
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """Position of a reader.
+
+    Attributes:
+        log: Id of the log; empty for a reader that knows nothing.
+        number: Number of the next event.
+    """
+
+    log: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Answer to a reader.
+
+    Attributes:
+        position: Position after these events, for the next call.
+        events: Events of blocks and states, in order.
+        is_whole: Whether the events describe the whole contents, and begin with clearing what was known before.
+    """
+
+    position: LogPosition
+    events: tuple[Event, ...]
+    is_whole: bool
+
+
+class CacheLog:
+    """Log of a cache's events; its `changes` are the cache's observer.
+
+    Args:
+        mirror: Mirror of the cache, which is still empty.
+        max_events: Maximum number of events that are kept.
+    """
+
+    def __init__(self, mirror: Mirror, max_events: int = MAX_LOG_EVENTS) -> None:
+        self.changes = Changes(self._wake)
+        self._mirror = mirror
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()  # of all below
+        self._kept: deque[Event] = deque(maxlen=max_events)
+        self._next = 0  # number of the next event
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def report(self, position: LogPosition) -> CacheReport:
+        """Return the events from a position on, or the whole contents if they are no longer kept."""
+        with self._lock:
+            delta = self.changes.take()
+            if delta is not None:
+                self._append(_events(self._mirror.apply(delta)))
+            first = self._next - len(self._kept)
+            is_whole = position.log != self._id or not first <= position.number <= self._next
+            if is_whole:
+                events = _events(self._mirror.present())
+            else:
+                events = tuple(islice(self._kept, position.number - first, None))
+            return CacheReport(LogPosition(self._id, self._next), events, is_whole)
+
+    async def wait(self, position: LogPosition, patience: float) -> CacheReport:
+        """Return the report of a position as soon as it has an event, or an empty one.
+
+        Args:
+            position: Position of the reader.
+            patience: Maximum wait in seconds.
+        """
+        changed = asyncio.Event()
+        waiter = asyncio.get_running_loop(), changed
+        with self._lock:
+            self._waiting.append(waiter)
+        try:
+            report = await asyncio.to_thread(self.report, position)
+            if not report.events:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), patience)
+                report = await asyncio.to_thread(self.report, position)
+        finally:
+            with self._lock:
+                self._waiting.remove(waiter)
+        return report
+
+    def _append(self, events: tuple[Event, ...]) -> None:
+        self._kept.extend(events)
+        self._next += len(events)
+
+    def _wake(self) -> None:
+        """Wake all readers; called by the engine's thread, which never waits for a reader here."""
+        for loop, changed in tuple(self._waiting):
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(changed.set)
+
+
+def _events(told: Told) -> tuple[Event, ...]:
+    """Return all events in one order; readers accept a state before its block and after it."""
+    return (*told.blocks, *told.states)

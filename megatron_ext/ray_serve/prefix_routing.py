@@ -1,0 +1,210 @@
+"""Choice of a replica by its cached prefixes, for a request router of Ray Serve. Needs neither Ray nor torch.
+
+What replicas cache is known from their reports (`cache_log.py`). What the router keeps of a replica is bounded: the
+blocks and snapshots of its pools, and the requests in flight to it. A replica that contradicts itself is forgotten, and
+read again from the start. Single-threaded, as `Router` is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from megatron_ext.prefix_cache.public_hash import event_salt
+from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.routing.prompt import Prompt
+from megatron_ext.routing.published_cache import EventError, PublishedCache
+from megatron_ext.routing.router import Decision, ReplicaView, Router
+
+_BLOCK_EVENTS = (BlockStored, BlockRemoved, AllBlocksCleared)
+
+
+class _KnownCache:
+    """Contents of one cache of a replica, as far as its reports have been applied."""
+
+    def __init__(self, cache: PublishedCache) -> None:
+        self._cache = cache
+        self.position = LogPosition()
+
+    def apply(self, report: CacheReport) -> Iterator[None]:
+        """Apply a report; yield where other tasks may run.
+
+        Raises:
+            EventError: The report is not the next one, or contradicts earlier ones.
+        """
+        expected = LogPosition(self.position.log, self.position.number + len(report.events))
+        if not report.is_whole and report.position != expected:
+            raise EventError(f"a report up to {report.position} after {self.position}")
+        for event in report.events:
+            is_block = isinstance(event, _BLOCK_EVENTS)
+            yield from self._cache.apply_blocks(event) if is_block else self._cache.apply_states(event)
+            yield
+        self.position = report.position
+
+    def forget(self) -> None:
+        """Forget the contents, so that the next report is to be the whole ones."""
+        self.position = LogPosition()
+        for _ in itertools.chain(self._cache.clear_blocks(), self._cache.clear_states()):
+            pass
+
+
+@dataclass
+class _Member:
+    facts: ReplicaFacts
+    caches: list[_KnownCache]
+
+
+class PrefixRouting:
+    """Router of the requests of one deployment; see the module.
+
+    Args:
+        settings: Policy and alpha.
+
+    Attributes:
+        faults: Number of reports that were refused.
+    """
+
+    def __init__(self, settings: RoutingConfig | None = None) -> None:
+        self._router = Router(settings)
+        self._members: dict[str, _Member] = {}
+        self._in_flight: set[Hashable] = set()
+        self.faults = 0
+
+    # Replicas
+
+    def join(self, replica: str, facts: ReplicaFacts) -> None:
+        """Add a replica, of whose caches nothing is known yet; a known one with equal facts stays as it is."""
+        if replica in self._members:
+            if self._members[replica].facts == facts:
+                return
+            self.leave(replica)
+        self._router.join(replica, facts.block_size, has_states=facts.has_states)
+        caches = [
+            _KnownCache(PublishedCache(self._router, replica, rank, facts.block_size, facts.blocks))
+            for rank in range(facts.caches)
+        ]
+        self._members[replica] = _Member(facts, caches)
+
+    def leave(self, replica: str) -> None:
+        """Forget a replica with its requests in flight; unknown ones are ignored."""
+        if self._members.pop(replica, None) is not None:
+            self._in_flight.difference_update(self._router.leave(replica))
+
+    def keep_only(self, replicas: Collection[str]) -> None:
+        """Forget all other replicas."""
+        for gone in [name for name in self._members if name not in replicas]:
+            self.leave(gone)
+
+    def facts(self, replica: str) -> ReplicaFacts | None:
+        """Return the facts of a replica; None if it has not joined."""
+        member = self._members.get(replica)
+        return None if member is None else member.facts
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of the replicas."""
+        return list(dict.fromkeys(member.facts.group for member in self._members.values()))
+
+    def views(self) -> list[ReplicaView]:
+        """Return statistics of all replicas."""
+        return self._router.replicas()
+
+    # Contents of caches
+
+    def position(self, replica: str, rank: int = 0) -> LogPosition:
+        """Return the position to ask a replica's cache for reports from.
+
+        Raises:
+            KeyError: The replica has not joined.
+        """
+        return self._members[replica].caches[rank].position
+
+    def apply(self, replica: str, report: CacheReport, rank: int = 0) -> Iterator[None]:
+        """Apply a report of a replica's cache; yield where other tasks may run, after which the replica may be gone.
+
+        A report that contradicts earlier ones, or exceeds the cache's pool, counts as a fault: what is known of that
+        cache is forgotten, and the next report is to be the whole contents.
+        """
+        member = self._members.get(replica)
+        if member is None:
+            return
+        cache = member.caches[rank]
+        try:
+            for _ in cache.apply(report):
+                yield
+                if self._members.get(replica) is not member:
+                    return
+        except (EventError, ValueError):
+            self.faults += 1
+            cache.forget()
+
+    # Requests
+
+    def prompt(self, tokens: Iterable[int], salt: str | None = None) -> Prompt:
+        """Return a prompt, whose blocks are hashed once.
+
+        Args:
+            tokens: Token ids; without any, the prompt is unknown, and load alone decides.
+            salt: Salt of its keys, as the replica binds it.
+
+        Raises:
+            OverflowError: A token id is out of range.
+        """
+        known = tuple(tokens)
+        if not known:
+            return self._router.prompt((0,), event_salt(uuid.uuid4().hex))
+        return self._router.prompt(known, None if salt is None else event_salt(salt))
+
+    def choose(self, prompt: Prompt, candidates: Iterable[str], group: Group | None = None) -> Decision | None:
+        """Choose one of the candidates.
+
+        Args:
+            prompt: Prompt of the request.
+            candidates: Names of replicas that may be chosen; those that have not joined are ignored.
+            group: Group that the request means; None for any.
+
+        Returns:
+            The decision; None if no candidate has joined and is of the group.
+        """
+        allowed = {
+            name
+            for name in candidates
+            if (member := self._members.get(name)) is not None and group in (None, member.facts.group)
+        }
+        return self._router.route(prompt, [name for name in self._members if name not in allowed])
+
+    def begin(self, request: Hashable, replica: str, prompt: Prompt, new_tokens: int) -> None:
+        """Count a request as in flight to the replica that it was sent to, which may be another than the chosen one.
+
+        Args:
+            request: Id of the request, unique among those in flight; one that is in flight already moves here.
+            replica: Name of the replica; of one that has not joined nothing is counted.
+            prompt: Prompt of the request.
+            new_tokens: Maximum number of generated tokens.
+        """
+        self.end(request)
+        decision = self.choose(prompt, [replica])
+        if decision is not None:
+            self._router.began(request, decision, prompt, new_tokens)
+            self._in_flight.add(request)
+
+    def end(self, request: Hashable, generated: int | None = None) -> None:
+        """Stop counting a request, however it ended; unknown ones are ignored.
+
+        Args:
+            request: Id of the request.
+            generated: Number of generated tokens, if it completed and the number is known.
+        """
+        if request in self._in_flight:
+            self._in_flight.discard(request)
+            self._router.ended(request, generated)
+
+    def check(self) -> None:
+        """Assert the invariants of the router."""
+        self._router.check()
+        assert {one.name for one in self._router.replicas()} == set(self._members), "members of the router"

@@ -1,0 +1,182 @@
+"""Choice of replicas by their reports, as the request router of Ray Serve makes it; Ray itself is not needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, StateStored
+from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.prefix_routing import PrefixRouting
+from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+
+SIZE, POOL = 4, 8
+FACTS = ReplicaFacts(Group("m", "c", "t"), SIZE, POOL, has_states=False)
+OTHER = dataclasses.replace(FACTS, group=Group("n", "c", "t"))
+
+
+def run(length: int) -> BlockStored:
+    """Event: the first blocks of the tokens 0, 1, ... are stored."""
+    return BlockStored(list(range(length // SIZE)), None, list(range(length)), SIZE)
+
+
+def whole(*events: object, number: int = 10) -> CacheReport:
+    return CacheReport(LogPosition("log", number), (AllBlocksCleared(), *events, AllStatesCleared()), is_whole=True)
+
+
+def routing(*names: str, facts: ReplicaFacts = FACTS) -> PrefixRouting:
+    made = PrefixRouting(RoutingConfig())
+    for name in names:
+        made.join(name, facts)
+    return made
+
+
+def report(made: PrefixRouting, replica: str, told: CacheReport) -> None:
+    for _ in made.apply(replica, told):
+        pass
+    made.check()
+
+
+def skipped(made: PrefixRouting, *candidates: str, length: int = 16) -> tuple[str, int] | None:
+    """Choice for the tokens 0, 1, ... and the number of tokens that are expected to be skipped there."""
+    decision = made.choose(made.prompt(range(length)), candidates)
+    return decision and (decision.replica, decision.skipped)
+
+
+def test_the_candidate_that_reports_the_prefix_is_chosen():
+    """RP-2: reports decide among the candidates that Serve names, and nothing is known of one that has left."""
+    made = routing("a", "b", "c")
+    report(made, "b", whole(run(16)))
+    assert skipped(made, "a", "b", "c") == ("b", 15)
+    assert skipped(made, "a", "c", "unknown")[1] == 0
+    assert skipped(made, "unknown") is None
+    made.keep_only(["a", "c"])
+    made.join("b", FACTS)
+    assert skipped(made, "a", "b", "c")[1] == 0
+    made.check()
+
+
+def test_reports_follow_each_other():
+    """RP-1: a report continues the last one; the position to ask from is the one after it."""
+    made = routing("a")
+    assert made.position("a") == LogPosition()
+    report(made, "a", whole(run(8), number=5))
+    later = BlockStored([2], 1, [8, 9, 10, 11], SIZE)
+    report(made, "a", CacheReport(LogPosition("log", 6), (later,), is_whole=False))
+    assert made.position("a") == LogPosition("log", 6)
+    assert skipped(made, "a") == ("a", 12)
+    report(made, "a", whole())
+    assert skipped(made, "a") == ("a", 0)
+    assert made.faults == 0
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        CacheReport(LogPosition("log", 7), (), is_whole=False),
+        CacheReport(LogPosition("other", 5), (), is_whole=False),
+        CacheReport(LogPosition("log", 6), (BlockStored([9], 77, [1] * SIZE, SIZE),), is_whole=False),
+        CacheReport(LogPosition("log", 6), (BlockStored([9], None, [1] * 8, 8),), is_whole=False),
+        CacheReport(LogPosition("log", 6), (BlockStored([9], None, [1], SIZE),), is_whole=False),
+        whole(BlockStored(list(range(POOL + 1)), None, list(range(SIZE * (POOL + 1))), SIZE)),
+    ],
+    ids=["gap", "other log", "parent", "block size", "tokens", "pool"],
+)
+def test_a_replica_that_contradicts_itself_is_read_again(told: CacheReport):
+    """RP-1: nothing of it is believed, the next position asks for the whole contents, and others are not affected."""
+    made = routing("a", "b")
+    report(made, "a", whole(run(16), number=5))
+    report(made, "b", whole(run(8), number=5))
+    report(made, "a", told)
+    assert made.faults == 1
+    assert made.position("a") == LogPosition()
+    assert skipped(made, "a", "b") == ("b", 8)
+    report(made, "a", whole(run(16)))
+    assert skipped(made, "a", "b") == ("a", 15)
+
+
+def test_a_replica_that_leaves_while_its_report_is_applied():
+    """RP-1: the rest of the report is dropped, also if a replica of the same name has joined since."""
+    made = routing("a")
+    applying = made.apply("a", whole(run(16), StateStored([3])))
+    next(applying)
+    made.leave("a")
+    made.join("a", FACTS)
+    assert list(applying) == []
+    assert skipped(made, "a") == ("a", 0)
+    assert list(made.apply("gone", whole(run(16)))) == []
+    made.check()
+
+
+def test_requests_in_flight_count_where_they_were_sent():
+    """RP-2: Serve may send a request elsewhere than chosen, again after a rejection, and ends requests in any order."""
+    made = routing("a", "b")
+    prompt = made.prompt(range(16))
+    made.begin("r", "b", prompt, 8)
+    assert skipped(made, "b") == ("b", 15)
+    assert skipped(made, "a", "b") == ("a", 0), "less is to be computed there first"
+    made.begin("r", "a", prompt, 8)
+    assert skipped(made, "b") == ("b", 0)
+    assert [view.in_flight for view in made.views()] == [1, 0]
+    made.begin("s", "not joined", prompt, 8)
+    made.end("s")
+    made.leave("a")
+    made.end("r")
+    made.end("r")
+    made.check()
+    assert [view.in_flight for view in made.views()] == [0]
+
+
+def test_groups_and_salts_stay_apart():
+    """RP-2: a request of one model finds its replicas only; equal tokens under another salt are another prompt."""
+    made = routing("a")
+    made.join("z", OTHER)
+    assert made.groups == [FACTS.group, OTHER.group]
+    prompt = made.prompt(range(16))
+    assert made.choose(prompt, ["a", "z"], OTHER.group).replica == "z"
+    assert made.choose(prompt, ["a"], OTHER.group) is None
+    made.begin("r", "a", made.prompt(range(16), "mine"), 8)
+    assert made.choose(made.prompt(range(16), "mine"), ["a"]).skipped == 15
+    assert made.choose(prompt, ["a"]).skipped == 0
+
+
+def test_an_unknown_prompt_goes_to_the_least_load():
+    """RP-2: two prompts without known tokens share nothing."""
+    made = routing("a", "b")
+    first = made.choose(made.prompt(()), ["a", "b"]).replica
+    made.begin("r", first, made.prompt(()), 8)
+    assert made.choose(made.prompt(()), ["a", "b"]).replica != first
+
+
+def test_each_cache_of_a_replica_is_reported_apart():
+    """RP-1: equal hashes of two data-parallel ranks are two blocks."""
+    made = routing("a", facts=dataclasses.replace(FACTS, caches=2))
+    for rank in range(2):
+        for _ in made.apply("a", whole(run(16)), rank):
+            pass
+    for _ in made.apply("a", whole(), 0):
+        pass
+    made.check()
+    assert skipped(made, "a") == ("a", 15)
+
+
+def test_facts_travel_as_json():
+    """RP-1: the facts of a replica of another version are refused."""
+    content = json.loads(json.dumps(FACTS.to_dict()))
+    assert ReplicaFacts.of(content) == FACTS
+    for wrong in ({}, content | {"more": 1}, content | {"group": {}}, content | {"block_size": "4"}):
+        with pytest.raises(ValueError, match="another version"):
+            ReplicaFacts.of(wrong)
+
+
+def test_new_facts_replace_a_replica():
+    """RP-1: a replica that joins again with equal facts keeps what is known of it."""
+    made = routing("a")
+    report(made, "a", whole(run(16)))
+    made.join("a", FACTS)
+    assert skipped(made, "a") == ("a", 15)
+    made.join("a", OTHER)
+    assert skipped(made, "a") == ("a", 0)
