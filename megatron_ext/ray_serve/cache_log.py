@@ -17,7 +17,7 @@ from itertools import islice
 
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.events import Event
-from megatron_ext.kv_events.mirror import Mirror, Told
+from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 
 MAX_LOG_EVENTS = 1024
 
@@ -114,6 +114,6 @@ class CacheLog:
                 loop.call_soon_threadsafe(changed.set)
 
 
-def _events(told: Told) -> tuple[Event, ...]:
+def _events(told: CacheEvents) -> tuple[Event, ...]:
     """Return all events in one order; readers accept a state before its block and after it."""
     return (*told.blocks, *told.states)
