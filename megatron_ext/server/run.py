@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -81,16 +82,30 @@ def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContex
 
     with (
         bind(settings.server.host, settings.server.port) as listener,
-        CacheEvents(
-            settings.server.kv_events, 1 if parallel_context is None else parallel_context.replicas
-        ) as cache_events,
+        loaded_serving(settings, keys, parallel_context, start_up.phase) as serving,
     ):
-        serving = build_serving(settings, keys, parallel_context, start_up.phase)
+        serve(serving, listener, on_ready)
+
+
+@contextlib.contextmanager
+def loaded_serving(
+    settings: ServerSettings,
+    keys: Keys | None = None,
+    parallel_context: ParallelContext | None = None,
+    phase: Phase = unreported,
+) -> Iterator[Serving]:
+    """Load a model for serving: its engine, its KV events and a profile, as the settings say, until the block ends.
+
+    The arguments and errors are those of `build_serving`. Addresses of KV events are bound before the model is loaded.
+    """
+    replicas = 1 if parallel_context is None else parallel_context.replicas
+    with CacheEvents(settings.server.kv_events, replicas) as cache_events:
+        serving = build_serving(settings, keys, parallel_context, phase)
         cache_events.attach(serving.engine.core)
         serving.kv_events = cache_events.addresses()
         freeze_loaded_objects()
         with profiled(serving.engine, settings.server.profile):
-            serve(serving, listener, on_ready)
+            yield serving
 
 
 def _follow(settings: ServerSettings, parallel_context: ParallelContext) -> None:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
     "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
-    "ray_serve": BELOW_TOOLS | EVENTS | {"routing", "server"},
+    "ray_serve": BELOW_TOOLS | EVENTS | {"console", "routing", "server"},
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.

@@ -1,0 +1,161 @@
+"""Settings of an application under Ray Serve, from the arguments of `serve run` or of Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from arguments import parse_server_arguments
+from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.groups import SERVER_GROUPS
+from arguments.megatron.synonyms import SYNONYMS
+from megatron_ext.config import ServerSettings
+from megatron_ext.config.annotations import FieldType, MismatchError
+from megatron_ext.config.checks import require
+from megatron_ext.errors import ConfigError
+
+Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
+
+EMBEDDED = "embedded"
+# Requests of one replica that Ray passes on at once; others wait in Ray. Above what an engine admits, so that a full
+# replica answers with the server's own 429.
+MAX_ONGOING_REQUESTS = 1000
+_NOT_HERE = {
+    "host": "Ray's proxies listen; give `serve start --http-host`",
+    "port": "Ray's proxies listen; give `serve start --http-port`",
+    "save": "each replica would write it; save the model with tools/run_inference.py",
+}
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """Resources of the replicas.
+
+    Attributes:
+        num_replicas: Number of replicas.
+        num_cpus: CPUs that Ray reserves for a replica; None for Ray's default of one.
+        num_gpus: GPUs of a replica.
+        max_ongoing_requests: Requests that Ray passes to a replica at once.
+    """
+
+    num_replicas: int = 1
+    num_cpus: float | None = None
+    num_gpus: float = 0.0
+    max_ongoing_requests: int = MAX_ONGOING_REQUESTS
+
+    def __post_init__(self) -> None:
+        require(self.num_replicas >= 1, f"num_replicas={self.num_replicas} must be at least 1")
+        require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
+        for name in ("num_cpus", "num_gpus"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < 2**20, f"{name}={value} must not be negative")
+
+    @property
+    def actor_options(self) -> dict[str, float]:
+        """Options of a replica's actor."""
+        options = {"num_gpus": self.num_gpus} if self.num_gpus else {}
+        return options if self.num_cpus is None else options | {"num_cpus": self.num_cpus}
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """Settings of an application.
+
+    Attributes:
+        deployment: Resources of the replicas.
+        words: Command line of `tools/run_server.py` with a replica's settings; a replica parses it again, since files
+            that it names are on the replica's machine.
+        server: The parsed words.
+    """
+
+    deployment: DeploymentConfig
+    words: tuple[str, ...]
+    server: ServerSettings
+
+
+def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
+    """Return the settings of arguments.
+
+    Args:
+        given: Flags of `tools/run_server.py` by name, with underscores, as typed values or as texts; fields of
+            `DeploymentConfig`; and `model`, the directory of a checkpoint in any format, or "embedded".
+
+    Raises:
+        ConfigError: A name is unknown, a value has the wrong type, or the server would refuse it.
+    """
+    kinds = {"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int}
+    rest = dict(given)
+    resources = {name: _number(name, rest.pop(name), kinds[name]) for name in kinds if name in rest}
+    words = [*_model_words(rest.pop("model", None), rest), *_words(rest)]
+    server = parse_server_arguments(words)
+    sizes = server.parallel
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        size = getattr(sizes, name)
+        require(
+            size == 1,
+            f"{name}={size}: a replica under Ray Serve is one process; leave it out, or use tools/run_server.py",
+        )
+    return AppSettings(DeploymentConfig(**resources), tuple(words), server)  # type: ignore[arg-type]  # as `kinds`
+
+
+def _number(name: str, value: Setting, kind: type[int] | type[float]) -> int | float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name}={shown(value)} is not a number") from None
+
+
+def _model_words(model: Setting, others: Mapping[str, Setting]) -> list[str]:
+    """Return the flag of `model=`: a directory with a `config.json` is one of Hugging Face's format."""
+    if model is None or model == EMBEDDED:
+        return []
+    contrary = next((name for name in ("load", "load_hf") if others.get(name) is not None), None)
+    require(contrary is None, f"model={shown(model)} and {contrary} contradict each other; give one of them")
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model={shown(model)} is not a directory")
+    is_hf = (Path(model) / "config.json").is_file()
+    return [f"{'--load-hf' if is_hf else '--load'}={os.fspath(model)}"]
+
+
+def _words(given: Mapping[str, Setting]) -> list[str]:
+    flags = [(group, flag) for group in (*SERVER_GROUPS, SYNONYMS) for flag in group.flags]
+    known = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
+    words: list[str] = []
+    for name, value in given.items():
+        if name not in known:
+            meant = closest(name, [*known, *DeploymentConfig.__dataclass_fields__, "model"])
+            hint = f"did you mean {meant}?" if meant else "tools/run_server.py --help lists the names"
+            raise ConfigError(f"{name} is not a setting; {hint}")
+        group, flag = known[name]
+        require(flag.field not in _NOT_HERE, f"{name}={shown(value)}: {_NOT_HERE.get(flag.field)}")
+        if value is not None:
+            words += _flag_words(name, value, group, flag)
+    return words
+
+
+def _flag_words(name: str, value: Setting, group: FlagGroup, flag: Flag) -> list[str]:
+    kind = group.kind(flag)
+    if kind.item is bool:
+        return [flag.option if _truth(name, value, kind) else f"--no-{flag.key}"]
+    values = [os.fspath(value) if isinstance(value, os.PathLike) else value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        values = list(value)
+    texts = [str(one) for one in values]
+    if flag.is_repeated:
+        return [f"{flag.option}={text}" for text in texts]
+    if kind.is_tuple and kind.item is int and not kind.length:
+        return [f"{flag.option}={','.join(texts)}"]
+    return [f"{flag.option}={texts[0]}"] if len(texts) == 1 else [flag.option, *texts]
+
+
+def _truth(name: str, value: Setting, kind: FieldType) -> bool:
+    text = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    try:
+        return bool(kind.convert(text))
+    except MismatchError as error:
+        raise ConfigError(f"{name}={shown(value)} is not {error}") from None

@@ -1,0 +1,95 @@
+"""Settings of an application under Ray Serve: texts of `serve run`, and typed values of Python; Ray is not needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.ray_serve import app, build_app
+from megatron_ext.ray_serve.settings import read_app_settings
+
+
+def test_texts_and_typed_values_give_equal_settings():
+    """`serve run ... name=value` and the Python builder mean the flags of tools/run_server.py."""
+    texts = read_app_settings(
+        {
+            "num_replicas": "2",
+            "num_cpus": "0.5",
+            "served_model_name": "m",
+            "inference_dynamic_batching_block_size": "16",
+            "access_log": "false",
+            "allowed_hosts": "a",
+            "enable_admin_routes": "True",
+        }
+    )
+    typed = read_app_settings(
+        {
+            "model": "embedded",
+            "num_replicas": 2,
+            "num_cpus": 0.5,
+            "served_model_name": "m",
+            "inference_dynamic_batching_block_size": 16,
+            "access_log": False,
+            "allowed_hosts": ["a"],
+            "enable_admin_routes": True,
+            "load": None,
+        }
+    )
+    assert texts == typed
+    server = texts.server
+    assert (server.server.served_model_name, server.batching.block_size) == ("m", 16)
+    assert (server.server.access_log, server.server.allowed_hosts) == (False, ("a",))
+    assert texts.deployment.num_replicas == 2
+    assert texts.deployment.actor_options == {"num_cpus": 0.5}
+
+
+def test_the_format_of_a_model_is_found(tmp_path: Path):
+    """A directory with config.json is a Hugging Face checkpoint, any other one is given to --load."""
+    assert read_app_settings({"model": tmp_path}).server.source.load == str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert read_app_settings({"model": str(tmp_path)}).server.source.load_hf == str(tmp_path)
+
+
+def test_lists_of_numbers_and_several_words():
+    """A list is given as the command line takes it."""
+    settings = read_app_settings({"cors_allowed_origins": ["http://a", "http://b"]})
+    assert settings.server.server.cors_allowed_origins == ("http://a", "http://b")
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"num_replica": 1}, "did you mean num_replicas?"),
+        ({"inference_dynamic_batching_block_sizes": 1}, "did you mean inference_dynamic_batching_block_size?"),
+        ({"num_replicas": "two"}, "num_replicas='two' is not a number"),
+        ({"num_replicas": True}, "is not a number"),
+        ({"num_replicas": 0}, "at least 1"),
+        ({"num_cpus": -1}, "negative"),
+        ({"num_gpus": float("nan")}, "negative"),
+        ({"model": 3}, "is not a directory"),
+        ({"model": "/a", "load_hf": "/b"}, "contradict each other"),
+        ({"port": 8000}, "Ray's proxies listen"),
+        ({"save": "/a"}, "each replica would write it"),
+        ({"access_log": "maybe"}, "access_log='maybe' is not"),
+        ({"max_waiting_requests": "-3"}, "-3"),
+        ({"tensor_model_parallel_size": 2}, "is one process"),
+    ],
+)
+def test_mistakes_are_named(given: dict[str, object], part: str):
+    """In one line, before anything is deployed."""
+    with pytest.raises(ConfigError) as raised:
+        read_app_settings(given)
+    assert part in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("build", [build_app, lambda: app({})])
+def test_without_ray_the_extra_is_named(build, monkeypatch: pytest.MonkeyPatch):
+    """The package works without Ray, and says what to install where it is needed."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "megatron_ext.ray_serve.deployment", raising=False)
+    with pytest.raises(ConfigError, match=r"\[ray\]"):
+        build()
