@@ -38,7 +38,7 @@ class Round:
 
     @property
     def skip_rate(self) -> float:
-        """The share of the prompts' tokens that nobody computed."""
+        """Fraction of the prompts' tokens that was not computed."""
         skipped = sum(record.skipped_prefill_token_count for record in self.records)
         return skipped / sum(record.prompt_token_count for record in self.records)
 

@@ -195,7 +195,7 @@ def test_a_cached_prefix_is_skipped_in_one_go():
     assert min(entry["skipped_prefill_token_count"] for entry in warm) > 20
 
 
-def test_who_stays_away_and_who_is_kept_apart():
+def test_requests_that_opt_out_and_requests_with_other_salts():
     """KV-9, EX-3, EX-5: opting out reads and writes nothing, prompt log-probs read nothing, a salt keeps its own."""
     got = entries("attention/opt_out_and_salt")
     skipped = [entry["skipped_prefill_token_count"] for entry in got]

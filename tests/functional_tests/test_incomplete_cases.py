@@ -83,7 +83,7 @@ def test_what_is_wrong_is_said(add_case, yaml: str | None, words: str):
     assert folder.name not in {case.folder.name for case in cases.find_cases()}
 
 
-def test_a_case_chooses_what_it_compares(add_case):
+def test_a_case_chooses_the_compared_fields(add_case):
     """A case may omit log-probs, and a case that need not see the cache may compare any metrics."""
     folder = add_case(GOOD)
     assert read_case(folder).must_see_cache

@@ -98,7 +98,7 @@ with Interruption() as watched:
     assert (done.returncode, done.stdout, done.stderr) == (-number, "alive\n", "")
 
 
-def test_a_handler_that_somebody_else_has_put_there():
+def test_a_foreign_handler():
     """`faulthandler`, turned on by megatron-core, prints a stack in a new process, unseen by Python's handlers."""
     code = """
 import faulthandler, signal
@@ -140,7 +140,7 @@ def test_some_are_ignored():
     assert signal.getsignal(INT) is before
 
 
-def test_handed_on_to_whoever_had_it():
+def test_passed_on_to_the_previous_handler():
     order = []
 
     def work() -> None:

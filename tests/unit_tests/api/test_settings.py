@@ -56,7 +56,7 @@ def test_what_sets_nothing_is_no_setting():
 
 
 @pytest.mark.parametrize(("group", "flag"), FLAGS, ids=[flag.option for _, flag in FLAGS])
-def test_each_flag_by_its_name_says_what_it_says_typed(group, flag):
+def test_each_setting_means_the_same_as_its_flag(group, flag):
     """PY-2: the settings are equal, by the flag's name and by its field's; what is of the run is refused."""
     kind = group.kind(flag)
     typed, value = (flag.choices[0], flag.choices[0]) if flag.choices else VALUES[kind.item]

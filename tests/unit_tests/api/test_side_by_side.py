@@ -102,7 +102,7 @@ class TestWorld:
     """Ownership of torch.distributed."""
 
     @pytest.fixture(autouse=True)
-    def somebody_has_begun(self) -> None:
+    def begun_elsewhere(self) -> None:
         platform.initialize()
 
     def test_what_is_there_is_left_alone(self, load):
@@ -115,7 +115,7 @@ class TestWorld:
         assert torch.distributed.group.WORLD is group
 
     @pytest.mark.long
-    def test_what_nobody_had_begun_ends_with_the_last_engine(self):
+    def test_groups_of_an_engine_end_with_the_last_engine(self):
         """PY-7: groups that an engine began end with the last engine, in a process of its own."""
         code = """
 import torch

@@ -24,7 +24,7 @@ class TestAffinity:
         """Texts and conversations too, whose tokens a replica makes."""
         async with fleet(3) as (front, fakes):
             homes = [await sent_to(front, f"{number} is the beginning of it") for number in range(6)]
-            assert set(Counter(homes).values()) == {2}, "what nobody knows spreads evenly"
+            assert set(Counter(homes).values()) == {2}, "unknown prompts spread evenly"
             for number in (4, 1, 5, 0, 3, 2):
                 assert await sent_to(front, f"{number} is the beginning of it, and so on") == homes[number]
             for messages in ([{"role": "user", "content": "What?"}], [{"role": "user", "content": "Who?"}]):

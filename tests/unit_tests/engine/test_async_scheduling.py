@@ -118,7 +118,7 @@ class Paper:
                 assert len(record.generated_tokens) == params.num_tokens_to_generate
             elif record.status is Status.COMPLETED:
                 assert record.generated_tokens[-1] == END or params.stop_words
-        assert self.records, "nobody has ended"
+        assert self.records, "no request has ended"
 
 
 class Life:
@@ -310,7 +310,7 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(seed):
 # One by one
 
 
-def test_a_row_of_who_has_ended_is_void():
+def test_the_row_of_an_ended_request_is_discarded():
     """CU-6: after an unforeseen end the row's result is discarded, and the other request goes on in the same step."""
     paper = Paper(slots=None)
     for request_id, length in ((0, 40), (1, 12)):
@@ -328,7 +328,7 @@ def test_a_row_of_who_has_ended_is_void():
     assert paper.records[0].step_count == 1
 
 
-def test_nobody_is_left_in_the_step_under_way():
+def test_drops_an_in_flight_step_without_living_requests():
     """CU-6: an in-flight step whose requests all ended is dropped, and the next step is planned for new requests."""
     paper = Paper()
     paper.add(0, (1, 2, 3), ignore_eos=True)
@@ -344,7 +344,7 @@ def test_nobody_is_left_in_the_step_under_way():
     paper.check_tokens()
 
 
-def test_who_comes_waits_for_one_step_at_most():
+def test_a_new_request_waits_for_at_most_one_step():
     """CU-6: a new request waits for the in-flight step only; a place that becomes free is not passed over."""
     paper = Paper(max_requests=2)
     paper.add(0, (1, 2, 3), num_tokens_to_generate=30, ignore_eos=True)
@@ -359,7 +359,7 @@ def test_who_comes_waits_for_one_step_at_most():
     assert paper.ahead > before, "with all places taken steps are launched ahead"
 
 
-def test_who_lacks_blocks_stops_nobody():
+def test_a_request_without_blocks_does_not_stop_the_others():
     """CU-6: steps are launched ahead while the first in the queue lacks blocks and none has been freed."""
     paper = Paper(slots=None, total_blocks=12)
     paper.add(0, tuple(range(20)), num_tokens_to_generate=8, ignore_eos=True)
@@ -401,7 +401,7 @@ def test_blocks_that_end_in_a_step_ahead_leave_their_states():
     paper.check_tokens()
 
 
-def test_a_full_pool_stops_nobody():
+def test_a_full_pool_does_not_stop_steps_ahead():
     """CU-6: if no block is free, a step ahead evicts an unused cached block, as a plan does."""
     paper = Paper(total_blocks=14)
     paper.add(0, tuple(range(30)), num_tokens_to_generate=2, ignore_eos=True)
@@ -414,7 +414,7 @@ def test_a_full_pool_stops_nobody():
 
 
 @pytest.mark.parametrize("asked", [{"min_p": 0.1, "temperature": 0.8, "seed": 3}, {"min_tokens": 4}, {"seed": 9}])
-def test_what_does_not_depend_on_the_token_stops_nobody(asked):
+def test_options_that_ignore_the_last_token_allow_steps_ahead(asked):
     """CU-6: the message of a step ahead is that of the plan but for the token: tokens ruled out, random numbers."""
     messages = []
     for device in (FollowingDevice, SimulatedDevice):

@@ -116,7 +116,7 @@ def test_the_host_works_while_the_device_computes():
 
 
 @pytest.mark.parametrize("tokens", [PROMPT, PROMPT[:40], tuple(i % 90 for i in range(50_000))])
-def test_who_comes_during_a_step_is_planned_as_if_behind_it(tokens):
+def test_a_request_added_during_a_step_is_planned_as_if_added_after_it(tokens):
     """CU-6: steps, events and counts are those of requests that came between two steps."""
     found = []
     for is_early in (True, False):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no fake 
 
 LONGEST_RUN = 280.0  # seconds; it takes seven, and ten once to compile the device
 TO_HOST = "copy to the host that waits"
-SCORED = "log-probs, for whoever asked for them"
+SCORED = "log-probs of requests that ask for them"
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
 ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
 WAITS = {

@@ -176,7 +176,7 @@ def test_bytes_that_are_kept_are_bounded(world, monkeypatch):
     assert msgpack.unpackb(batch[1])[1][0] == {"type": "AllBlocksCleared"}
 
 
-def test_who_does_not_read_delays_nobody(monkeypatch):
+def test_a_stopped_subscriber_delays_no_other(monkeypatch):
     """RP-1: a stopped subscriber and a stopped asker lose batches; steps and other readers do not."""
     monkeypatch.setattr(channel, "MAX_UNREAD", 4)
     world = World()

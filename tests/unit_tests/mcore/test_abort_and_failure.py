@@ -165,7 +165,7 @@ class TestFailingForward:
         recomputed = [driver.records[i].recomputed_token_count for i in range(4)]
         assert recomputed == [5 + 1, 35 + 39, 0, 0]
 
-    def test_a_paused_request_keeps_what_it_has(self, get_driver, get_oracle, monkeypatch):
+    def test_a_paused_request_keeps_its_blocks_and_slot(self, get_driver, get_oracle, monkeypatch):
         driver = get_driver(block_count=3)
         driver.add(0, make_prompt(17), num_tokens_to_generate=10)
         driver.add(1, make_prompt(16), num_tokens_to_generate=4)

@@ -36,7 +36,7 @@ def forget(request) -> Callable[[CachingDriver], None]:
 class TestForgetting:
     """The weights stay as they are here, so that every request equals the oracle."""
 
-    def test_of_what_nobody_uses(self, get_caching_driver, oracle, forget):
+    def test_unused_blocks(self, get_caching_driver, oracle, forget):
         driver = get_caching_driver()
         for request_id in range(4):
             if request_id == 2:
@@ -345,7 +345,7 @@ class TestNewWeights:
                 one.run()
             assert one.skipped(1, 2) == [0, 96]
 
-    def test_nobody_told_the_engine(self, driver):
+    def test_weights_changed_without_notice(self, driver):
         """Negative control, EX-4: writes through `data` without the call match old KV, and the comparison sees it."""
         model = driver.engine.controller.inference_wrapped_model.model
         driver.add(0, PROMPT)

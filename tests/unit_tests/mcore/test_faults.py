@@ -233,7 +233,7 @@ def broken_log() -> Iterator[None]:
     log.level = before
 
 
-class TestWhatEndsNobody:
+class TestErrorsThatEndNoRequest:
     """SE-2: futures, statistics, log lines."""
 
     def check(self, driver: Driver, tokens: dict[int, tuple[int, ...]]) -> None:

@@ -180,7 +180,7 @@ def test_two_swapped_blocks_are_seen(get_driver, get_oracle, kind):
     assert_is_seen(driver, get_oracle(kind), in_states=False)
 
 
-def test_reading_what_nobody_wrote_is_seen(get_driver):
+def test_detects_reads_of_unwritten_keys(get_driver):
     """Poison works: a block table that names an unused block gives NaN, not something plausible."""
     driver = get_driver("attention_only", max_tokens=40)
     driver.add(VICTIM, make_prompt(PROMPT_LENGTH))

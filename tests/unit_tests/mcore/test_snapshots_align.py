@@ -106,7 +106,7 @@ def test_prefills_beside_decodes(get_oracle, oracle, budget):
         assert_equals_oracle(driver, request_id, oracle)
 
 
-def test_who_opted_out_is_not_cut(get_oracle, oracle):
+def test_prefills_that_opted_out_are_not_cut(get_oracle, oracle):
     """KV-9, M1-4: nothing of it is kept, so it costs what it did before."""
     driver = build_driver(get_oracle, mode="align")
     driver.sight(0, make_prompt(87), enable_prefix_caching=False)
@@ -185,7 +185,7 @@ class TestStartUp:
             get_driver(cache=CacheConfig(snapshot_mode="align"), **batching)
 
     @pytest.mark.parametrize(("mode", "budget", "lines"), [("align", 19, 1), ("align", 20, 0), ("kernel", 19, 0)])
-    def test_a_block_is_enough_and_what_it_costs_is_said_once(self, get_driver, caplog, mode, budget, lines):
+    def test_one_block_is_enough_and_its_cost_is_logged_once(self, get_driver, caplog, mode, budget, lines):
         driver = get_driver(cache=CacheConfig(snapshot_mode=mode), max_tokens=budget, max_requests=4)
         driver.add(0, make_prompt(40))
         driver.run()

@@ -120,7 +120,7 @@ def refused_spec(config: ModelConfig, parallel: ParallelConfig) -> str:
     return str(error.value)
 
 
-def test_a_stack_of_somebody_elses_does_not_lose_layers():
+def test_a_foreign_stack_does_not_lose_layers():
     """megatron-core's cannot have stages of 2, 2, 1 and 1 layers: one line on every rank, where it would drop two."""
     config = dataclasses.replace(
         CONFIGS["mamba2"], hybrid_override_pattern="M*-M*-", spec=("tests.unit_tests.support.layouts", "foreign_spec")

@@ -128,7 +128,9 @@ def coded(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_tokenizer_runs_no_code_and_asks_nobody(coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_runs_no_code_and_does_not_prompt(
+    coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loading runs no code and does not prompt; with the answer yes the code would have run."""
     asked = []
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))

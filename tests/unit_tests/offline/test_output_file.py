@@ -43,7 +43,7 @@ def test_a_failed_write_leaves_the_old_file(target, monkeypatch):
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_the_temporary_file_is_nobody_elses(target, monkeypatch):
+def test_the_temporary_file_is_new(target, monkeypatch):
     """A link at its name is not followed, a file there is not overwritten."""
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
     scratch, victim = target.parent / ".results-known.part", target.parent / "victim"
@@ -141,7 +141,7 @@ def test_the_check_leaves_nothing(target):
     assert list(target.parent.iterdir()) == []
 
 
-def test_who_may_read_the_file_stays(target):
+def test_the_permissions_of_the_file_stay(target):
     target.touch(0o600)
     target.chmod(0o600)
     partial = PartialResults(str(target), with_events=False)

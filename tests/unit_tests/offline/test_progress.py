@@ -91,7 +91,7 @@ def test_on_a_screen_of_80_columns(monkeypatch, clock):
     assert "0/200, prefill 2.75k, decode 0 tok/s, 0% skipped" in line
 
 
-def test_it_is_silent_where_nobody_looks(capsys, record):
+def test_it_is_silent_without_a_terminal(capsys, record):
     with progress_bar([4]) as bar:
         bar.update(StepOutput([], [record()], 0.0))
     assert capsys.readouterr().err == ""

@@ -234,7 +234,7 @@ def test_a_state_of_another_is_seen() -> None:
         (FP16, (2, 1, 16, 144), 64, IN_ORDER),
     ],
 )
-def test_who_computes_is_decided_by_model_and_block(
+def test_the_kernel_is_chosen_by_model_and_block(
     dtype: torch.dtype, shape: tuple[int, int, int, int], multiple: int, expected: set[str]
 ) -> None:
     """CU-1, CU-3: model and block decide for one token, and for many."""

@@ -53,7 +53,7 @@ def checked_plan(
     """SP-5: no request pauses, is preempted, waits or computes less for drafts; no cached block is evicted for one."""
     plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NO_DRAFT_BUDGET))
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
-    assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come after decodes
+    assert set(cut) == set(plain.chunks), "a rank computes other chunks"  # those with drafts come after decodes
     for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):
         assert getattr(plan, name) == getattr(plain, name), name
     assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]

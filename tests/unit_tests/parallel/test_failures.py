@@ -233,7 +233,7 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
         assert str(caught.value).startswith(words)
 
 
-def test_the_board_names_who_has_not_signed():
+def test_the_registry_names_the_missing_ranks():
     import torch.distributed as dist
 
     from megatron_ext.parallel.failure import FailureReport, RankRegistry

@@ -96,7 +96,7 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         ("said", "ranks"), [({}, 1), ({"LOCAL_WORLD_SIZE": "8"}, 8), ({"LOCAL_WORLD_SIZE": "x"}, 1)]
     )
-    def test_who_shares_the_memory(self, said, ranks):
+    def test_counts_the_ranks_on_this_machine(self, said, ranks):
         assert ranks_on_this_machine(said) == ranks
 
     @pytest.mark.parametrize("variables", [{"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])

@@ -23,12 +23,12 @@ RANKS = {
 }
 
 
-def test_who_says_what_all_see() -> None:
+def test_the_first_rank_reports_an_error_of_all_ranks() -> None:
     said = {name: message_of_this_rank(ConfigError("no"), variables) for name, variables in RANKS.items()}
     assert said == dict.fromkeys(RANKS) | {"alone": "no", "the first one": "no"}
 
 
-def test_who_says_what_one_machine_sees() -> None:
+def test_the_first_rank_of_a_machine_reports_its_error() -> None:
     said = {name: message_of_this_rank(MachineError("no"), variables) for name, variables in RANKS.items()}
     assert said == {
         "alone": "no",

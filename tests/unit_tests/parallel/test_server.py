@@ -85,7 +85,7 @@ CLIENTS = {
     "patient": lambda url: chat(url, 3.5),
     "wait": wait,
     "ids": send_ids,
-    "nobody": lambda url: None,
+    "no client": lambda url: None,
 }
 
 
@@ -129,8 +129,8 @@ def ends() -> dict[str, list[Outcome]]:
             "TP 2": lambda: run_world(run_server, 2, [*sizes, *short], "patient", "nothing"),
             "2 replicas": lambda: run_world(run_server, 2, short, "chat", "nothing"),
             "hangs": lambda: run_world(run_server, 2, [*sizes, *short], "wait", "hang", grace=1.0),
-            "dies at start": lambda: run_world(run_server, 2, short, "nobody", "die at start"),
-            "dies when ready": lambda: run_world(run_server, 2, short, "nobody", "die when ready"),
+            "dies at start": lambda: run_world(run_server, 2, short, "no client", "die at start"),
+            "dies when ready": lambda: run_world(run_server, 2, short, "no client", "die when ready"),
         }
     )
 

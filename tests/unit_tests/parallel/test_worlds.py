@@ -80,7 +80,7 @@ def test_without_the_mark_no_ranks_are_started(monkeypatch):
         run_ranks(gather, 2, 10)
 
 
-def test_every_rank_returns_what_it_computed():
+def test_every_rank_returns_its_results():
     assert run_ranks(gather, 2, 10) == [(rank, [10, 11], 1) for rank in range(2)]
 
 

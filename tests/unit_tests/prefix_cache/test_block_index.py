@@ -89,7 +89,7 @@ def test_a_run_can_go_leaf_first(chain):
     chain.check()
 
 
-@pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks", "known in part", "hits of nobody"])
+@pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks", "known in part", "hits without a user"])
 def test_check_finds(chain, damage):
     """Negative controls of the index's own check."""
     if damage == "orphan":
@@ -98,7 +98,7 @@ def test_check_finds(chain, damage):
         chain._children[A] = 2
     elif damage == "known in part":
         del chain._parents[C], chain._children[B]
-    elif damage == "hits of nobody":
+    elif damage == "hits without a user":
         chain._hits[X] = 1
     else:
         chain._blocks[C] = 0

@@ -191,7 +191,7 @@ def test_a_parting_is_where_what_is_cached_goes_on_otherwise():
     assert parted(cache, blocks, 1) == [], "nothing continues the last one"
     assert parted(cache, [], 0) == []
     assert parted(cache, blocks[:2], 1) == [2]
-    assert parted(cache, blocks[:1], 1) == [], "it resumed from states that somebody had asked for"
+    assert parted(cache, blocks[:1], 1) == [], "it resumed from requested states"
     assert cache.states.reserve(CHAIN[0], Rank.OPPORTUNISTIC) is not None
     cache.states.commit(CHAIN[0])
     assert parted(cache, blocks[:1], 1) == [1]

@@ -65,6 +65,6 @@ def test_no_block_is_left_twice():
         policy.hold([1, 2])
 
 
-def test_ref_zero_keeps_nothing_but_what_somebody_waits_for():
+def test_ref_zero_keeps_only_blocks_with_waiting_requests():
     assert LeafFirstLru.keeps_unused
     assert not RefZero.keeps_unused

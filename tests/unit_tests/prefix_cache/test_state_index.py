@@ -68,7 +68,7 @@ def test_consumed_is_younger_than_taken():
     assert visible(index) == {b"a"}
 
 
-def test_nobody_takes_a_slot_that_is_being_written():
+def test_a_slot_that_is_being_written_is_not_taken():
     """HY-5, HY-6: the snapshot is left out, and counted."""
     index = StateIndex(2)
     index.reserve(b"a")
@@ -109,7 +109,7 @@ class TestOptional:
         index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
         assert (index.replaced, index.evicted) == (1, 0)
 
-    def test_not_if_somebody_has_consumed_it(self):
+    def test_not_if_it_was_consumed(self):
         index = filled(4, b"ax", optional=b"x")
         index.consume(b"x")
         index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")

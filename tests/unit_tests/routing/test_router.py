@@ -106,7 +106,7 @@ def test_salts_keep_tenants_apart():
     assert skipped == [15, 0, 0]
 
 
-def test_one_who_leaves_is_forgotten():
+def test_a_replica_that_leaves_is_forgotten():
     """RP-3: blocks, requests and place of the replica are dropped; a replica that joins begins anew."""
     router = fleet(count=2)
     hold(router, "1", 16)
@@ -120,7 +120,7 @@ def test_one_who_leaves_is_forgotten():
     assert router.route(prompt, exclude=["0"]).skipped == 0
 
 
-def test_who_is_full_or_draining_gets_nothing():
+def test_full_or_draining_replicas_get_no_requests():
     """RP-2: full or draining replicas get nothing; if all are, there is no decision."""
     router = fleet(count=2, max_requests=1)
     prompt = router.prompt(range(8))

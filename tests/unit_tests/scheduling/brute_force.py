@@ -50,7 +50,7 @@ def look_at_all(
         if isinstance(decision, Deferral):
             entry.deferrals += [] if is_full else [decision]
             break
-        assert budget.pinned == pinned, "other blocks are pinned than those that nobody uses"
+        assert budget.pinned == pinned, "pinned blocks are not the unused ones"
         if not is_full:
             entry.admissions.append(decision)
             leaders.add(decision)
@@ -82,8 +82,8 @@ def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) ->
     assert set(plan.snapshots) == set(brute.snapshots), "other snapshots are asked for"
     assert snapshots_for_followers(plan) == snapshots_for_followers(brute), "followers ask for other snapshots"
     looked_at, following = followers(plan), followers(brute)
-    assert looked_at.keys() <= following.keys(), "somebody follows who should not"
-    assert following.keys() - looked_at.keys() <= sleepers, "somebody who is awake was passed over"
+    assert looked_at.keys() <= following.keys(), "a request follows that should not"
+    assert following.keys() - looked_at.keys() <= sleepers, "an awake request was passed over"
     assert all(following[request] == leader for request, leader in looked_at.items()), "another leader"
 
 

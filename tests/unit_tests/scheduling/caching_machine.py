@@ -185,7 +185,7 @@ class CachingMachine(RuleBasedStateMachine):
         assert not self.alive(), "requests never end"
         assert self.scheduler.cache.available_count == self.limits.total_blocks
         assert self.scheduler.running_slots.free_count == self.limits.max_requests
-        assert not self.scheduler.pending_blocks.requests(), "somebody who is gone still computes"
+        assert not self.scheduler.pending_blocks.requests(), "an ended request still computes blocks"
 
     # One step
 

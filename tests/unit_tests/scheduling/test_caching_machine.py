@@ -131,7 +131,7 @@ def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingBlocks, "discard", lambda self, request_id: None)
 
 
-def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def has_no_followers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "wait_for_prefix", lambda *args: None)
 
 
@@ -250,7 +250,7 @@ def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
         writes_shared_blocks,
         resumes_a_token_late,
         mourns_a_leader_for_ever,
-        follows_nobody,
+        has_no_followers,
         counts_skipped_tokens_at_each_admission,
         publishes_what_began_before_a_reset,
         keeps_old_keys_in_the_queue,

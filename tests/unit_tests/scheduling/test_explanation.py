@@ -106,7 +106,7 @@ class TestReasons:
         _, said = serve(scheduler, text_of(0, 10))
         assert (said.reason, said.slots_short) == ("snapshot_given_up", None)
 
-    def test_nobody_took_a_snapshot(self):
+    def test_no_snapshot_was_taken(self):
         scheduler = make_scheduler(slots=9)
         serve(scheduler, text_of(0, 20))
         _, said = serve(scheduler, text_of(0, 10) + [1] * 6)

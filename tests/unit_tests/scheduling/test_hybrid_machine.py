@@ -97,7 +97,9 @@ class HybridMachine(CachingMachine):
         super().judge(plan)
         if not self.limits.aligned_chunks:
             return
-        assert all(one.available == 0 for one in plan.deferrals if one.resource == "tokens"), "a token helps nobody"
+        assert all(one.available == 0 for one in plan.deferrals if one.resource == "tokens"), (
+            "no request was deferred for a token that it could use"
+        )
         chunks = {chunk.request: chunk for chunk in plan.chunks}
         spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
         size = self.limits.block_size
@@ -140,7 +142,7 @@ class HybridMachine(CachingMachine):
         super().teardown()
         if hasattr(self, "scheduler"):
             states = self.scheduler.cache.states
-            assert states.obtainable_count == states.total, "a slot is reserved by nobody"
+            assert states.obtainable_count == states.total, "a slot is reserved without a request"
 
 
 COMMON = {

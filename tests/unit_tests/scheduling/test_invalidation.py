@@ -217,7 +217,7 @@ class TestKeys:
 
 
 @pytest.mark.parametrize("opts_out", list(itertools.product([True, False], repeat=2)))
-def test_who_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, bool]):
+def test_a_request_that_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, bool]):
     """KV-9."""
     scheduler = make_scheduler()
     for arrival, wish in enumerate(opts_out):

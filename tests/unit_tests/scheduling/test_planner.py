@@ -47,7 +47,7 @@ def moves(step: StepPlan) -> dict[str, list[int]]:
 class TestTokens:
     """Tokens of a step per request."""
 
-    def test_nobody_is_there(self):
+    def test_without_requests(self):
         step = plan(Situation())
         assert step == StepPlan((), (), (), (), (), (), (), ())
 
@@ -176,7 +176,7 @@ class TestAdmission:
         else:
             assert decision == Deferral(request, *deferral)
 
-    def test_nobody_overtakes_a_deferred_head(self):
+    def test_a_deferred_head_is_not_overtaken(self):
         situation = Situation(total_blocks=8)
         situation.decoding(0, prompt=19, generated=1)  # 5 blocks
         head = situation.waiting(1, prompt=13)  # wants 4 of the 3 that are free
@@ -199,7 +199,7 @@ class TestAdmission:
         assert chunks_of(step) == [(100, 4, 5)]
         assert step.deferral == Deferral(head, "blocks", needed=2, available=1)
 
-    def test_nobody_is_admitted_while_somebody_is_paused(self):
+    def test_no_admission_while_a_request_is_paused(self):
         situation = Situation(total_blocks=5)
         situation.decoding(0, prompt=6, generated=1)  # 2 blocks, goes on
         situation.prefilling(1, prompt=4, computed=1)  # 1 block
@@ -210,7 +210,7 @@ class TestAdmission:
         assert step.deferral is None  # it was not even asked
         assert chunks_of(step) == [(100, 6, 7), (101, 1, 4)]
 
-    def test_nobody_is_admitted_in_a_step_that_preempts(self):
+    def test_no_admission_in_a_step_that_preempts(self):
         situation = Situation(total_blocks=4, paused_blocks=0)
         situation.decoding(0, prompt=8, generated=1)  # 2 blocks, wants a third
         situation.decoding(1, prompt=8, generated=1)  # the same
@@ -262,7 +262,7 @@ class TestGrowth:
         assert moves(step) == {}
         assert chunks_of(step) == [(100, 4, 5)]
 
-    def test_when_nobody_can_run_the_youngest_is_preempted(self):
+    def test_the_youngest_is_preempted_if_no_request_can_run(self):
         situation = Situation(total_blocks=6)
         for arrival in range(3):
             situation.decoding(arrival, prompt=8, generated=1)  # 2 blocks each, all want a third
@@ -279,7 +279,7 @@ class TestGrowth:
         assert moves(step) == {"pauses": [101], "preemptions": [102]}
         assert chunks_of(step) == [(100, 4, 5)]
 
-    def test_nobody_is_preempted_while_a_prefill_can_run(self):
+    def test_no_preemption_while_a_prefill_can_run(self):
         situation = Situation(total_blocks=4)
         situation.decoding(0, prompt=8, generated=1)
         situation.prefilling(1, prompt=8, computed=4)
@@ -297,7 +297,7 @@ class TestGrowth:
         assert moves(step) == {"preemptions": [102], "resumes": [101]}
         assert chunks_of(step) == [(101, 8, 9), (100, 4, 8)]
 
-    def test_a_budget_that_is_met_exactly_preempts_nobody(self):
+    def test_no_preemption_if_the_budget_is_met_exactly(self):
         situation = Situation(total_blocks=6, paused_blocks=4)
         situation.prefilling(0, prompt=8, computed=4)
         situation.paused(1, prompt=8, generated=1)

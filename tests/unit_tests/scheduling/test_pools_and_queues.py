@@ -63,7 +63,7 @@ class TestQueues:
             queue.remove(request)
         assert len(queue) == 0
 
-    def test_nobody_queues_twice(self):
+    def test_a_request_cannot_queue_twice(self):
         queue = RequestQueue()
         request = make_request(0, 1)
         queue.add(request)

@@ -105,7 +105,7 @@ def test_a_request_that_may_not_begin_keeps_its_place():
     assert len(begun) > 30
 
 
-def test_nobody_starves():
+def test_no_request_starves():
     """Each of 40 long prompts has its first token after as many steps as the work before it and its own take."""
     scheduler = make_scheduler(max_prefills=1)
     requests = [unique(arrival, 100, generate=2) for arrival in range(40)]

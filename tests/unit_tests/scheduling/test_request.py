@@ -221,7 +221,7 @@ class TestEvents:
         if status is Status.FAILED:
             assert request.timeline.events[1].payload == "why"
 
-    def test_nobody_ends_twice(self):
+    def test_a_request_cannot_end_twice(self):
         request = make_request(0, prompt=2)
         request.end(Status.ABORTED)
         with pytest.raises(AssertionError, match="ended twice"):
@@ -330,7 +330,7 @@ class TestParts:
         assert list(vars(request)) == ["submission", "sequence", "timeline", "output", "outcome"]
         assert all(len(vars(part)) <= 16 for part in vars(request).values() if part is not None)
 
-    def test_losing_all_hands_back_what_it_owned(self):
+    def test_preemption_returns_blocks_and_slot(self):
         request = make_request(0, prompt=6)
         sequence = request.sequence
         sequence.block_table, sequence.running_slot, sequence.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]

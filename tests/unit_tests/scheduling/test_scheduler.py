@@ -146,7 +146,7 @@ class TestLife:
         assert scheduler.blocks.free_count == 4 - used
         assert second.is_ended
 
-    def test_suspend_sends_everybody_back_to_wait_with_their_tokens(self):
+    def test_suspended_requests_wait_again_with_their_tokens(self):
         scheduler, requests = make_scheduler(5, 30, 2)
         step(scheduler)
         step(scheduler)

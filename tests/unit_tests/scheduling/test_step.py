@@ -145,7 +145,7 @@ def test_another_command_gives_another_message():
     assert list(play(0)) != list(play(1))
 
 
-def test_nobody_can_change_a_message():
+def test_messages_are_immutable():
     message = next(play(0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         message.num_decode = 3

@@ -94,7 +94,7 @@ class TestWhoMayAsk:
         assert set(ROUTES) < paths <= ADMIN_PATHS
 
     @pytest.mark.parametrize("path", ROUTES)
-    def test_nobody_without_the_key(self, server, path):
+    def test_requires_the_key(self, server, path):
         for key in (None, "wrong"):
             check_error(ask(server, "POST", path, key, json={"abort_all": True}), 401)
 

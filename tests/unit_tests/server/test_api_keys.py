@@ -68,7 +68,7 @@ def discreet(serve, files) -> LiveServer:
 
 
 class TestTenants:
-    def test_a_key_finds_only_what_it_sent_itself(self, shared):
+    def test_a_key_hits_only_prefixes_of_its_own_requests(self, shared):
         """SE-3, EX-3: this holds for any salt, including none and another tenant's."""
         shared.reset_cache()
         salts = [None, "", "x"]
@@ -169,7 +169,7 @@ class TestHiddenCounts:
         assert [ask(discreet, key, "GET", path).status_code for key in (None, ALICE, ADMIN)] == [401, 403, 200]
         assert discreet.http.get("/health").status_code == 200
 
-    def test_without_an_admin_key_nobody_reads_them(self, serve):
+    def test_counts_cannot_be_read_without_an_admin_key(self, serve):
         for settings in ({}, {"api_key": ALICE}):
             server = serve(tiny_engine(), hide_cache_counts=True, **settings)
             assert complete(server, ALICE).json()["usage"].keys() == {

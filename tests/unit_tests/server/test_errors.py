@@ -137,7 +137,7 @@ def test_bodies_that_are_no_json(tiny, body):
         b'{"prompt": [1], "temperature": 1e999}',
     ],
 )
-def test_what_json_can_say_and_nobody_can_mean(tiny, body):
+def test_refuses_lone_surrogates_and_infinite_numbers(tiny, body):
     """Bodies with halves of characters, and with numbers that are not finite, are refused."""
     response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     check_error(response, 400)

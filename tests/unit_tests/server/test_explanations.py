@@ -75,7 +75,7 @@ class TestWhatIsSaid:
         assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], FIRST[25])
         assert f"here {OTHER[25]}, there {FIRST[25]}" in said["text"]
 
-    def test_nobody_elses_token_without_routes_for_administrators(self, closed, stream):
+    def test_no_foreign_token_without_admin_routes(self, closed, stream):
         closed.reset_cache()
         for before in (FIRST, parting_at(20)):
             ask(closed, before)

@@ -149,7 +149,7 @@ PARTS = {
 }
 
 
-class TestNobody:
+class TestNoRequestAffected:
     """Errors of metrics and clocks: all requests are served, and the error is counted."""
 
     @pytest.mark.parametrize("part", PARTS)

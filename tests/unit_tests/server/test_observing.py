@@ -244,7 +244,7 @@ class TestPage:
         assert response.headers["content-type"] == "text/html; charset=utf-8"
         assert not re.search(r"(src|href)=(?![\"']?data:)|https?://(?!www.w3.org/2000/svg)|@import", response.text)
 
-    def test_nobody_puts_it_into_a_frame_or_a_script_into_it(self, fresh):
+    def test_forbids_frames_around_it_and_foreign_scripts(self, fresh):
         """SE-3: a page around it could have its visitor click on the reset button without seeing it."""
         headers = fresh.http.get("/").headers
         rules = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))

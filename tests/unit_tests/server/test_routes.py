@@ -70,7 +70,7 @@ def test_what_they_say(tiny):
     assert load == {"server_load": 0, "running": 0, "waiting": 0, "paused": 0, "capacity": 8 + 256}
 
 
-def test_load_counts_who_is_here(tiny):
+def test_load_counts_requests_in_progress(tiny):
     body = {"prompt": [1, 2], "max_tokens": 1900, "stream": True, "n": 3, "ignore_eos": True}
     with tiny.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())

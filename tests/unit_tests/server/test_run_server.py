@@ -193,7 +193,7 @@ def test_the_name_of_a_model(source, server, name):
     assert model_name(source, server, "embedded" if source.load is None else source.load) == name
 
 
-def test_nobody_listens_until_the_model_is_there():
+def test_refuses_connections_until_the_model_is_loaded():
     with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
         socket.create_connection(listener.getsockname(), timeout=PATIENCE)
 

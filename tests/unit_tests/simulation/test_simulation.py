@@ -58,7 +58,7 @@ class TestGenerators:
             texts = [turn.tokens() + tuple(turn.answer) for turn in turns]
             if any(turn.tokens()[: len(said)] != said for turn, said in zip(turns[1:], texts, strict=False)):
                 return
-        raise AssertionError("nobody edited")
+        raise AssertionError("not edited")
 
     def test_tenants_have_salts_and_samples_have_prompts_in_common(self):
         assert len({turn.salt for turn in GENERATORS["tenants"](Size(40, scale=0.05))}) > 5
@@ -175,7 +175,7 @@ class TestPoints:
         assert [found.ttft_percentile(percent) for percent in (0, 25, 50, 99, 100)] == [1.0, 2.0, 3.0, 4.0, 4.0]
         assert Outcome([1], ttft=[None]).ttft_percentile(50) == 0.0
 
-    def test_nobody_waits_for_the_clock(self):
+    def test_simulated_time_needs_no_waiting(self):
         """Simulated time passes by the rates of the machine."""
         turns, fast, slow = alternating(512, 64, 4), Machine(flops=1e15), Machine(flops=1e13)
         waits = [run_point(turns, HYBRID, ROOMY, Batch(), machine).ttft_p50 for machine in (fast, slow)]

@@ -27,7 +27,7 @@ class Counting:
         self.resets += 1
 
 
-def test_a_probe_drafts_what_it_is_told_within_the_limit_of_each_request():
+def test_a_probe_drafts_the_given_number_within_each_limit():
     """SP-6: all requests get one number of drafts, except near their end; after `use` the method drafts again."""
     drafting = Drafting(SpeculationConfig(**NGRAM), COSTS)
     drafting.probe(3)

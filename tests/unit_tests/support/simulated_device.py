@@ -99,7 +99,7 @@ class SimulatedDevice:
 
     def launch(self, step: ScheduledStep) -> PaperStep:
         self._may_break()
-        assert all(LAST_SAMPLED not in chunk.token_ids for chunk in step.chunks), "tokens that nobody knows"
+        assert all(LAST_SAMPLED not in chunk.token_ids for chunk in step.chunks), "tokens that are not known yet"
         return self._launch(step)
 
     def _launch(self, step: ScheduledStep) -> PaperStep:

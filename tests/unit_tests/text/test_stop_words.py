@@ -79,7 +79,7 @@ def brute_force(words: Sequence[str], tokens: Sequence[int]) -> tuple[int, str] 
     return None
 
 
-def test_the_tokenizer_is_what_it_should_be():
+def test_the_tokenizer_has_the_expected_tokens():
     assert detokenize(spell("x€", "EN", b"\xff")) == f"x€EN{INCOMPLETE}"
     assert detokenize(TOKENIZER.encode("naïve €").ids) == "naïve €"
 

@@ -160,7 +160,7 @@ def test_rms_norm_by_length(scale):
     torch.testing.assert_close(norm(x).double(), expected, atol=1e-6 * min(scale, 1.0), rtol=2e-6)
 
 
-def test_who_hooks_into_a_layer_sees_its_calls():
+def test_a_layer_with_hooks_is_called():
     """A step adds layer outputs without calling the layers, unless they have hooks."""
     model = build_slow_decay(HYBRID).eval()
     with torch.inference_mode():

@@ -113,7 +113,7 @@ def test_where_it_cannot_be_used_that_is_said(caplog: pytest.LogCaptureFixture, 
     assert ColumnLinear in classes(model)
 
 
-def test_this_machine_has_what_it_says():
+def test_detects_whether_it_is_installed():
     """There are no parts without Transformer Engine, or without a CUDA device."""
     if not torch.cuda.is_available():
         assert transformer_engine.installed_parts() is None

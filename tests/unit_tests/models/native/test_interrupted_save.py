@@ -87,7 +87,7 @@ def test_a_signal_while_the_old_checkpoint_is_replaced(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_where_nobody_watches_the_program_ends(tmp_path: Path) -> None:
+def test_sigterm_ends_a_program_without_a_handler(tmp_path: Path) -> None:
     """SIGTERM's default is to kill, without a chance to clean up: so it is for a server that loads, and for scripts."""
     code = f"""
 import signal, sys

@@ -62,7 +62,7 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.counters.skipped_tokens == 3 * 8
         assert scheduler.cache.use().blocks_cached == 0
 
-    def test_they_go_with_the_last_who_waits_for_them(self):
+    def test_they_are_dropped_with_the_last_waiting_request(self):
         """KV-4, EX-8: blocks are dropped when the last waiting request is aborted, so that no request finds them."""
         scheduler = make_scheduler(REF_ZERO)
         requests = [sharing(0), sharing(1), sharing(2, shared=4)]
@@ -77,7 +77,7 @@ class TestBlocksOfALeaderThatHasEnded:
         assert use == [2, 1, 0]
         assert scheduler.cache.use().blocks_evicted == 0
 
-    def test_what_nobody_waited_for_goes_at_once(self):
+    def test_blocks_without_waiting_requests_are_dropped_at_once(self):
         """KV-4: a request that came too late to wait has no claim."""
         scheduler = make_scheduler(REF_ZERO)
         leader = sharing(0)
@@ -88,7 +88,7 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.cache.use().blocks_cached == 0
 
     @BOTH
-    def test_if_they_were_needed_elsewhere_nobody_waits_again(self, policy):
+    def test_followers_do_not_wait_again_for_evicted_blocks(self, policy):
         """KV-6: else each would wait for the one before it, and lose its blocks again."""
         scheduler = make_scheduler(policy)
         leader = sharing(0)

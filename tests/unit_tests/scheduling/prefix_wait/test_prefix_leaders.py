@@ -54,7 +54,7 @@ class TestFollowing:
         assert admitted(step(scheduler)) == [(1, 2, 1)]  # one slot is left
         assert [request.request_id for request in scheduler.queues.waiting] == [3]
 
-    def test_whoever_lacks_room_is_not_overtaken(self):
+    def test_a_request_without_room_is_not_overtaken(self):
         """KV-6: only requests that wait for a prefix can be overtaken."""
         scheduler = make_scheduler(total_blocks=5)
         add(scheduler, sharing(0), sharing(1), request_of(2, range(50, 62)), request_of(3, [70]))
@@ -66,7 +66,7 @@ class TestFollowing:
         ]
         assert plan.deferral.request.request_id == 2
 
-    def test_followers_of_who_was_deferred_wait_for_room_like_it(self):
+    def test_a_deferred_request_has_no_followers(self):
         """KV-6: a request that is not admitted leads no other."""
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, request_of(0, [70]), sharing(1), sharing(2))
@@ -186,7 +186,7 @@ class TestLeaders:
         assert followers(plan) == {1: 0, 2: 0}
 
     @pytest.mark.parametrize("computed", [3, 4])
-    def test_after_a_reset_nobody_waits_for_who_will_not_publish(self, computed):
+    def test_after_a_reset_the_old_leader_has_no_followers(self, computed):
         """KV-6, EX-4: the first follower leads at once, wherever the old leader is."""
         scheduler = make_scheduler(max_tokens=computed)
         add(scheduler, sharing(0), sharing(1), sharing(2))
@@ -307,7 +307,7 @@ class TestBlocksInFlight:
         assert (blocks.leader(b"a"), blocks.leader(b"b")) == (5, 5)
         assert blocks.requests() == {5}
 
-    def test_nothing_is_left_of_who_has_published_all(self):
+    def test_a_request_that_published_all_its_blocks_is_forgotten(self):
         blocks = PendingBlocks()
         blocks.add(1, [b"a", b"b"])
         blocks.published(1, [b"a"])

@@ -107,7 +107,7 @@ class Life:
                 break
             self.step()
         assert not len(self.scheduler.queues), "requests never end"
-        assert not self.scheduler.cache.wanted(), "blocks are kept for nobody"
+        assert not self.scheduler.cache.wanted(), "blocks are kept without a waiting request"
 
 
 def run_lives(has_states: bool) -> int:
@@ -121,7 +121,7 @@ def run_lives(has_states: bool) -> int:
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_plans_are_those_of_looking_at_everybody(has_states):
+def test_plans_equal_those_that_examine_every_waiting_request(has_states):
     """KV-6, KV-13: some request sleeps in most steps, or the test would show nothing."""
     assert run_lives(has_states) > 8 * LIVES
 

@@ -163,7 +163,7 @@ class TestHashing:
         step(scheduler)
         assert sum(request.sequence.unhashed_tokens for request in requests[1:]) in (16, 24)
 
-    def test_nothing_is_kept_of_who_has_left(self):
+    def test_nothing_is_kept_of_ended_requests(self):
         scheduler = make_scheduler(max_requests=1)
         requests = [make_request(arrival, 40) for arrival in range(6)]
         add(scheduler, *requests)
@@ -172,7 +172,7 @@ class TestHashing:
         scheduler.schedule()
         assert not scheduler._hashing._unfinished
 
-    def test_who_stays_away_from_the_cache_is_not_hashed(self):
+    def test_a_request_that_opts_out_is_not_hashed(self):
         """KV-9."""
         scheduler = make_scheduler()
         request = request_of(0, range(40), enable_prefix_caching=False)
@@ -190,7 +190,7 @@ def sleep_and_wake(queue: WaitingQueue) -> None:
     queue._awake.append(next(queue.sleepers())[0])
 
 
-def miss_somebody(queue: WaitingQueue) -> None:
+def lose_a_request(queue: WaitingQueue) -> None:
     queue._awake.clear()
 
 
@@ -198,8 +198,8 @@ def mix_the_line(queue: WaitingQueue) -> None:
     queue._awake.reverse()
 
 
-def keep_for_nobody(queue: WaitingQueue) -> None:
-    queue._pins.want(b"nobody's")
+def keep_an_unwanted_block(queue: WaitingQueue) -> None:
+    queue._pins.want(b"unwanted")
 
 
 def follow_another(queue: WaitingQueue) -> None:
@@ -207,7 +207,7 @@ def follow_another(queue: WaitingQueue) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lose_a_sleeper, sleep_and_wake, miss_somebody, mix_the_line, keep_for_nobody, follow_another]
+    "damage", [lose_a_sleeper, sleep_and_wake, lose_a_request, mix_the_line, keep_an_unwanted_block, follow_another]
 )
 def test_check_finds(damage: Callable[[WaitingQueue], None]):
     """Negative controls of the queue's own check."""

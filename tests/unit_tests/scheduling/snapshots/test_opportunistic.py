@@ -112,7 +112,7 @@ def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRul
 
 @pytest.mark.parametrize("policy", EVICTIONS)
 @pytest.mark.parametrize("slots", [3, 12, 60])
-def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPolicyName, slots: int):
+def test_unused_ones_change_nothing_else(policy: EvictionPolicyName, slots: int):
     """Prompts that repeat at once resume at their end, where states were requested."""
     rules = OpportunisticRules(spacing=2)
     for seed in range(3):
@@ -124,7 +124,7 @@ def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monke
     monkeypatch.setitem(MAY_TAKE, Rank.OPPORTUNISTIC, (Rank.OPPORTUNISTIC, Rank.OPTIONAL, Rank.ORDINARY))
     monkeypatch.setattr("megatron_ext.scheduling.snapshots.opportunistic_plan._free_slots", lambda *arguments: 5)
     with pytest.raises(AssertionError):
-        test_where_nobody_resumes_from_one_nothing_else_changes(policy, 3)
+        test_unused_ones_change_nothing_else(policy, 3)
 
 
 def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
@@ -133,7 +133,7 @@ def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pyte
 
     monkeypatch.setattr(OpportunisticFirst, "add", add_to_the_others)
     with pytest.raises(AssertionError):
-        test_where_nobody_resumes_from_one_nothing_else_changes(EvictionPolicyName.LRU, 3)
+        test_unused_ones_change_nothing_else(EvictionPolicyName.LRU, 3)
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)

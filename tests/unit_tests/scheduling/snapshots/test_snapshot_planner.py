@@ -86,13 +86,13 @@ def test_what_is_known_to_be_there_takes_no_slot():
     assert again.sequence.restore is not None
 
 
-def test_nothing_is_planned_without_states_or_by_who_stays_away_from_the_cache():
+def test_no_snapshots_without_states_or_for_a_request_that_opts_out():
     """HY-4, KV-9."""
     assert planned(make_scheduler(request_of(0, range(10)), slots=None)).snapshots == ()
     assert planned(make_scheduler(request_of(0, range(10), enable_prefix_caching=False))).snapshots == ()
 
 
-def test_who_began_before_a_reset_leaves_nothing():
+def test_a_request_from_before_a_reset_leaves_no_snapshot():
     """EX-4."""
     request = request_of(0, range(10))
     scheduler = make_scheduler(request, max_tokens=6)

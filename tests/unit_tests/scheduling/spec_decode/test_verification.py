@@ -54,7 +54,7 @@ class TestDraws:
             plain.advance()
             looking.advance()
 
-    def test_who_never_draws_uses_none_up(self):
+    def test_a_greedy_request_uses_no_random_numbers(self):
         draws = RequestRng(5)
         draws.advance()
         assert draws.current() == RequestRng(5).current()
@@ -265,7 +265,7 @@ class TestProposals:
         assert [step for step, _ in said] == asked
         assert "took 11.0 seconds; no drafts are requested in the next 16 steps" in said[0][1]
 
-    def test_nobody_is_asked_who_cannot_have_any(self):
+    def test_requests_without_room_for_drafts_are_not_proposed_for(self):
         scheduler, _ = decoding(params={"num_tokens_to_generate": 2})
         assert Proposals(Saying((1,)), lambda ids: True).ask(scheduler) == ({}, [])
         scheduler, _ = decoding()

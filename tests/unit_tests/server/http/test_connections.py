@@ -73,7 +73,7 @@ def read_all(client: socket.socket) -> bytes:
 
 class TestCap:
     @pytest.mark.parametrize("said", [b"", BEGUN, BODY_BEGUN], ids=["nothing", "half a head", "half a body"])
-    def test_silent_sockets_keep_nobody_away(self, capped, said):
+    def test_silent_sockets_do_not_exclude_other_clients(self, capped, said):
         """The one that has waited longest makes room; a stream that is being answered stays."""
         body = {"prompt": [1, 2], "max_tokens": 300, "stream": True, "ignore_eos": True}
         with (

@@ -134,7 +134,7 @@ class TestTokenIds:
         text = got["text"] if stream else got["message"]["content"]
         assert tokenizer.detokenize(got["token_ids"]) == text
 
-    def test_nobody_is_told_who_did_not_ask(self, tiny, stream):
+    def test_token_ids_are_returned_only_if_requested(self, tiny, stream):
         (got,) = ask(tiny, COMPLETIONS, {"prompt": [1], "max_tokens": 2}, stream=stream)
         assert "prompt_token_ids" not in got
         assert not got.get("token_ids")

@@ -143,7 +143,7 @@ def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
     assert embedded.serving.requests.living == 0
 
 
-def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):
+def test_a_slow_compilation_delays_no_other_request(strict, monkeypatch):
     """The schema is compiled in its own thread: others are answered meanwhile, and the engine never waits."""
     compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
 

@@ -136,7 +136,7 @@ class TestAnswers:
         assert ask(says(CALL), stream=stream) == [(None, [WEATHER_CALL], "tool_calls")]
         assert ask(says(text), stream=stream, parallel_tool_calls=False)[0][1] == [WEATHER_CALL]
 
-    def test_none_are_read_who_are_not_asked_for(self, says, stream):
+    def test_ignores_tool_calls_when_no_tools_are_given(self, says, stream):
         assert ask(says(CALL), stream=stream, tool_choice="none") == [(CALL, [], "stop")]
         assert ask(says(CALL), stream=stream, tools=[]) == [(CALL, [], "stop")]
         assert ask(says("No <tool> at all. "), stream=stream) == [("No <tool> at all. ", [], "stop")]

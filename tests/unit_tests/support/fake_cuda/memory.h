@@ -20,7 +20,7 @@ struct Taken {
   ~Taken() { allocated_bytes -= bytes; }
 };
 
-// Before it is asked of the host, which may give any number of pages that nobody touches.
+// Before it is asked of the host, which may give any number of pages that are never touched.
 inline void check_room(int64_t bytes) {
   TORCH_CHECK_WITH(
       OutOfMemoryError, allocated_bytes + bytes <= total_bytes, "CUDA out of memory. Tried to allocate ", bytes,
