@@ -22,6 +22,7 @@ MAX_REQUEST_BYTES = 2**10  # of a frame that a publisher receives: subscriptions
 MAX_BATCH_EVENTS = 2**12  # of a message
 MAX_EVENT_BLOCKS = 2**10  # of an event, whatever its type
 MAX_EXTRA_KEYS = 16  # of a block
+MAX_HASH_BYTES = 64  # of a block's hash, if it is not an integer
 MAX_SEQUENCE = 2**63 - 1  # number of a message; larger ones are negative in 8 bytes
 MAX_RANK = 2**16  # data-parallel ranks
 MAX_TOPIC_BYTES = 512

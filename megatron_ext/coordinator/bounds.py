@@ -11,7 +11,8 @@ EVENT_BYTES = 2**26  # one server-sent event; the first may have the scores of t
 # Fields of GET /replica
 MAX_NAME = 512  # characters of a model's name and of identifiers
 MAX_BLOCK_SIZE = 2**20  # tokens
-MAX_COUNT = 2**63 - 1  # counters, blocks, requests
+MAX_COUNT = 2**63 - 1  # counters, requests
+MAX_BLOCKS = 2**23  # of all caches of a replica; the router keeps about 250 bytes of each, and as much of a snapshot
 MAX_REQUESTS = 2**32
-MAX_EVENT_SOURCES = 2**10  # data-parallel ranks
+MAX_EVENT_SOURCES = 2**6  # data-parallel ranks; the coordinator opens up to eight files for each
 MAX_SHOWN = 100  # characters of a wrong value in a message

@@ -45,8 +45,7 @@ class EventReader:
 
     def close(self) -> None:
         """Stop reading; the router gets no more updates."""
-        for stream, task in zip(self._streams, self._tasks, strict=True):
-            stream.close()
+        for task in self._tasks:
             task.cancel()
 
     @property

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_ext.config.kv_event_limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE
+from megatron_ext.coordinator.supervision import within
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, Event
 from megatron_ext.kv_events.throttle import Throttle
 from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, WireError, decode, decode_sequence
@@ -91,11 +92,6 @@ class EventStream:
         self._apply, self._clear, self._faults = apply, clear, faults
         self.read = self.starts = 0
         self._next = 0  # number of the next batch
-        self._is_closed = False
-
-    def close(self) -> None:
-        """End `run`, whose task is cancelled next."""
-        self._is_closed = True
 
     async def run(self) -> None:
         """Read until cancelled; start again after any fault."""
@@ -230,9 +226,7 @@ class EventStream:
         """Return the next message; None if none comes in time."""
         frames = None
         with contextlib.suppress(asyncio.TimeoutError):
-            frames = await asyncio.wait_for(one.recv_multipart(), max(0.0, seconds))
-        if self._is_closed:  # before Python 3.12 `wait_for` swallows a cancellation while a message arrives
-            raise asyncio.CancelledError
+            frames = await within(max(0.0, seconds), one.recv_multipart())
         return frames
 
 

@@ -15,7 +15,7 @@ from megatron_ext.coordinator.groups import Groups
 from megatron_ext.coordinator.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
-from megatron_ext.coordinator.supervision import Supervisor
+from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.routing.router import Router
 from megatron_ext.server.http.sender import SENDER_HEADER
 
@@ -144,7 +144,7 @@ class Fleet:
             finally:
                 member.probed.set()
             try:
-                await asyncio.wait_for(member.poked.wait(), self._interval)
+                await within(self._interval, member.poked.wait())
             except asyncio.TimeoutError:
                 continue
             await asyncio.sleep(self._interval / BEATS)  # repeated pokes must not cause heartbeats without a pause
@@ -236,7 +236,7 @@ class Fleet:
             member.probed.clear()
             member.poked.set()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.first_look(), 2 * LONGEST_PROBE)
+            await within(2 * LONGEST_PROBE, self.first_look())
 
     def _tell_router(self, member: Member) -> None:
         if member.is_known:

@@ -17,6 +17,7 @@ from megatron_ext.config.hosts import ANY_HOST, is_loopback
 from megatron_ext.config.kv_events import LONGEST_SOCKET_PATH, IpcEndpoint, TcpEndpoint, parse_endpoint
 from megatron_ext.coordinator.bounds import (
     MAX_BLOCK_SIZE,
+    MAX_BLOCKS,
     MAX_COUNT,
     MAX_EVENT_SOURCES,
     MAX_NAME,
@@ -137,7 +138,7 @@ class Heartbeat:
         status: `OK`, `ASLEEP` or `FAILING`.
         has_keys: Whether the replica needs API keys, and binds salts to them.
         block_size: Tokens of a block.
-        blocks: Blocks of the KV pool.
+        blocks: Blocks of the KV pool of each data-parallel rank.
         has_states: Whether the replica resumes at snapshots only.
         capacity: Maximum number of requests, waiting ones included.
         living: Current number of requests.
@@ -204,7 +205,7 @@ class Heartbeat:
                 status=fields.choice("status", (OK, ASLEEP, FAILING)),
                 has_keys=fields.flag("has_keys"),
                 block_size=fields.number("block_size", 1, MAX_BLOCK_SIZE),
-                blocks=fields.number("blocks", 1),
+                blocks=fields.number("blocks", 1, MAX_BLOCKS // max(1, len(events))),
                 has_states=fields.flag("has_states"),
                 capacity=fields.number("capacity", 1),
                 living=fields.number("living"),

@@ -31,7 +31,7 @@ from megatron_ext.coordinator.launched import (
     start_of,
 )
 from megatron_ext.coordinator.member import Source
-from megatron_ext.coordinator.supervision import Supervisor
+from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import API_KEY_VARIABLE
 
@@ -252,7 +252,7 @@ class Launcher:
             self._record(directory, index, process.pid)
             code = await process.wait()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(telling, 1.0)
+                await within(1.0, telling)
             return code
         finally:
             await self._end(process)
@@ -275,7 +275,7 @@ class Launcher:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), self._plan.shutdown_timeout + LAST_SECONDS)
+            await within(self._plan.shutdown_timeout + LAST_SECONDS, process.wait())
         except asyncio.TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

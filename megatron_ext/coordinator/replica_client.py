@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import h11
 
 from megatron_ext.coordinator.bounds import ANSWER_BYTES, MAX_SHOWN, SMALL_ANSWER_BYTES
+from megatron_ext.coordinator.supervision import within
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import parse_json
 
@@ -106,13 +107,11 @@ class Call:
             CallFailed: There is no connection, or it broke off.
         """
         try:
-            opening = asyncio.open_connection(self._address.host, self._address.port)
-            self._reader, writer = await asyncio.wait_for(opening, patience)
+            writer = await within(patience, self._connect())
         except asyncio.TimeoutError:
             raise CallFailed(f"no connection within {patience:g} s", has_reached=False) from None
         except OSError as error:
             raise CallFailed(f"no connection: {error.strerror or error}", has_reached=False) from None
-        self._writer = writer
         if self._reason is not None:
             self.close()
             raise CallFailed(self._reason, has_reached=False)
@@ -129,6 +128,11 @@ class Call:
             head = await self._next()
         assert isinstance(head, h11.Response), head
         self.status, self.headers = head.status_code, list(head.headers)
+
+    async def _connect(self) -> asyncio.StreamWriter:
+        """Open the connection, which `close` closes even if the caller is cancelled at this moment."""
+        self._reader, self._writer = await asyncio.open_connection(self._address.host, self._address.port)
+        return self._writer
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the answer's body as it arrives.
@@ -248,6 +252,6 @@ async def fetch(
 
     with contextlib.closing(call):
         try:
-            return await asyncio.wait_for(ask(), patience)
+            return await within(patience, ask())
         except asyncio.TimeoutError:
             raise CallFailed(f"no answer within {patience:g} s", has_reached=True) from None

@@ -1,15 +1,44 @@
-"""Supervision of tasks that must not end: one that fails is logged, counted, and started again."""
+"""Supervision of tasks that must not end: one that fails is logged, counted, and started again; and time-outs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
 PAUSE = 1.0  # seconds before a failed task is started again
+Result = TypeVar("Result")
+
+
+async def within(seconds: float, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`, which is cancelled if it takes longer.
+
+    If this call is cancelled, it ends as cancelled, even if the result arrives at the same moment. Before Python 3.12
+    `asyncio.wait_for` returns the result then, and a task that is cancelled once goes on for ever.
+
+    Args:
+        seconds: Time limit.
+        work: Awaitable, also cancelled with this call.
+
+    Raises:
+        asyncio.TimeoutError: There is no result in time.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # else it is logged as not retrieved
+    raise asyncio.TimeoutError
 
 
 class Supervisor:

@@ -18,6 +18,7 @@ from megatron_ext.config.kv_event_limits import (
     MAX_BLOCK_TOKENS,
     MAX_EVENT_BLOCKS,
     MAX_EXTRA_KEYS,
+    MAX_HASH_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_RANK,
     MAX_SEQUENCE,
@@ -191,6 +192,8 @@ def _list(value: object, length: int | None = None) -> list[object]:
 def _hash(value: object) -> Hash:
     if type(value) is not int and not isinstance(value, bytes):
         raise TypeError(f"a hash is an integer or bytes, not {type(value).__name__}")
+    if isinstance(value, bytes) and len(value) > MAX_HASH_BYTES:
+        raise ValueError(f"a hash of {len(value)} bytes; at most {MAX_HASH_BYTES} are read")
     return value
 
 

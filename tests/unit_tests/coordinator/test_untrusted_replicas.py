@@ -11,14 +11,22 @@ import pytest
 from arguments import parse_coordinator_arguments
 from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.bounds import EVENT_BYTES, MAX_BLOCK_SIZE, MAX_COUNT, MAX_NAME, STATUS_BYTES
+from megatron_ext.coordinator.bounds import (
+    EVENT_BYTES,
+    MAX_BLOCK_SIZE,
+    MAX_BLOCKS,
+    MAX_COUNT,
+    MAX_EVENT_SOURCES,
+    MAX_NAME,
+    STATUS_BYTES,
+)
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.heartbeat import BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed
-from megatron_ext.coordinator.supervision import Supervisor
+from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, error, eventually, fleet
@@ -56,13 +64,27 @@ class TestHeartbeat:
 
     @pytest.mark.parametrize(
         ("field", "most"),
-        [("block_size", MAX_BLOCK_SIZE), ("blocks", MAX_COUNT), ("living", MAX_COUNT), ("steps", MAX_COUNT)],
+        [("block_size", MAX_BLOCK_SIZE), ("blocks", MAX_BLOCKS), ("living", MAX_COUNT), ("steps", MAX_COUNT)],
     )
     def test_numbers_at_their_bounds(self, field, most):
         assert getattr(parsed(**{field: most}), field) == most
         for wrong in (most + 1, True, "1", float(most)):
             with pytest.raises(BadHeartbeat, match=field):
                 parsed(**{field: wrong})
+
+    def test_caches_and_their_blocks_at_their_bounds(self):
+        """What a replica claims to have bounds the files and the memory that the coordinator uses for it."""
+
+        def caches(count: int, blocks: int = 1) -> Heartbeat:
+            sources = [{"endpoint": f"tcp://{HOST}:{port}", "topic": ""} for port in range(1, count + 1)]
+            return parsed(kv_events=sources, blocks=blocks)
+
+        most = MAX_BLOCKS // MAX_EVENT_SOURCES
+        assert len(caches(MAX_EVENT_SOURCES, most).events) == MAX_EVENT_SOURCES == 64
+        with pytest.raises(BadHeartbeat, match="kv_events must be a list of at most 64"):
+            caches(MAX_EVENT_SOURCES + 1)
+        with pytest.raises(BadHeartbeat, match=f"blocks is .* {most}"):
+            caches(MAX_EVENT_SOURCES, most + 1)
 
     def test_names_at_their_bounds(self):
         assert parsed(model="x" * MAX_NAME).model == "x" * MAX_NAME
@@ -309,6 +331,51 @@ class TestSupervision:
         tasks = list(watched._tasks["http://127.0.0.1:9"])
         watched.remove("http://127.0.0.1:9")
         await eventually(lambda: all(task.cancelled() for task in tasks))
+
+    @pytest.mark.parametrize("turns", range(5))
+    async def test_a_replica_that_is_removed_at_an_event_ends_its_tasks(self, turns):
+        """RP-4: a cancellation is not lost if the awaited event occurs at the same moment."""
+        watched = Fleet(Router(RoutingConfig()), 4.0)
+        member = watched.add("http://127.0.0.1:9", Source.FLAG)
+        tasks = list(watched._tasks[member.url])
+        await watched.first_look()
+        await eventually(lambda: bool(member.poked._waiters))  # the task waits for the next heartbeat
+        member.poked.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watched.remove(member.url)
+        await eventually(lambda: all(task.cancelled() for task in tasks))
+
+    @pytest.mark.parametrize("turns", range(5))
+    async def test_a_cancelled_wait_ends_and_what_it_waits_for_too(self, turns):
+        result = asyncio.get_running_loop().create_future()
+
+        async def work() -> None:
+            await result
+
+        working = asyncio.ensure_future(work())
+        waiting = asyncio.ensure_future(within(PATIENCE, working))
+        await asyncio.sleep(0)
+        result.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        was_over = waiting.done()
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled() != was_over
+        assert working.done()
+
+    async def test_a_time_out_cancels_and_errors_pass(self):
+        working = asyncio.ensure_future(asyncio.sleep(PATIENCE))
+        with pytest.raises(asyncio.TimeoutError):
+            await within(0.0, working)
+        assert working.cancelled()
+
+        async def fails() -> None:
+            raise KeyError("planted")
+
+        with pytest.raises(KeyError, match="planted"):
+            await within(PATIENCE, fails())
 
 
 class TestTheCause:

@@ -10,6 +10,7 @@ from megatron_ext.config.kv_event_limits import (
     MAX_BLOCK_TOKENS,
     MAX_EVENT_BLOCKS,
     MAX_EXTRA_KEYS,
+    MAX_HASH_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_RANK,
 )
@@ -73,6 +74,7 @@ def test_events_as_arrays_and_unknown_ones():
         msgpack.packb([1.0, 5]),
         msgpack.packb([1.0, [{"type": "BlockStored"}]]),
         msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [[1]]}]]),
+        msgpack.packb([1.0, [["BlockStored", [1], bytes(MAX_HASH_BYTES + 1), [1], 1]]]),
         msgpack.packb([1.0, [["BlockStored", [1], None, ["x"], 1]]]),
         msgpack.packb([1.0, [["BlockStored", [1], None, [-1], 1]]]),
         msgpack.packb([1.0, [[]]]),
@@ -119,9 +121,10 @@ OVERHEAD = len(unknown(2**16)) - 2**16  # bytes
             lambda count: encoded([BlockStored([1], None, packed_tokens([0]), 1, [["x"] * count])], 0),
             MAX_EXTRA_KEYS,
         ),
+        (lambda count: encoded([BlockRemoved([bytes(count)])], 0), MAX_HASH_BYTES),
         (unknown, MAX_MESSAGE_BYTES - OVERHEAD),
     ],
-    ids=["blocks of an event", "events", "tokens of a block", "extra keys", "bytes"],
+    ids=["blocks of an event", "events", "tokens of a block", "extra keys", "bytes of a hash", "bytes"],
 )
 def test_bounds(build, most):
     """What is at a bound is read, and what is above it is refused."""
