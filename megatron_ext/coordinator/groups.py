@@ -16,7 +16,7 @@ from megatron_ext.server.api_errors import ApiError, unknown_model
 
 
 class Groups:
-    """Groups of a fleet's replicas.
+    """Groups of a fleet's replicas: those of one served name, model configuration and tokenizer.
 
     Args:
         members: Members of the fleet by URL, which this class only reads, except for `Member.is_outdated`.

@@ -33,7 +33,7 @@ from megatron_ext.speculation.proposals import Proposals
 class EngineStep:
     """Committed step whose output has not been processed yet.
 
-    parts: Steps of the replicas.
+    Attributes:
         parts: One step of each replica.
         seconds: Time to plan, execute and commit.
     """

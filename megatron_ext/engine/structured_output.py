@@ -130,8 +130,8 @@ class _Output:
         request: Request of the output.
         start: Matcher at the start of the output; never modified.
         matcher: Matcher after the first `taken` generated tokens; None while a job owns it or the request waits.
-        taken: Generated tokens that the matcher has read.
-        known: Generated tokens after which the scheduler's masks apply.
+        taken: Number of generated tokens that the matcher has read.
+        known: Number of generated tokens after which the scheduler's masks apply.
         drafts: Drafts that these masks cover.
         job: Job that computes the masks of more tokens; None if there is no job.
     """

@@ -22,7 +22,7 @@ from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 HASH_BYTES = 16
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced; smaller files are read whole
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt", ".bin")
-_LARGEST_LISTED = 4096  # ids of a tokenizer without a serialized form, whose texts are hashed
+_LARGEST_LISTED = 4096  # for a tokenizer without a serialized form: number of ids whose texts are hashed
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class RandomTokens:
 
 
 def synthetic_contents(run: RunConfig, seed: int) -> list[RandomTokens]:
-    """Return a content for each prompt, with lengths uniform between the minimum and the maximum."""
+    """Return random prompt contents, with lengths uniform between the minimum and the maximum."""
     shortest, longest = run.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
     lengths = random.Random(seed)
     return [

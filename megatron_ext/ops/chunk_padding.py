@@ -147,7 +147,7 @@ def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def rank_sizes(counts: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """Return the number of sequences with a chunk of rank 0, 1, ... if sequence i has counts[i] chunks."""
+    """Return how many sequences have a first, a second, ... chunk if sequence i has counts[i] chunks."""
     found = np.asarray(counts)
     return tuple(int((found > rank).sum()) for rank in range(int(found.max())))
 

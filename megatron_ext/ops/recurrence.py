@@ -23,7 +23,7 @@ class ScanOutput(NamedTuple):
     """Result of a scan.
 
     Attributes:
-        y: [T, ...] in the type of the input that it weighs; zero at rows after the last sequence.
+        y: [T, ...] in the type of the scan's input x; zero at rows after the last sequence.
         final_states: [S, ...] fp32, after the last token of each sequence.
         chunk_states: [n, ...] fp32, after the last token of each chunk.
     """

@@ -144,7 +144,7 @@ class AsyncPlanner:
         return found
 
     def check(self) -> None:
-        """Assert that every slot is reserved once or free, and that the index owns none of them (between steps)."""
+        """Assert between steps that each borrowed snapshot slot is reserved once or free and has no snapshot in it."""
         index = () if self._cache.states is None else self._cache.states.slots
         self._slots.check([state.slot for _, state in self._lent], index)
 

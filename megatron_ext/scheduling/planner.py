@@ -215,7 +215,7 @@ class _Entry:
     admissions: list[Admission]
     deferrals: list[Deferral]
     failed: list[Failure]
-    is_full: bool = False  # a request that is no follower has to wait, and so do all after it
+    is_full: bool = False  # a request that waits for no leader did not fit, so all after it wait
 
     def note(self, decision: Admission | Deferral) -> None:
         """Note the decision on the next request in the queue; decisions after the first lack of room are dropped."""

@@ -60,7 +60,7 @@ class NgramIndex:
         self._young: dict[int, int] = {}  # hash of an n-gram -> position after it
         self._old: dict[int, int] = {}
         self._ending: tuple[int, list[int]] = 0, []  # where `guess` looked last, and hashes of the n-grams there
-        self._begun_at = 0  # first position of the young generation
+        self._begun_at = 0  # first position in the newer of the two generations of the index
         self._end = 0  # n-grams that end at or before this position are indexed; a token follows each of them
 
     def __len__(self) -> int:

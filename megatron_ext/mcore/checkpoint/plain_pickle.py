@@ -181,7 +181,7 @@ class _Machine:
         if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
             self.stack.append(Made(kind.name, (member,)))
         else:
-            raise PlainPickleError(f"it reads an attribute of an unknown enumeration, {self.place}")
+            raise PlainPickleError(f"it reads an attribute of an enumeration that checkpoints do not use, {self.place}")
 
     def make(self) -> None:
         args, called = self.pop(), self.pop()

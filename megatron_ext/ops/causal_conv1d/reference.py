@@ -95,7 +95,9 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
     kept = initial_states.shape[2]
     columns = torch.arange(kept, device=x.device) - kept
     rows = tokens[:, None] + columns  # [n, K-1]
-    before = rows - first_tokens[:, None]  # negative: distance to the sequence's first token of this call
+    before = (
+        rows - first_tokens[:, None]
+    )  # position relative to the sequence's first token of this call; negative before it
     from_tokens = x[rows.clamp(min=0)].transpose(1, 2)  # [n, Cn, K-1]
     columns = (before + kept).clamp(0, kept - 1)[:, None].expand(-1, x.shape[1], -1)
     from_initial = initial_states.to(x.dtype).gather(2, columns)

@@ -49,7 +49,7 @@ def delta_decays(
     beta, alpha, bias, A_log, log_decays, strengths, beta_row, alpha_row, heads, max_strength,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute decays and strengths [rows, heads]; the grid is (rows, blocks of heads)."""
+    """Compute decays and write strengths (beta), [rows, heads]; the grid is (rows, blocks of heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_head, at = head < heads, row * heads + head
     x = tl.load(alpha + row * alpha_row + head, mask=is_head, other=0.0).to(tl.float32)

@@ -38,7 +38,7 @@ def own_rows(pool: Tensor) -> bool:
 
 
 def is_aligned(*inputs: Tensor) -> bool:
-    """Return whether inputs [T, heads, channels], their rows and heads begin at multiples of 16 (bytes, elements)."""
+    """Return whether inputs [T, heads, channels] begin at multiples of 16 bytes, rows and heads at 16 elements."""
     return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
 
 

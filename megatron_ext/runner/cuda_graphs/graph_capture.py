@@ -26,7 +26,7 @@ class Capture(Protocol):
         """Return a program that repeats `run` on the current contents of its static buffers."""
 
     def forget(self) -> None:
-        """Reset after all programs made so far were dropped; later programs share nothing with them."""
+        """Reset after all captured graphs were dropped; later ones share no memory pool with them."""
 
 
 class NoGraphs:
