@@ -189,7 +189,8 @@ class Fleet:
             self._tell_router(changed)
         self._tell_router(member)
         if member.is_known:
-            self.router.note_others(member.url, beat.other_requests, beat.other_prompt_tokens)
+            others = beat.other_requests, beat.other_prompt_tokens, beat.other_output_tokens
+            self.router.note_others(member.url, *others)
 
     def _note_restart(self, member: Member) -> None:
         """Note that another process answers: requests in flight are lost, and it takes new ones."""

@@ -144,6 +144,7 @@ class Heartbeat:
         living: Current number of requests.
         other_requests: Current number of requests that other coordinators and clients have sent.
         other_prompt_tokens: Prompt tokens of these requests that are yet to be computed.
+        other_output_tokens: Maximum tokens that these requests generate.
         steps: Steps that the engine has computed; grows unless the engine is stuck.
         skipped: Prompt tokens skipped through the cache since the start; None if hidden.
         computed: Prompt tokens computed since the start; None if hidden.
@@ -163,6 +164,7 @@ class Heartbeat:
     living: int
     other_requests: int
     other_prompt_tokens: int
+    other_output_tokens: int
     steps: int
     skipped: int | None
     computed: int | None
@@ -211,6 +213,7 @@ class Heartbeat:
                 living=fields.number("living"),
                 other_requests=others.number("requests", most=MAX_REQUESTS),
                 other_prompt_tokens=others.number("prompt_tokens"),
+                other_output_tokens=others.number("output_tokens"),
                 steps=fields.number("steps"),
                 skipped=None if tokens is None else tokens.number("skipped"),
                 computed=None if tokens is None else tokens.number("computed"),

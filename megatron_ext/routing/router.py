@@ -157,16 +157,18 @@ class Router:
         self._replicas[replica].is_draining = is_draining
         self._note_open(self._replicas[replica])
 
-    def note_others(self, replica: str, requests: int, prompt_tokens: int) -> None:
+    def note_others(self, replica: str, requests: int, prompt_tokens: int, output_tokens: int) -> None:
         """Count the requests that a replica has from other routers as its load, in place of those noted before.
 
         Args:
             replica: Name of the replica.
             requests: Number of the requests; each is expected to generate as many tokens as the recent average.
             prompt_tokens: Prompt tokens of these requests that are yet to be computed.
+            output_tokens: Maximum tokens that all of these requests generate.
         """
         one = self._replicas[replica]
-        before, one.others = one.others, prompt_tokens + requests * round(self._mean_generated)
+        expected = min(output_tokens, requests * round(self._mean_generated))
+        before, one.others = one.others, prompt_tokens + expected
         self._fleet.loads.shift(one.number, one.others - before)
 
     def replicas(self) -> list[ReplicaView]:

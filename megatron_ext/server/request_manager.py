@@ -95,14 +95,18 @@ class RequestManager:
         """Number of requests that have not ended."""
         return len(self._handles)
 
-    def load_of_others(self, sender: str) -> tuple[int, int]:
-        """Return the requests in flight that a coordinator has not sent, and their prompt tokens without an answer.
+    def load_of_others(self, sender: str) -> tuple[int, int, int]:
+        """Return the load of the requests in flight that a coordinator has not sent.
 
         Args:
             sender: Identifier of the coordinator; empty for the load of all requests.
+
+        Returns:
+            The number of the requests, their prompt tokens without an answer, and the tokens they may generate.
         """
         others = [handle for handle, group in self._handles.values() if not sender or group.sender != sender]
-        return len(others), sum(len(handle.spec.tokens) for handle in others if handle.progress is None)
+        prompt_tokens = sum(len(handle.spec.tokens) for handle in others if handle.progress is None)
+        return len(others), prompt_tokens, sum(handle.spec.params.num_tokens_to_generate for handle in others)
 
     async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool, sender: str = "") -> RequestGroup:
         """Submit requests to the engine, all or none.

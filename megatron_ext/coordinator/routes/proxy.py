@@ -52,8 +52,12 @@ async def retrieve_model(model: str, request: Request, coordination: Coordinatio
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, coordination: CoordinationDependency) -> Response:
-    """Return the tokenizer's description; of several groups, that of the first."""
-    return passed_on(await _ask(request, coordination, next(iter(coordination.fleet.groups.names), None)))
+    """Return the tokenizer's description; the query `model` names one of several groups."""
+    asked = request.query_params.getlist("model")
+    if len(asked) > 1:
+        raise ApiError(400, f"model: is given {len(asked)} times; name one model", param="model")
+    group = coordination.fleet.groups.resolve(asked[0] if asked else None)
+    return passed_on(await _ask(request, coordination, group))
 
 
 async def ask_one(request: Request, coordination: CoordinationDependency) -> Response:

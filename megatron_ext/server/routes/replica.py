@@ -18,10 +18,10 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
     not, since `/health` is answered without the engine. Replicas of equal `model`, `configuration` and `tokenizer` can
     answer for each other; `weights` is the version of the weights. `others` has the requests that the asking
-    coordinator has not sent, and their prompt tokens that are yet to be computed. Counts are null where
-    `--hide-cache-counts` hides them.
+    coordinator has not sent, their prompt tokens that are yet to be computed, and the sum of their `max_tokens`. Counts
+    are null where `--hide-cache-counts` hides them.
     """
-    others, prompt_tokens = serving.requests.load_of_others(sender_of(request))
+    others, prompt_tokens, output_tokens = serving.requests.load_of_others(sender_of(request))
     requests, state = serving.requests, serving.metrics.state
     geometry = serving.engine.geometry
     return {
@@ -37,7 +37,7 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
         "has_states": geometry.state_bytes > 0,
         "capacity": requests.capacity,
         "living": requests.living,
-        "others": {"requests": others, "prompt_tokens": prompt_tokens},
+        "others": {"requests": others, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens},
         "steps": 0 if state is None else state.steps,
         "kv_events": list(serving.kv_events),
         "prompt_tokens": _prompt_tokens(serving),

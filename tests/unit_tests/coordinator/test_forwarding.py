@@ -135,13 +135,14 @@ class TestLoadOfOthers:
     async def test_a_replica_that_others_use_gets_less(self):
         async with fleet(2) as (front, fakes):
             busy, idle = fakes
-            busy.beat["others"] = {"requests": 5, "prompt_tokens": 10_000}
-            await front.coordination.fleet.look_again()
-            load = {view.name: view.load for view in front.coordination.router.replicas()}
-            assert load == {busy.url: 10_000 + 5 * 256, idle.url: 0}
+            for limit, expected in ((40, 40), (50_000, 5 * 256)):
+                busy.beat["others"] = {"requests": 5, "prompt_tokens": 10_000, "output_tokens": limit}
+                await front.coordination.fleet.look_again()
+                load = {view.name: view.load for view in front.coordination.router.replicas()}
+                assert load == {busy.url: 10_000 + expected, idle.url: 0}
             assert {(await front.complete([number] * 9)).json()["by"] for number in range(4)} == {idle.name}
             front.coordination.router.check()
-            busy.beat["others"] = {"requests": 0, "prompt_tokens": 0}
+            busy.beat["others"] = {"requests": 0, "prompt_tokens": 0, "output_tokens": 0}
             await front.coordination.fleet.look_again()
             await front.check_idle()
 

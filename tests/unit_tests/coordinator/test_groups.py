@@ -117,6 +117,18 @@ class TestSeveralGroups:
             assert (await front.http.get("/v1/models/large")).json() == {"by": fakes[1].name}
             assert (await front.http.get("/v1/models/none")).status_code == 404
 
+    async def test_tokenizers_are_told_apart(self):
+        large = {"model": "large", "tokenizer": "l"}
+        async with replicas({}, large) as fakes, coordinator(*fakes, model=("fake", "large")) as front:
+            for fake in fakes:
+                answer = await front.http.get("/tokenizer_info", params={"model": fake.beat["model"]})
+                assert answer.json() == {"by": fake.name}
+            for query, status in (("", 400), ("?model=none", 404), ("?model=fake&model=large", 400)):
+                answer = await front.http.get(f"/tokenizer_info{query}")
+                assert (answer.status_code, answer.json()["error"]["param"]) == (status, "model")
+        async with replicas({}) as fakes, coordinator(*fakes) as front:
+            assert (await front.http.get("/tokenizer_info")).json() == {"by": fakes[0].name}
+
     async def test_one_group_needs_no_name(self):
         async with replicas({}, {}) as fakes, coordinator(*fakes) as front:
             assert (await front.complete()).status_code == 200

@@ -186,7 +186,7 @@ class TestReplica:
         assert hashes == (shown.configuration, shown.tokenizer, shown.weights)
 
     def test_load_of_other_coordinators(self, talking):
-        """RP-5: requests in flight that the asking coordinator has not sent, with their prompt tokens."""
+        """RP-5: requests in flight that the asking coordinator has not sent, with their tokens."""
         requests, begun, go_on = talking.serving.requests, threading.Event(), threading.Event()
 
         def slow():
@@ -202,19 +202,19 @@ class TestReplica:
         threads = []
         for sender, length in (("one", 10), ("two", 20), (None, 30)):
             headers = {} if sender is None else {SENDER_HEADER: sender}
-            body = {"prompt": [5] * length, "max_tokens": 1, "n": 2}
+            body = {"prompt": [5] * length, "max_tokens": length // 10, "n": 2}
             ask = functools.partial(talking.http.post, "/v1/completions", json=body, headers=headers)
             threads.append(threading.Thread(target=ask))
             threads[-1].start()
             talking.wait_until(lambda: requests.living == 2 * len(threads))
-        assert others("one") == {"requests": 4, "prompt_tokens": 100}
-        assert others("two") == {"requests": 4, "prompt_tokens": 80}
-        assert others("three") == others(None) == {"requests": 6, "prompt_tokens": 120}
+        assert others("one") == {"requests": 4, "prompt_tokens": 100, "output_tokens": 10}
+        assert others("two") == {"requests": 4, "prompt_tokens": 80, "output_tokens": 8}
+        assert others("three") == others(None) == {"requests": 6, "prompt_tokens": 120, "output_tokens": 12}
         go_on.set()
         blocking.result(PATIENCE)
         for thread in threads:
             thread.join(PATIENCE)
-        assert others("three") == {"requests": 0, "prompt_tokens": 0}
+        assert others("three") == {"requests": 0, "prompt_tokens": 0, "output_tokens": 0}
 
     def test_counts_stay_hidden(self, serve):
         hiding = serve(tiny_engine(), hide_cache_counts=True)

@@ -130,7 +130,7 @@ class FakeReplica:
             "has_states": False,
             "capacity": 8,
             "living": 0,
-            "others": {"requests": 0, "prompt_tokens": 0},
+            "others": {"requests": 0, "prompt_tokens": 0, "output_tokens": 0},
             "steps": 0,
             "kv_events": [],
             "prompt_tokens": {"skipped": 5, "computed": 7},
