@@ -17,7 +17,7 @@ from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher, plan_of
 from megatron_ext.coordinator.launched import fleet_directory
 from megatron_ext.server.api_keys import load_keys
-from megatron_ext.server.http.connections import effective_max_connections
+from megatron_ext.server.http.connections import effective_max_connections, raise_file_limit
 from megatron_ext.server.http.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
     """
     config = settings.coordinator
     coordination = Coordination(config, load_keys(config))
+    raise_file_limit()  # a request has two connections, and an event source up to eight files
     effective_max_connections(config.limits)
     launcher = None
     outlives = config.launch and config.port and not config.replicas_end_with_coordinator
