@@ -97,7 +97,7 @@ class LogitsInputs:
         )
 
     def values(self, name: str) -> Tensor:
-        """Return the value of each entry of a token list, such as its bias, [n] float64; arbitrary for unused entries."""
+        """Return the value of each entry of a token list, as its bias, [n] float64; arbitrary for unused entries."""
         return self._parts[values_of(name)]
 
     def allowed(self) -> Tensor:

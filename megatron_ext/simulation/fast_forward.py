@@ -24,7 +24,7 @@ def uniform_steps(scheduler: Scheduler) -> int:
 
 
 def _alike(request: Request, size: int) -> int:
-    """Return how many coming steps only add a token: those before the last block so far is full or the last token comes."""
+    """Return how many steps only add a token: those before the last block is full or the last token comes."""
     sequence = request.sequence
     if not sequence.is_decoding or sequence.snapshots:
         return 0

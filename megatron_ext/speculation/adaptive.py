@@ -138,7 +138,7 @@ class AdaptiveDrafter:
         return dict(self._drafter.propose(cut)) if cut else {}
 
     def _counts(self, asks: Sequence[DraftAsk], limits: Sequence[int]) -> list[int]:
-        """Return the number of drafts per request: those expected to save time, and one per due trial that fits the limit."""
+        """Return the number of drafts per request: those that should save time, and one per due trial that fits."""
         if not any(limits):
             return list(limits)
         known = [self._known[ask.request_id] for ask in asks]
