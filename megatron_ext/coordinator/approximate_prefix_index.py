@@ -21,15 +21,15 @@ class ApproximatePrefixIndex:
         router: Router that is told of the blocks.
         replica: Name of the replica in the router.
         block_size: Tokens of a block.
-        most: Maximum number of blocks.
+        max_blocks: Maximum number of blocks.
         has_states: Whether the replica resumes at snapshots, which it takes at the last boundary of a prompt.
     """
 
-    def __init__(self, router: Router, replica: str, block_size: int, most: int, *, has_states: bool) -> None:
+    def __init__(self, router: Router, replica: str, block_size: int, max_blocks: int, *, has_states: bool) -> None:
         self._router = router
         self._replica = replica
         self._block_size = block_size
-        self._max = most
+        self._max = max_blocks
         self._has_states = has_states
         self._blocks: OrderedDict[int, None] = OrderedDict()  # by key, oldest first, each after its descendants
 

@@ -20,7 +20,7 @@ from megatron_ext.coordinator.forwarding import Forwarder
 from megatron_ext.coordinator.member import Member, Source
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.prompt_tokens import Prompts
-from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Headers, Whole, fetch, not_json
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, Headers, fetch, not_json
 from megatron_ext.coordinator.replicas_file import ReplicasFile
 from megatron_ext.coordinator.retries import bad_answer, no_replica
 from megatron_ext.coordinator.supervision import Supervisor
@@ -29,7 +29,7 @@ from megatron_ext.server.api_keys import Keys, load_keys
 
 logger = logging.getLogger(__name__)
 
-EVERYBODY = 60.0  # seconds for a call to all replicas: a reset waits for a step, a wake-up for memory
+BROADCAST_TIMEOUT = 60.0  # seconds for a call to all replicas: a reset waits for a step, a wake-up for memory
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ class Coordination:
         if url in self._prefix_index:
             self._prefix_index[url].cleared()
 
-    async def anybody(self, method: str, target: str, headers: Headers, body: bytes, group: str | None = None) -> Whole:
+    async def ask_any(
+        self, method: str, target: str, headers: Headers, body: bytes, group: str | None = None
+    ) -> CompleteAnswer:
         """Return the answer of the first replica of a group, or of all, that answers with JSON.
 
         Raises:
@@ -162,7 +164,9 @@ class Coordination:
                 self.fleet.note_bad_answer(member, bad)
         raise no_replica() if found is None else bad_answer(found)
 
-    async def everybody(self, method: str, target: str, headers: Headers, body: bytes) -> dict[str, Whole | CallFailed]:
+    async def broadcast(
+        self, method: str, target: str, headers: Headers, body: bytes
+    ) -> dict[str, CompleteAnswer | CallFailed]:
         """Return the answers of all replicas that can be called, by URL.
 
         Raises:
@@ -172,14 +176,14 @@ class Coordination:
         if not members:
             raise no_replica()
 
-        async def ask(member: Member) -> Whole | CallFailed:
+        async def ask(member: Member) -> CompleteAnswer | CallFailed:
             try:
-                answer = await fetch(member.address, method, target, headers, body, patience=EVERYBODY)
+                answer = await fetch(member.address, method, target, headers, body, patience=BROADCAST_TIMEOUT)
             except CallFailed as error:
                 return error
             return answer if answer.is_json else not_json(answer)
 
-        answers: Sequence[Whole | CallFailed] = await asyncio.gather(*map(ask, members))
+        answers: Sequence[CompleteAnswer | CallFailed] = await asyncio.gather(*map(ask, members))
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BadAnswer):
                 self.fleet.note_bad_answer(member, answer)

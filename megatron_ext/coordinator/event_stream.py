@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 QUIET = 2.0  # seconds without an accepted batch before a replay is requested
 PATIENCE = 5.0  # seconds for the next message of a replay
-FIRST_REST, LONGEST_REST = 1.0, 60.0  # seconds between a fault and the new start; doubled each time
-_EVERYTHING = MAX_SEQUENCE  # a number beyond all batches: its replay is the current contents
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds between a fault and the new start; doubled each time
+_REPLAY_ALL = MAX_SEQUENCE  # a number beyond all batches: its replay is the current contents
 _MAX_WAITING = 256  # messages that ZeroMQ queues, up to 256 MB; more are lost, and replayed
 _MAX_REPLAY = 2**20  # messages of one replay
 
@@ -95,15 +95,15 @@ class EventStream:
 
     async def run(self) -> None:
         """Read until cancelled; start again after any fault."""
-        rest = FIRST_REST
+        delay = FIRST_DELAY
         while True:
             began = time.monotonic()
             await self._supervise(self._follow)
             await self._supervise(self._forget)
-            if time.monotonic() - began > LONGEST_REST:
-                rest = FIRST_REST
-            await asyncio.sleep(rest)
-            rest = min(2 * rest, LONGEST_REST)
+            if time.monotonic() - began > LONGEST_DELAY:
+                delay = FIRST_DELAY
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
 
     async def _supervise(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -124,7 +124,7 @@ class EventStream:
             zmq.ZMQError: The address is not valid.
         """
         self.starts += 1
-        self._next, start = 0, _EVERYTHING
+        self._next, start = 0, _REPLAY_ALL
         while True:
             with _socket(zmq.SUB, self._endpoint) as events:
                 events.setsockopt(zmq.SUBSCRIBE, self._topic)
@@ -141,19 +141,19 @@ class EventStream:
         Raises:
             EventError, WireError: A message is not valid.
         """
-        last, heard = -1, time.monotonic()
-        due = heard + QUIET
+        last, received_at = -1, time.monotonic()
+        due = received_at + QUIET
         while True:
             frames = await self._received(events, due - time.monotonic())
             now = time.monotonic()
             if frames is None:
                 known = self._next
                 await self._ask(known)
-                if self._next != known or (self._replay is None and now - heard > LONGEST_REST):
+                if self._next != known or (self._replay is None and now - received_at > LONGEST_DELAY):
                     return
                 due = time.monotonic() + QUIET
                 continue
-            heard = now
+            received_at = now
             number, payload = _numbered(frames)
             if number <= last:
                 raise EventError(f"message {number} after message {last}")

@@ -19,7 +19,7 @@ from megatron_ext.coordinator.member import Member
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.proxied_request import ProxiedRequest
-from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Whole, not_json
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, not_json
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision
@@ -53,7 +53,7 @@ class Forwarder:
         self._prefix_index = prefix_index
         self._numbers = itertools.count()
 
-    async def answer(self, routed: RoutedRequest, outcome: Outcome) -> Whole | Streamed:
+    async def answer(self, routed: RoutedRequest, outcome: Outcome) -> CompleteAnswer | Streamed:
         """Run a request.
 
         Args:
@@ -94,7 +94,7 @@ class Forwarder:
                 continue
             outcome.read(answer.body)
             self._ended(routed, proxied, answer)
-            if not retries.goes_elsewhere(proxied.member.url, answer):
+            if not retries.retry_elsewhere(proxied.member.url, answer):
                 return answer
             self._moved(proxied.member, "full" if answer.status == 429 else "failed")
         return retries.verdict()
@@ -122,7 +122,9 @@ class Forwarder:
     def _begin(self, routed: RoutedRequest, decision: Decision) -> ProxiedRequest:
         return ProxiedRequest(self._fleet, decision, routed, next(self._numbers))
 
-    async def _sent(self, routed: RoutedRequest, proxied: ProxiedRequest, outcome: Outcome) -> Whole | Streamed:
+    async def _sent(
+        self, routed: RoutedRequest, proxied: ProxiedRequest, outcome: Outcome
+    ) -> CompleteAnswer | Streamed:
         """Send the request; return the whole answer, or the beginning of a stream.
 
         Raises:
@@ -132,7 +134,7 @@ class Forwarder:
         await call.start("POST", routed.path, routed.headers, routed.body, patience=self._fleet.timeout)
         is_stream = call.status == 200 and dict(call.headers).get(b"content-type", b"").startswith(b"text/event-stream")
         if not is_stream:
-            return Whole(call.status, call.headers, await call.body())
+            return CompleteAnswer(call.status, call.headers, await call.body())
         events = whole_events(call.chunks(), EVENT_BYTES)
         first = await anext(events, None)
         if first is None:
@@ -172,7 +174,7 @@ class Forwarder:
         finally:
             proxied.end()
 
-    def _ended(self, routed: RoutedRequest, proxied: ProxiedRequest, answer: Whole) -> None:
+    def _ended(self, routed: RoutedRequest, proxied: ProxiedRequest, answer: CompleteAnswer) -> None:
         found = _GENERATED.search(answer.body) if answer.status == 200 else None
         if answer.status == 200:
             self._computed(routed, proxied.member)

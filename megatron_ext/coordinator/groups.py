@@ -42,9 +42,9 @@ class Groups:
     def refusal(self, member: Member, identity: Identity) -> str:
         """Return why a replica may not be in the fleet; empty if it may."""
         groups = {beat.model: beat.identity for one, beat in self._known() if one is not member}
-        mine = groups.get(identity.model)
-        if mine is not None and mine != identity:
-            return f"it serves {identity}, and the other replicas of this name serve {mine}"
+        group = groups.get(identity.model)
+        if group is not None and group != identity:
+            return f"it serves {identity}, and the other replicas of this name serve {group}"
         names = self._models or groups
         if names and identity.model not in names:
             served = [str(groups.get(name, repr(name))) for name in names]

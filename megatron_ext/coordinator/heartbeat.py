@@ -211,7 +211,7 @@ class Heartbeat:
                 has_states=fields.flag("has_states"),
                 capacity=fields.number("capacity", 1),
                 living=fields.number("living"),
-                other_requests=others.number("requests", most=MAX_REQUESTS),
+                other_requests=others.number("requests", maximum=MAX_REQUESTS),
                 other_prompt_tokens=others.number("prompt_tokens"),
                 other_output_tokens=others.number("output_tokens"),
                 steps=fields.number("steps"),
@@ -240,7 +240,7 @@ def _source(fields: _Fields, places: EventPlaces) -> EventSource:
     return EventSource(
         endpoint=places.address(fields.content.get("endpoint")),
         replay=address("replay"),
-        topic=fields.text("topic", least=0),
+        topic=fields.text("topic", minimum=0),
         states=address("states"),
         states_replay=address("states_replay"),
     )
@@ -262,16 +262,16 @@ class _Fields:
         found = self.content.get(name)
         return None if found is None else _Fields.of(found, name)
 
-    def items(self, name: str, most: int) -> list[object]:
+    def items(self, name: str, maximum: int) -> list[object]:
         found = self.content.get(name)
-        if found is not None and (not isinstance(found, list) or len(found) > most):
-            raise BadHeartbeat(f"{name} must be a list of at most {most}")
+        if found is not None and (not isinstance(found, list) or len(found) > maximum):
+            raise BadHeartbeat(f"{name} must be a list of at most {maximum}")
         return found or []
 
-    def text(self, name: str, least: int = 1) -> str:
+    def text(self, name: str, minimum: int = 1) -> str:
         found = self.content.get(name)
-        if not isinstance(found, str) or not least <= len(found) <= MAX_NAME:
-            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a text of {least} to {MAX_NAME} characters")
+        if not isinstance(found, str) or not minimum <= len(found) <= MAX_NAME:
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a text of {minimum} to {MAX_NAME} characters")
         return found
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
@@ -286,10 +286,10 @@ class _Fields:
             raise BadHeartbeat(f"{name} is {_shown(found)}, and must be true or false")
         return found
 
-    def number(self, name: str, least: int = 0, most: int = MAX_COUNT) -> int:
+    def number(self, name: str, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
         found = self.content.get(name)
-        if type(found) is not int or not least <= found <= most:
-            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a whole number of {least} to {most}")
+        if type(found) is not int or not minimum <= found <= maximum:
+            raise BadHeartbeat(f"{name} is {_shown(found)}, and must be a whole number of {minimum} to {maximum}")
         return found
 
 

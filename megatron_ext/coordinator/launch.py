@@ -103,16 +103,16 @@ class LaunchPlan:
 
     def fingerprint(self, index: int) -> str:
         """Return a hash of the flags and the environment of the replica with this number, and of this version."""
-        told = [self.command(), self.has_private_events, megatron_ext.__version__, self.api_key]
+        parts = [self.command(), self.has_private_events, megatron_ext.__version__, self.api_key]
         devices = self.environment(index).get(DEVICES_VARIABLE)
-        return hashlib.sha256(json.dumps([*told, devices]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*parts, devices]).encode()).hexdigest()
 
 
 def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the GPUs without initializing CUDA, which would occupy one."""
-    told = (os.environ if environment is None else environment).get(DEVICES_VARIABLE)
-    if told is not None:
-        return tuple(one.strip() for one in told.split(",") if one.strip() and one.strip() != "-1")
+    listed = (os.environ if environment is None else environment).get(DEVICES_VARIABLE)
+    if listed is not None:
+        return tuple(one.strip() for one in listed.split(",") if one.strip() and one.strip() != "-1")
     return tuple(str(number) for number in range(len(list(_GPUS.iterdir())))) if _GPUS.is_dir() else ()
 
 

@@ -99,8 +99,8 @@ class Prompts:
             except CallFailed as error:
                 self._fleet.note_silence(member, str(error))
                 continue
-            told = answer.json()
-            tokens = told.get("tokens") if answer.status == 200 and isinstance(told, dict) else None
+            reply = answer.json()
+            tokens = reply.get("tokens") if answer.status == 200 and isinstance(reply, dict) else None
             return tokens if isinstance(tokens, list) else []
         return []
 
@@ -120,9 +120,9 @@ def _new_tokens(content: Mapping[str, object]) -> int:
     """Return the maximum number of generated tokens of all choices."""
     limits = [content.get(name) for name in ("max_completion_tokens", "max_tokens")]
     known = [one for one in limits if isinstance(one, int) and one >= 0]
-    most = known[0] if known else _UNKNOWN_TOKENS if "messages" in content else _COMPLETION_TOKENS
+    limit = known[0] if known else _UNKNOWN_TOKENS if "messages" in content else _COMPLETION_TOKENS
     choices = content.get("n")
-    return most * (choices if isinstance(choices, int) and 0 < choices <= 128 else 1)
+    return limit * (choices if isinstance(choices, int) and 0 < choices <= 128 else 1)
 
 
 def checked(content: object) -> Mapping[str, object]:

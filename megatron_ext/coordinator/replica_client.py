@@ -194,7 +194,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Whole:
+class CompleteAnswer:
     """Complete answer."""
 
     status: int
@@ -218,7 +218,7 @@ class Whole:
             return None
 
 
-def not_json(answer: Whole) -> BadAnswer:
+def not_json(answer: CompleteAnswer) -> BadAnswer:
     """Return the error of an answer that is not JSON."""
     kind = dict(answer.headers).get(b"content-type", b"-").decode("latin-1")[:MAX_SHOWN]
     return BadAnswer(f"the answer ({answer.status}, {len(answer.body)} bytes of {kind}) is not JSON")
@@ -233,7 +233,7 @@ async def fetch(
     *,
     patience: float,
     limit: int = SMALL_ANSWER_BYTES,
-) -> Whole:
+) -> CompleteAnswer:
     """Fetch a small answer from a replica.
 
     Args:
@@ -246,9 +246,9 @@ async def fetch(
     """
     call = Call(address)
 
-    async def ask() -> Whole:
+    async def ask() -> CompleteAnswer:
         await call.start(method, target, headers, body, patience=patience)
-        return Whole(call.status, call.headers, await call.body(limit))
+        return CompleteAnswer(call.status, call.headers, await call.body(limit))
 
     with contextlib.closing(call):
         try:

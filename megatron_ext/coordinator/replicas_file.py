@@ -78,9 +78,9 @@ class ReplicasFile:
         except (ConfigError, OSError) as error:
             logger.error("%s; the replicas are unchanged", error)
             return
-        gone = [url for url in self._urls if url not in urls]
+        removed = [url for url in self._urls if url not in urls]
         self._urls = urls
-        for url in gone:
+        for url in removed:
             member = self._fleet.members.get(url)
             if member is not None and member.source is Source.FILE:
                 self._fleet.drain(url, leaves=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Whole
+from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, REQUEST_FAILED, ApiError
 
 # After three lost replicas the request itself may be the cause: it is not sent to a fourth one.
@@ -19,7 +19,7 @@ class Retries:
         self.excluded: set[str] = set()  # URLs of replicas
         self._waits: list[int] = []  # Retry-After of full replicas, in seconds
         self._lost = self._failed = 0
-        self._failure: Whole | None = None
+        self._failure: CompleteAnswer | None = None
         self._bad: BadAnswer | None = None
         self._error: CallFailed | None = None
 
@@ -40,7 +40,7 @@ class Retries:
         self._bad = error
         self._lost += 1
 
-    def goes_elsewhere(self, url: str, answer: Whole) -> bool:
+    def retry_elsewhere(self, url: str, answer: CompleteAnswer) -> bool:
         """Return whether another replica might give a better answer than this one."""
         self.excluded.add(url)
         if answer.status == 429:
@@ -52,7 +52,7 @@ class Retries:
         self._failed += answer.status == 500
         return True
 
-    def verdict(self) -> Whole:
+    def verdict(self) -> CompleteAnswer:
         """Return the last answer, unless it was a refusal.
 
         Raises:
@@ -89,13 +89,13 @@ def no_replica() -> ApiError:
     return ApiError(503, message, kind=FAULT, code="no_replica", headers={"Retry-After": str(_SHORTEST_WAIT)})
 
 
-def retry_after(answer: Whole) -> int:
+def retry_after(answer: CompleteAnswer) -> int:
     """Return the seconds of an answer's Retry-After header, within bounds."""
     text = dict(answer.headers).get(b"retry-after", b"").decode("latin-1")
     return min(_LONGEST_WAIT, max(_SHORTEST_WAIT, int(text))) if text.isdecimal() and len(text) < 10 else _SHORTEST_WAIT
 
 
-def _code(answer: Whole) -> object:
+def _code(answer: CompleteAnswer) -> object:
     content = answer.json()
     error = content.get("error") if isinstance(content, dict) else None
     return error.get("code") if isinstance(error, dict) else None

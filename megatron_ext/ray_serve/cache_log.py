@@ -114,6 +114,6 @@ class CacheLog:
                 loop.call_soon_threadsafe(changed.set)
 
 
-def _events(told: CacheEvents) -> tuple[Event, ...]:
+def _events(pending: CacheEvents) -> tuple[Event, ...]:
     """Return all events in one order; readers accept a state before its block and after it."""
-    return (*told.blocks, *told.states)
+    return (*pending.blocks, *pending.states)

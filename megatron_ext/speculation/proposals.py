@@ -13,7 +13,7 @@ from megatron_ext.scheduling.spec_decode.verification import max_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 PATIENCE = 10.0  # seconds that a drafter may take per step; a model that reads a long prompt takes some
-FIRST_REST, LONGEST_REST = 16, 4096  # steps without a call after one that took longer
+FIRST_PAUSE, LONGEST_PAUSE = 16, 4096  # steps without a call after one that took longer
 
 
 class DraftError(ValueError):
@@ -38,8 +38,8 @@ class Proposals:
         self._drafter = drafter
         self._has_tokens = has_tokens
         self._clock = clock
-        self._rest = 0  # steps left without a call of the drafter
-        self._next_rest = FIRST_REST
+        self._paused_steps = 0  # steps left without a call of the drafter
+        self._next_pause = FIRST_PAUSE
 
     def ask(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
         """Request drafts for the requests that decode in the next step.
@@ -53,15 +53,17 @@ class Proposals:
         asks = [ask for request in _decoding(scheduler) if (ask := _ask(request, scheduler)) is not None]
         if not asks:
             return {}, []
-        if self._rest:
-            self._rest -= 1
+        if self._paused_steps:
+            self._paused_steps -= 1
             return {}, []
         started = self._clock()
         answers = self._drafter.propose(asks)
         seconds = self._clock() - started
         if seconds > PATIENCE:
-            self._rest, self._next_rest = self._next_rest, min(LONGEST_REST, 2 * self._next_rest)
-            late = f"drafting took {seconds:.1f} seconds; no drafts are requested in the next {self._rest} steps"
+            self._paused_steps, self._next_pause = self._next_pause, min(LONGEST_PAUSE, 2 * self._next_pause)
+            late = (
+                f"drafting took {seconds:.1f} seconds; no drafts are requested in the next {self._paused_steps} steps"
+            )
             return {}, [DraftError(late)]
         drafts, errors = {}, []
         for ask in asks:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
-from megatron_ext.coordinator.replica_client import CallFailed, Whole
+from megatron_ext.coordinator.replica_client import CallFailed, CompleteAnswer
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.coordinator.routes.proxy import headers_of, target_of
 from megatron_ext.server.http.body import check_content_type, read_body
@@ -33,7 +33,7 @@ async def ask_all(request: Request, coordination: CoordinationDependency) -> Res
     path = request.url.path
     is_update = path == _UPDATES_WEIGHTS
     async with coordination.fleet.weights_update() if is_update else contextlib.nullcontext():
-        asking = coordination.everybody(request.method, target_of(request), headers_of(request), body)
+        asking = coordination.broadcast(request.method, target_of(request), headers_of(request), body)
         answers = await while_connected(request.receive, asking)
     if request.method == "POST":
         logger.info("%s: %s", path, ", ".join(f"{url} {_status(answer)}" for url, answer in answers.items()))
@@ -55,27 +55,27 @@ for method, path in (
     router.add_api_route(path, ask_all, methods=[method], name=f"{method} {path}", response_model=None)
 
 
-def _forget(coordination: Coordination, answers: dict[str, Whole | CallFailed]) -> None:
+def _forget(coordination: Coordination, answers: dict[str, CompleteAnswer | CallFailed]) -> None:
     for url, answer in answers.items():
         if _status(answer) == 200:
             coordination.cache_cleared(url)
 
 
-def _status(answer: Whole | CallFailed) -> int:
-    return answer.status if isinstance(answer, Whole) else _UNREACHABLE
+def _status(answer: CompleteAnswer | CallFailed) -> int:
+    return answer.status if isinstance(answer, CompleteAnswer) else _UNREACHABLE
 
 
-def _together(answers: dict[str, Whole | CallFailed], *, needs_all: bool) -> Response:
+def _together(answers: dict[str, CompleteAnswer | CallFailed], *, needs_all: bool) -> Response:
     """Combine all answers into one; an error that all replicas return is passed on unchanged."""
     statuses = [_status(answer) for answer in answers.values()]
     bad = [status for status in statuses if status != 200]
     first = next(iter(answers.values()))
-    if len(set(statuses)) == 1 and bad and isinstance(first, Whole):
+    if len(set(statuses)) == 1 and bad and isinstance(first, CompleteAnswer):
         return passed_on(first)
-    told = {
-        url: answer.json() if isinstance(answer, Whole) else {"error": {"message": str(answer)}}
+    bodies = {
+        url: answer.json() if isinstance(answer, CompleteAnswer) else {"error": {"message": str(answer)}}
         for url, answer in answers.items()
     }
     is_good = not bad or (not needs_all and len(bad) < len(statuses))
-    content = json.dumps({"replicas": told}, ensure_ascii=False).encode()
+    content = json.dumps({"replicas": bodies}, ensure_ascii=False).encode()
     return Response(content, 200 if is_good else bad[0], media_type="application/json")

@@ -9,7 +9,7 @@ from megatron_ext.coordinator.coordination import Coordination, CoordinationDepe
 from megatron_ext.coordinator.forwarding import Streamed
 from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.prompt_tokens import checked
-from megatron_ext.coordinator.replica_client import Headers, Whole
+from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
 from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
@@ -42,7 +42,7 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
     note_description(request.state, outcome.describe)
     authorization = dict(request.scope["headers"]).get(b"authorization")
 
-    async def answer() -> Whole | Streamed:
+    async def answer() -> CompleteAnswer | Streamed:
         routed = await coordination.prompts.routed(
             request.url.path, content, body, authorization, request.scope[CALLER]
         )
@@ -59,8 +59,8 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
     return passed_on(answered)
 
 
-def passed_on(answer: Whole) -> Response:
+def passed_on(answer: CompleteAnswer) -> Response:
     """Return a replica's answer as a response of the coordinator."""
     headers: Headers = [(name, value) for name, value in answer.headers if name in _PASSED_ON]
-    told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    return Response(answer.body, answer.status, headers=told)
+    passed = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    return Response(answer.body, answer.status, headers=passed)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
-from megatron_ext.coordinator.replica_client import Headers, Whole
+from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
@@ -75,8 +75,8 @@ for path in ("/tokenize", "/detokenize"):
     router.add_api_route(path, ask_one, methods=["POST"], name=f"POST {path}", response_model=None)
 
 
-async def _ask(request: Request, coordination: Coordination, group: str | None, body: bytes = b"") -> Whole:
-    asking = coordination.anybody(request.method, target_of(request), headers_of(request), body, group)
+async def _ask(request: Request, coordination: Coordination, group: str | None, body: bytes = b"") -> CompleteAnswer:
+    asking = coordination.ask_any(request.method, target_of(request), headers_of(request), body, group)
     return await while_connected(request.receive, asking)
 
 

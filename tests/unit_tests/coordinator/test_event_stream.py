@@ -119,8 +119,8 @@ def known(router: Router) -> int:
 
 @pytest.fixture(autouse=True)
 def _without_rests(monkeypatch):
-    monkeypatch.setattr(event_stream, "FIRST_REST", 0.01)
-    monkeypatch.setattr(event_stream, "LONGEST_REST", 0.02)
+    monkeypatch.setattr(event_stream, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(event_stream, "LONGEST_DELAY", 0.02)
 
 
 GOOD = payload(stored(3, parent=2))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.member import Status
-from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, Whole
+from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, CompleteAnswer
 from megatron_ext.coordinator.retries import MAX_LOST, Retries
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.sender import SENDER_HEADER
@@ -478,10 +478,10 @@ class TestParts:
 
     def test_a_failure_is_told_before_a_loss_and_a_wait_before_both(self):
         retries = Retries()
-        assert retries.goes_elsewhere("a", Whole(503, [], b"{}"))
+        assert retries.retry_elsewhere("a", CompleteAnswer(503, [], b"{}"))
         retries.lost("b", CallFailed("gone", has_reached=True))
         assert retries.verdict().status == 503
-        assert retries.goes_elsewhere("c", Whole(429, [(b"retry-after", b"nonsense")], b"{}"))
+        assert retries.retry_elsewhere("c", CompleteAnswer(429, [(b"retry-after", b"nonsense")], b"{}"))
         with pytest.raises(ApiError) as refused:
             retries.verdict()
         assert refused.value.headers == {"Retry-After": "1"}
@@ -501,7 +501,7 @@ class TestParts:
     def test_what_replicas_died_of_is_not_to_be_tried_again(self):
         """TE-6: a replica that was full does not make a wait of a request that was given up."""
         retries = Retries()
-        assert retries.goes_elsewhere("full", Whole(429, [], b"{}"))
+        assert retries.retry_elsewhere("full", CompleteAnswer(429, [], b"{}"))
         for number in range(MAX_LOST):
             retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
         with pytest.raises(ApiError) as refused:
@@ -512,7 +512,7 @@ class TestParts:
     def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, asked, told):
         """TE-6: between 1 and 60 seconds."""
         retries = Retries()
-        assert retries.goes_elsewhere("full", Whole(429, [(b"retry-after", asked)], b"{}"))
+        assert retries.retry_elsewhere("full", CompleteAnswer(429, [(b"retry-after", asked)], b"{}"))
         with pytest.raises(ApiError) as refused:
             retries.verdict()
         assert refused.value.headers == {"Retry-After": told}
