@@ -1,1 +1,1 @@
-"""How the embedded model was made: its corpus, its training, what it knows."""
+"""Corpus, training and evaluation of the embedded model."""

@@ -71,22 +71,22 @@ class Document:
 
 
 def name_hash(name: str) -> int:
-    """A number that depends on the name only, the same in every process and version."""
+    """Return a number that depends on the name only, the same in every process and version."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the document of that name belongs to the held-out split (about one in `HELD_OUT_ONE_IN`)."""
+    """Return whether a document belongs to the held-out split (about one in `HELD_OUT_ONE_IN`)."""
     return name_hash(SPLIT_SALT + name) % HELD_OUT_ONE_IN == 0
 
 
 def held_out_documents(library: Path | None = None) -> list[Document]:
-    """The documents that training never sees, ordered by name. Reads only their own files."""
+    """Return the documents of the held-out split, ordered by name; only their files are read."""
     return list(_without_repeats(_read(_library(library), held_out=True), seen=set()))
 
 
 def training_documents(library: Path | None = None) -> list[Document]:
-    """The documents to train on, ordered by name, less every paragraph that the held-out ones have."""
+    """Return the documents to train on, ordered by name, without paragraphs that are in held-out documents."""
     root = _library(library)
     seen: set[str] = set()
     for _ in _without_repeats(_read(root, held_out=True), seen):
@@ -199,7 +199,7 @@ def _new_paragraphs(text: str, seen: set[str]) -> str:
 
 
 def paragraphs(text: str) -> list[str]:
-    """The parts of a text between empty lines."""
+    """Return the parts of a text between empty lines."""
     return [part for part in re.split(r"\n\s*\n", text.rstrip()) if part.strip()]
 
 

@@ -1,4 +1,4 @@
-"""How well the embedded model knows text that it has never seen."""
+"""Evaluation of the embedded model on held-out text."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ EVALUATION_BATCH = 8  # windows
 
 
 def encode_documents(texts: Iterable[str], tokenize: Callable[[str], list[int]], end_of_document: int) -> Tensor:
-    """All texts in one row [n] int64, each followed by the end-of-document token."""
+    """Return all texts in one row [n] int64, each followed by the end-of-document token."""
     return torch.tensor([token for text in texts for token in (*tokenize(text), end_of_document)])
 
 
 def held_out_tokens(tokenizer: Tokenizer) -> Tensor:
-    """The held-out split [n] int64 (documents only, no conversations)."""
+    """Return the held-out split [n] int64 (documents only, no conversations)."""
     texts = (document.text for document in held_out_documents())
     assert tokenizer.eod is not None, "documents end with a token of their own"
     return encode_documents(texts, tokenizer.tokenize, tokenizer.eod)
 
 
 def unigram_entropy(tokens: Tensor) -> float:
-    """Nats per token of the unigram model fitted on these very tokens: no unigram model does better on them."""
+    """Return the nats per token of a unigram model fitted on these tokens; no unigram model has fewer on them."""
     total = len(tokens)
     return -sum(count / total * math.log(count / total) for count in Counter(tokens.tolist()).values())
 
@@ -41,7 +41,7 @@ def unigram_entropy(tokens: Tensor) -> float:
 def language_model_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor, *, zero_states_every: int | None = None
 ) -> float:
-    """Mean negative log-likelihood, nats per token, of windows that start without any context.
+    """Return the mean negative log-likelihood, nats per token, of windows that start without any context.
 
     Args:
         model: Maps tokens and positions [b, s] to logits [b, s, V].
@@ -107,5 +107,5 @@ def _cut(hidden: Tensor, pieces: int) -> Tensor:
 
 
 def _join(hidden: Tensor, pieces: int) -> Tensor:
-    """The inverse of `_cut`."""
+    """Undo `_cut`."""
     return hidden.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(0, 1)

@@ -62,7 +62,7 @@ ADAM_BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the weights depend on. `steps` and `decay_steps` can be changed as long as the rate is still constant."""
+    """Settings that determine the weights; `steps` and `decay_steps` may change while the learning rate is constant."""
 
     steps: int = 2000
     decay_steps: int = 800  # the last ones
@@ -77,7 +77,7 @@ class Recipe:
 
 
 class Batches:
-    """Windows of one long row of tokens. Which ones a step gets depends on the seed and the step only."""
+    """Windows of one long row of tokens; the windows of a step depend on the seed and the step only."""
 
     def __init__(self, tokens: Tensor, recipe: Recipe) -> None:
         self.tokens = tokens
@@ -87,7 +87,7 @@ class Batches:
             raise SystemExit(f"{len(tokens)} tokens are too few for {recipe.batch_size} windows of {recipe.length}")
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and next tokens of a step, each [b, s]."""
+        """Return inputs and next tokens of a step, each [b, s]."""
         numbers = range(step * self.recipe.batch_size, (step + 1) * self.recipe.batch_size)
         rows = torch.stack([self._window(number) for number in numbers])
         return rows[:, :-1], rows[:, 1:]
@@ -113,7 +113,7 @@ class Training:
         self.step = 0
 
     def advance(self, batches: Batches) -> float:
-        """One optimizer step; returns the batch's loss in nats per token."""
+        """Take one optimizer step; return the batch's loss in nats per token."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.recipe)
         inputs, targets = batches.at(self.step)
@@ -127,7 +127,7 @@ class Training:
         return loss.item()
 
     def save(self, path: Path) -> None:
-        """Write everything that the next step depends on; the file is replaced whole or not at all."""
+        """Write the state that the next step depends on; the file is replaced atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         state = {
@@ -142,7 +142,7 @@ class Training:
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
-        """Go on where `save` stopped.
+        """Restore the state that `save` wrote.
 
         Raises:
             SystemExit: The checkpoint belongs to another model, recipe or text.
@@ -164,7 +164,7 @@ class Training:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, constant, then half a cosine down to the final rate."""
+    """Return the rate of a step: linear warm-up, constant, then half a cosine down to the final rate."""
     if step < recipe.warmup_steps:
         return recipe.learning_rate * (step + 1) / recipe.warmup_steps
     decayed = max(0, step - (recipe.steps - recipe.decay_steps)) / max(1, recipe.decay_steps)
@@ -173,13 +173,13 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
 
 def same_so_far(old: Recipe, new: Recipe, steps_done: int) -> bool:
-    """Whether the steps done with the one recipe are those that the other one asks for."""
+    """Return whether both recipes have the same first `steps_done` steps, so that training may go on with `new`."""
     planned = replace(old, steps=new.steps, decay_steps=new.decay_steps)
     return planned == new and all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; norms, biases and the recurrence's own parameters do not."""
+    """Return parameter groups: matrices decay; norms, biases and the recurrence's own parameters do not."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -188,7 +188,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer:
-    """A byte-level BPE tokenizer: every text has tokens, and they give it back exactly."""
+    """Train a byte-level BPE tokenizer, which encodes every text and decodes it exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -203,19 +203,19 @@ def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer
 
 
 def training_text() -> tuple[list[str], list[str]]:
-    """Documents, and the conversations made of them."""
+    """Return the documents and the conversations made of them."""
     documents = training_documents()
     return [document.text for document in documents], chat_documents(documents)
 
 
 def shuffled(texts: list[str], seed: int) -> list[str]:
-    """The texts in a random order, so that neighbours in the packed row have nothing to do with each other."""
+    """Return the texts in random order, so that neighbours in the packed row are unrelated."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
     return [texts[index] for index in order.tolist()]
 
 
 def report(directory: Path) -> dict[str, float]:
-    """Losses of an exported model on the held-out split, nats per token."""
+    """Return losses of an exported model on the held-out split, nats per token."""
     model, _ = load_checkpoint(directory)
     tokens = held_out_tokens(TextTokenizer(directory))
     measured = windows(tokens, EVALUATION_LENGTH)
@@ -229,7 +229,7 @@ def report(directory: Path) -> dict[str, float]:
 
 
 def train(training: Training, batches: Batches, arguments: argparse.Namespace) -> None:
-    """Run the remaining steps; keeps a checkpoint every few minutes and when interrupted."""
+    """Run the remaining steps; save a checkpoint every few minutes and when interrupted."""
     saved_at = time.monotonic()
     steps = training.recipe.steps
     try:
@@ -248,7 +248,7 @@ def train(training: Training, batches: Batches, arguments: argparse.Namespace) -
 
 
 def model_card(training: Training, losses: dict[str, float], trained_tokens: int) -> str:
-    """The README beside the weights."""
+    """Return the README that is saved with the weights."""
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in losses.items())
     recipe = "\n".join(f"| {name} | {value} |" for name, value in asdict(training.recipe).items())
@@ -298,7 +298,7 @@ def export(training: Training, directory: Path, trained_tokens: int) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=EMBEDDED_MODEL_DIR, help="folder to export to")
     parser.add_argument("--checkpoint", type=Path, default=Path("out/embedded_model.pt"), help="resumed if it exists")
@@ -312,7 +312,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train (or go on training), measure, export."""
+    """Train, or continue to train, then evaluate and export."""
     arguments = parse_arguments(argv)
     torch.set_num_threads(arguments.threads)
     recipe = Recipe(**{name: getattr(arguments, name) for name in asdict(Recipe())})

@@ -1,1 +1,1 @@
-"""How programs use the engine; tests run each of them."""
+"""Programs that use the engine; tests run each of them."""

@@ -37,7 +37,7 @@ def answer_file(engine: LoadedEngine, prompts: Path, answers: Path, params: Requ
 
 
 def main(prompts: str, answers: str) -> None:
-    """With the embedded model; `load_engine(load_hf=...)` and `load_engine(load=...)` take others."""
+    """Answer prompts with the embedded model; `load_engine(load_hf=...)` and `load_engine(load=...)` load others."""
     with load_engine(inference_dynamic_batching_block_size=32) as engine:
         share = answer_file(engine, Path(prompts), Path(answers), RequestParams(num_tokens_to_generate=40))
     print(f"{share:.0%} of the prompts' tokens were skipped")

@@ -31,7 +31,7 @@ BLOCK = 16  # tokens: what is found in the cache is whole blocks
 
 @dataclass(frozen=True)
 class Round:
-    """What one round gave."""
+    """Records and reward of one round."""
 
     records: tuple[RequestRecord, ...]
     reward: float  # the group's mean
@@ -44,19 +44,19 @@ class Round:
 
 
 def sample(engine: LoadedEngine, seed: int) -> Round:
-    """A group of answers to one prompt; each has a seed of its own, so they can be had again."""
+    """Generate a group of answers to one prompt; each has its own seed, so a run can be repeated."""
     params = [replace(PARAMS, seed=seed * SAMPLES + index) for index in range(SAMPLES)]
     records = engine.generate([PROMPT] * SAMPLES, params)
     return Round(tuple(records), sum(map(reward, records)) / SAMPLES)
 
 
 def reward(record: RequestRecord) -> float:
-    """What is to be learned here: many spaces."""
+    """Return the reward of an answer: spaces per token."""
     return record.generated_text.count(" ") / len(record.generated_tokens)
 
 
 def train(policy: nn.Module, optimizer: torch.optim.Optimizer, group: Round) -> None:
-    """One step of REINFORCE, each reward beside the mean of its group."""
+    """Take one step of REINFORCE, with the group's mean reward as the baseline."""
     loss = torch.zeros(())
     for record in group.records:
         tokens = torch.tensor([*record.prompt_tokens, *record.generated_tokens])
@@ -67,7 +67,7 @@ def train(policy: nn.Module, optimizer: torch.optim.Optimizer, group: Round) -> 
 
 
 def log_prob(policy: nn.Module, tokens: Tensor, prompt_length: int) -> Tensor:
-    """Of all that was generated, as the policy sees it."""
+    """Return the policy's log-prob of all generated tokens."""
     inputs = tokens[None, :-1]
     positions = torch.arange(inputs.shape[1])[None]
     logits = policy(input_ids=inputs, position_ids=positions, attention_mask=None)  # [1, tokens, vocabulary]
@@ -76,12 +76,12 @@ def log_prob(policy: nn.Module, tokens: Tensor, prompt_length: int) -> Tensor:
 
 
 def load() -> LoadedEngine:
-    """An engine of the embedded model."""
+    """Load an engine of the embedded model."""
     return load_engine(inference_dynamic_batching_block_size=BLOCK, inference_dynamic_batching_buffer_size_gb=0.1)
 
 
 def run(engine: LoadedEngine, policy: nn.Module, rounds: int) -> list[Round]:
-    """Sample and train, in turns; returns each round's group."""
+    """Sample and train in turns; return the group of each round."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
     done = []
     for index in range(rounds):
@@ -92,7 +92,7 @@ def run(engine: LoadedEngine, policy: nn.Module, rounds: int) -> list[Round]:
 
 
 def main(rounds: int = 5) -> None:
-    """Train the embedded model a little, and see that a fresh engine gives the same with what came of it."""
+    """Train the embedded model a little, and check that a new engine with the trained weights has the same outputs."""
     policy = load_model(SourceConfig(), {}).model.train()
     with load() as engine:
         for index, group in enumerate(run(engine, policy, rounds)):

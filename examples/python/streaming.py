@@ -13,7 +13,7 @@ QUESTIONS = ["What does json.loads do?", "What does a generator do?", "What is a
 
 
 async def show(engine: LoadedEngine, question: str, params: RequestParams) -> str:
-    """Print an answer while it is made; returns it."""
+    """Print an answer while it is generated, and return it."""
     answer = ""
     async for part in engine.stream(question, params):
         print(f"{question[:20]:20} | {part.text!r}")
@@ -22,7 +22,7 @@ async def show(engine: LoadedEngine, question: str, params: RequestParams) -> st
 
 
 async def first_sentence(engine: LoadedEngine, question: str, params: RequestParams) -> str:
-    """An answer up to its first full stop: leaving the loop ends the request, and frees its memory at once."""
+    """Return an answer up to its first full stop: leaving the loop ends the request, and frees its memory at once."""
     answer = ""
     async for part in engine.stream(question, params):
         answer += part.text
@@ -32,7 +32,7 @@ async def first_sentence(engine: LoadedEngine, question: str, params: RequestPar
 
 
 async def answer_all(engine: LoadedEngine) -> list[str]:
-    """All questions at once, and one of them once more without its end."""
+    """Answer all questions at once, and one of them a second time up to its first full stop."""
     params = RequestParams(num_tokens_to_generate=24, temperature=0.7, top_p=0.9, seed=1)
     long = RequestParams(num_tokens_to_generate=400)
     tasks = [show(engine, question, params) for question in QUESTIONS]
@@ -40,7 +40,7 @@ async def answer_all(engine: LoadedEngine) -> list[str]:
 
 
 def main() -> None:
-    """With the embedded model."""
+    """Answer the questions with the embedded model."""
     with load_engine() as engine:
         answers = asyncio.run(answer_all(engine))
     print(f"the first sentence of another answer: {answers[-1]}")

@@ -96,7 +96,7 @@ class Front:
 
 
 def application(router: str, replicas: int = 2) -> serve.Application:
-    """What `serve.run` runs."""
+    """Return the application for `serve.run`."""
     config = RequestRouterConfig(request_router_class=PrefixRouter)
     options = {"request_router_config": config} if router == "prefix" else {}
     replica = serve.deployment(num_replicas=replicas, max_ongoing_requests=64, **options)(Replica)

@@ -27,7 +27,7 @@ LEAST_MARGIN = 1e-2  # between the two best tokens
 
 
 def outputs() -> dict[str, dict[str, object]]:
-    """What the model gives today, for each prompt by its name."""
+    """Return the model's present outputs by name of the prompt."""
     with load_engine(inference_dynamic_batching_buffer_size_gb=0.1) as engine:
         records = engine.generate(list(PROMPTS.values()), PARAMS)
     assert not [record.error for record in records if record.error]
@@ -36,8 +36,8 @@ def outputs() -> dict[str, dict[str, object]]:
 
 
 def pinned(record: RequestRecord) -> dict[str, object]:
-    """What is to stay."""
-    assert record.generated_log_probs is not None, "they are asked for"
+    """Return the part of a record that must stay the same."""
+    assert record.generated_log_probs is not None, "the request asks for them"
     return {
         "text": record.generated_text,
         "tokens": list(record.generated_tokens),
@@ -47,14 +47,14 @@ def pinned(record: RequestRecord) -> dict[str, object]:
 
 
 def margin(record: RequestRecord) -> float:
-    """How much better the best token was than the second, where that was closest."""
-    assert record.generated_top_n_log_probs is not None, "they are asked for"
+    """Return the smallest difference of the log-probs of the two best tokens, over all positions."""
+    assert record.generated_top_n_log_probs is not None, "the request asks for them"
     best = [sorted(top.values(), reverse=True) for top in record.generated_top_n_log_probs]
     return min(first - second for first, second, *_ in best)
 
 
 def compare(found: dict[str, dict[str, object]], golden: dict[str, dict[str, object]]) -> None:
-    """See that nothing has changed.
+    """Check that outputs equal the golden ones.
 
     Raises:
         AssertionError: Names the prompt.

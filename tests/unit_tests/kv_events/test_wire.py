@@ -127,7 +127,7 @@ OVERHEAD = len(unknown(2**16)) - 2**16  # bytes
     ids=["blocks of an event", "events", "tokens of a block", "extra keys", "bytes of a hash", "bytes"],
 )
 def test_bounds(build, most):
-    """What is at a bound is read, and what is above it is refused."""
+    """Messages at a bound are read, and those above it are refused."""
     decode(build(most))
     with pytest.raises(WireError):
         decode(build(most + 1))
