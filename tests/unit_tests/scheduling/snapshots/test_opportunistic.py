@@ -21,7 +21,7 @@ EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
 def make_scheduler(
     slots: int, rules: OpportunisticRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
 ) -> Scheduler:
-    """Scheduler of `benchmarks/prefix_caching.py`: blocks of 64 tokens, everything in one step."""
+    """Scheduler with blocks of 64 tokens, whose steps hold every prompt whole."""
     sizes = {"block_size": 64, "total_blocks": 1600, "max_tokens": 80_000, "max_sequence_length": 80_000}
     return Scheduler(make_limits(**{"opportunistic": rules} | sizes | limits), policy, b"model", slots)
 
