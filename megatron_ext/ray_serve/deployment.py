@@ -1,25 +1,36 @@
 """Deployment of Ray Serve whose replicas each own an engine and serve OpenAI's routes.
 
-A replica is an actor with the engine client in its process. Ray's proxy calls the application of `server/app.py` in it,
-so routes, keys, limits, streams, errors and metrics are those of `tools/run_server.py`; there is no second server.
+A replica is an actor with the engine client in its process. It serves the application of `server/app.py`, so routes,
+keys, limits, streams, errors and metrics are those of `tools/run_server.py`; there is no second server. Either Ray's
+proxy calls the application, or an ingress does, which knows the tokens of a prompt before it is routed: Ray chooses the
+replica of an HTTP request before its body is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message
 
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-NAME = "megatron_ext"
+NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
 
 
 class Replica:
@@ -73,18 +84,121 @@ class Replica:
 
     def __del__(self) -> None:
         """Free the model; the application's lifespan has ended."""
+        self._free()
+
+    def _free(self) -> None:
         if hasattr(self, "_resources"):
             self._resources.close()
+
+
+class RoutedReplica(Replica):
+    """Replica behind an ingress and its router.
+
+    Args and errors are those of `Replica`.
+    """
+
+    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+        super().__init__(words)
+        cache = self._serving.engine.scheduler.cache
+        size = self._serving.engine.geometry.block_size_tokens
+        self._log = CacheLog(Mirror(size, has_states=cache.states is not None))
+        cache.observer = self._log.changes
+        self._app = self.__serve_build_asgi_app__()
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[Message]:
+        """Answer a request that an ingress forwards, as ASGI messages."""
+        async with contextlib.aclosing(respond(self._app, request)) as messages:
+            async for message in messages:
+                yield message
+
+    async def read_prompt(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+        """Tokenize the prompts of a request; see `read_prompt`."""
+        from megatron_ext.ray_serve.prompts import read_prompt
+
+        return await read_prompt(self._serving, path, authorization, body)
+
+    def record_replica_metadata(self) -> dict[str, object]:
+        """Return what routers learn of a replica once it is ready; see `ReplicaFacts`."""
+        identity, geometry = self._serving.identity, self._serving.engine.geometry
+        group = Group(self._serving.model, identity.configuration, identity.tokenizer)
+        return ReplicaFacts(
+            group, geometry.block_size_tokens, geometry.blocks, has_states=geometry.state_bytes > 0
+        ).to_dict()
+
+    async def cache_report(self, position: LogPosition, patience: float) -> CacheReport:
+        """Return the events of the cache from a position on; see `CacheLog.wait`."""
+        return await self._log.wait(position, patience)
+
+    async def __del__(self) -> None:  # type: ignore[override]  # Ray awaits it
+        """Stop the engine's thread, and free the model."""
+        if hasattr(self, "_lifespan"):
+            await self._lifespan.__aexit__(None, None, None)
+        self._free()
+
+
+class Ingress:
+    """Ingress that has prompts tokenized once, and forwards requests to replicas behind a router.
+
+    Args:
+        replicas: Handle of the replicas.
+        max_body_bytes: Maximum size of a body.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._replicas = replicas
+        self._limit = max_body_bytes
+
+    def __serve_build_asgi_app__(self) -> IngressApp:
+        """Return the application that Ray's proxy calls."""
+        return IngressApp(self._read, self._forward, self._limit)
+
+    async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+        with _naming_lost_replicas():
+            prompt: ReadPrompt = await self._replicas.read_prompt.remote(path, authorization, body)
+        return prompt
+
+    async def _forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
+        answer = self._replicas.options(stream=True).answer.remote(request)
+        is_ended = False
+        try:
+            with _naming_lost_replicas():
+                async for message in answer:
+                    yield message
+            is_ended = True
+        finally:
+            if not is_ended:
+                answer.cancel()
+
+
+@contextlib.contextmanager
+def _naming_lost_replicas() -> Iterator[None]:
+    try:
+        yield
+    except RayActorError as error:
+        raise ReplicaLostError(" ".join(str(error).split())) from None
 
 
 def deploy(settings: AppSettings) -> Application:
     """Return the application of settings."""
     wanted = settings.deployment
-    deployment = serve.deployment(
+    options = {
+        "num_replicas": wanted.num_replicas,
+        "max_ongoing_requests": wanted.max_ongoing_requests,
+        "ray_actor_options": wanted.actor_options,
+        "graceful_shutdown_timeout_s": settings.server.server.shutdown_timeout,
+    }
+    words = list(settings.words)
+    if not settings.routes_by_prefix:
+        return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(words)
+    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha}
+    config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
+    replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
+    ingress = serve.deployment(
         name=NAME,
-        num_replicas=wanted.num_replicas,
-        max_ongoing_requests=wanted.max_ongoing_requests,
-        ray_actor_options=wanted.actor_options,
+        max_ongoing_requests=wanted.max_ongoing_requests * wanted.num_replicas,
+        ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.server.shutdown_timeout,
-    )(serve.ingress()(Replica))
-    return deployment.bind(list(settings.words))
+    )(serve.ingress()(Ingress))
+    return ingress.bind(replicas.bind(words), settings.server.server.limits.body_bytes)

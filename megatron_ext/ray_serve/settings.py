@@ -15,6 +15,7 @@ from arguments.megatron.synonyms import SYNONYMS
 from megatron_ext.config import ServerSettings
 from megatron_ext.config.annotations import FieldType, MismatchError
 from megatron_ext.config.checks import require
+from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 
 Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
@@ -23,6 +24,12 @@ EMBEDDED = "embedded"
 # Requests of one replica that Ray passes on at once; others wait in Ray. Above what an engine admits, so that a full
 # replica answers with the server's own 429.
 MAX_ONGOING_REQUESTS = 1000
+PREFIX, SERVE = "prefix", "serve"
+ROUTERS = (PREFIX, SERVE)
+_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
+    **{"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int},
+    **{"router": str, "routing_policy": str, "routing_alpha": float},
+}
 _NOT_HERE = {
     "host": "Ray's proxies listen; give `serve start --http-host`",
     "port": "Ray's proxies listen; give `serve start --http-port`",
@@ -39,19 +46,34 @@ class DeploymentConfig:
         num_cpus: CPUs that Ray reserves for a replica; None for Ray's default of one.
         num_gpus: GPUs of a replica.
         max_ongoing_requests: Requests that Ray passes to a replica at once.
+        router: "prefix": an ingress sends requests to where their prefix is cached; "serve": Ray's proxies call the
+            replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
+        routing_policy: See `RoutingConfig`.
+        routing_alpha: See `RoutingConfig`.
     """
 
     num_replicas: int = 1
     num_cpus: float | None = None
     num_gpus: float = 0.0
     max_ongoing_requests: int = MAX_ONGOING_REQUESTS
+    router: str | None = None
+    routing_policy: str = RoutingPolicyName.LONGEST_PREFIX.value
+    routing_alpha: float = 0.5
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, f"num_replicas={self.num_replicas} must be at least 1")
         require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
+        names = ", ".join(ROUTERS)
+        require(self.router in (None, *ROUTERS), f"router={shown(self.router)} is unknown; one of {names}")
+        assert self.routing, "checked by its own settings"
         for name in ("num_cpus", "num_gpus"):
             value = getattr(self, name)
             require(value is None or 0 <= value < 2**20, f"{name}={value} must not be negative")
+
+    @property
+    def routing(self) -> RoutingConfig:
+        """Settings of the router."""
+        return RoutingConfig(self.routing_policy, self.routing_alpha)
 
     @property
     def actor_options(self) -> dict[str, float]:
@@ -75,6 +97,28 @@ class AppSettings:
     words: tuple[str, ...]
     server: ServerSettings
 
+    def __post_init__(self) -> None:
+        if self.deployment.router != PREFIX:
+            return
+        require(
+            self.server.cache.enable_prefix_caching,
+            "router=prefix without prefix caching: no replica has a prefix; give router=serve",
+        )
+        endpoint = self.server.server.kv_events.kv_events_endpoint
+        require(
+            endpoint is None,
+            f"router=prefix and kv_events_endpoint={endpoint} contradict each other: a cache reports to one of them; "
+            "give router=serve",
+        )
+
+    @property
+    def routes_by_prefix(self) -> bool:
+        """Whether an ingress routes by cached prefixes."""
+        if self.deployment.router is not None:
+            return self.deployment.router == PREFIX
+        is_possible = self.server.cache.enable_prefix_caching and not self.server.server.kv_events.kv_events_endpoint
+        return self.deployment.num_replicas > 1 and is_possible
+
 
 def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
     """Return the settings of arguments.
@@ -86,9 +130,8 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or the server would refuse it.
     """
-    kinds = {"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int}
     rest = dict(given)
-    resources = {name: _number(name, rest.pop(name), kinds[name]) for name in kinds if name in rest}
+    resources = {name: _resource(name, rest.pop(name), kind) for name, kind in _KINDS.items() if name in rest}
     words = [*_model_words(rest.pop("model", None), rest), *_words(rest)]
     server = parse_server_arguments(words)
     sizes = server.parallel
@@ -98,16 +141,18 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
             size == 1,
             f"{name}={size}: a replica under Ray Serve is one process; leave it out, or use tools/run_server.py",
         )
-    return AppSettings(DeploymentConfig(**resources), tuple(words), server)  # type: ignore[arg-type]  # as `kinds`
+    return AppSettings(DeploymentConfig(**resources), tuple(words), server)  # type: ignore[arg-type]  # of `_KINDS`
 
 
-def _number(name: str, value: Setting, kind: type[int] | type[float]) -> int | float:
+def _resource(name: str, value: Setting, kind: type[int] | type[float] | type[str]) -> int | float | str:
     try:
+        if kind is str and isinstance(value, str):
+            return value
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError
         return kind(value)
     except ValueError:
-        raise ConfigError(f"{name}={shown(value)} is not a number") from None
+        raise ConfigError(f"{name}={shown(value)} is not a {'text' if kind is str else 'number'}") from None
 
 
 def _model_words(model: Setting, others: Mapping[str, Setting]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
 from megatron_ext.server.openai.responses import ResponseBuilder, finished, whole
 from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, while_connected
+from megatron_ext.server.scope import handed_on_tokens
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter(route_class=JsonRoute)
@@ -30,7 +32,9 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.requests.capacity)
     await serving.forms.check(body.form)
-    prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    prompts: Sequence[Sequence[int]] = handed_on_tokens(request.scope) or [
+        await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts
+    ]
     specs = completion_specs(body, prompts, serving.prompt_limits, serving.defaults)
     echoes = None
     if body.echo:
@@ -56,7 +60,8 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     serving.check_model(body)
     check_count(1, body.n or 1, serving.requests.capacity)
     await serving.forms.check(body.form)
-    prompt = await serving.tokenize_chat(body.messages, body.chat_options)
+    handed_on = handed_on_tokens(request.scope)
+    prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
     specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
     builder = ChatResponseBuilder(
         serving.model,

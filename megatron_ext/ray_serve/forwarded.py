@@ -1,0 +1,205 @@
+"""Requests that an ingress forwards to replicas, as ASGI on both sides. Needs neither Ray nor torch.
+
+The replica's application answers a forwarded request as it would answer a connection, so that its answer has the same
+code for routes, keys, limits, streams and errors. An answer is passed on from its first part on; until then a request
+whose replica is lost is sent to another one, so that nothing is answered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
+from megatron_ext.server.http.body import read_body
+from megatron_ext.server.openai.streaming import event, unless_gone
+from megatron_ext.server.scope import HANDED_ON
+
+GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
+ATTEMPTS = 3  # replicas that a request is sent to
+_LEAVING = 10.0  # seconds for an application to end after its client has left
+_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+_ADDRESSES = ("client", "server")
+Result = TypeVar("Result")
+
+
+class ReplicaLostError(Exception):
+    """Error of a replica that has ended while it answered."""
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """Prompts of a request, tokenized by a replica; without tokens if the request is not valid.
+
+    Attributes:
+        tokens: Packed token ids of each prompt.
+        salt: Salt of the prompts' keys, bound to the caller.
+        new_tokens: Maximum number of generated tokens of all choices.
+        is_shared: Whether the request may find a prompt cached.
+    """
+
+    tokens: tuple[array[int], ...] = ()
+    salt: str | None = None
+    new_tokens: int = 0
+    is_shared: bool = True
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """HTTP request with its whole body.
+
+    Attributes:
+        scope: Fields of the ASGI scope that are the client's.
+        body: Body.
+        prompt: Its prompts; None if it generates nothing.
+    """
+
+    scope: dict[str, object]
+    body: bytes
+    prompt: ReadPrompt | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes, prompt: ReadPrompt | None = None) -> ForwardedRequest:
+        """Return the request of an ASGI scope."""
+        kept: dict[str, object] = {name: scope[name] for name in _SCOPE if name in scope}
+        kept["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        kept |= {name: tuple(scope[name]) for name in _ADDRESSES if scope.get(name)}
+        return cls(kept, body, prompt)
+
+
+async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
+    """Answer a forwarded request in a replica; the application sees a disconnect if this generator is closed."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    is_gone = asyncio.Event()
+    unread = [request.body]
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        messages.put_nowait(message)
+
+    async def run() -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            messages.put_nowait(None)
+
+    scope: Scope = {**request.scope, "asgi": {"version": "3.0"}, "state": {}, "extensions": {}}
+    if request.prompt is not None and request.prompt.tokens:
+        scope[HANDED_ON] = request.prompt.tokens
+    running = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await running
+    finally:
+        is_gone.set()
+        if not running.done():
+            await asyncio.wait((running,), timeout=_LEAVING)
+            running.cancel()
+
+
+class IngressApp:
+    """ASGI application that forwards requests to replicas.
+
+    Args:
+        read: Returns the prompts of a generation request, by its path, Authorization header and body.
+        forward: Sends a request to a replica and yields its answer.
+        max_body_bytes: Maximum size of a body.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, bytes, bytes], Awaitable[ReadPrompt]],
+        forward: Callable[[ForwardedRequest], AsyncIterator[Message]],
+        max_body_bytes: int,
+    ) -> None:
+        self._read, self._forward, self._limit = read, forward, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or take part in the server's life."""
+        if scope["type"] == "lifespan":
+            for stage in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{stage}.complete"})
+            return
+        if scope["type"] != "http":
+            return
+        try:
+            body = await read_body(Request(scope, receive), self._limit)
+            await unless_gone(receive, self._answer(scope, body, send))
+        except ClientGone:
+            return
+        except ApiError as error:
+            await error.to_response()(scope, receive, send)
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        prompt = None
+        if scope["method"] == "POST" and scope["path"] in GENERATION_PATHS and body:
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            prompt = await self._tried(lambda: self._read(scope["path"], authorization, body))
+        request = ForwardedRequest.of(scope, body, prompt)
+        answer = _Answer(send)
+        await self._tried(lambda: answer.take(self._forward(request)))
+
+    async def _tried(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Run work that may lose its replica, several times at most.
+
+        Raises:
+            ApiError: Every replica was lost.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await work()
+            except ReplicaLostError as error:
+                if attempt == ATTEMPTS:
+                    raise lost(error) from None
+        raise AssertionError("the last attempt returns or raises")
+
+
+class _Answer:
+    """Answer on its way to the client: its head is sent with the first part of its body."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def take(self, messages: AsyncIterator[Message]) -> None:
+        """Pass an answer on.
+
+        Raises:
+            ReplicaLostError: The replica was lost before the client got anything.
+        """
+        head: Message | None = None
+        has_begun = False
+        try:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    head = message
+                    continue
+                if head is not None and not has_begun:
+                    has_begun = True
+                    await self._send(head)
+                await self._send(message)
+        except ReplicaLostError as error:
+            if not has_begun or head is None or not _is_stream(head):
+                raise
+            await self._send({"type": "http.response.body", "body": event(lost(error).to_dict()), "more_body": False})
+
+
+def _is_stream(head: Message) -> bool:
+    return dict(head["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def lost(error: ReplicaLostError) -> ApiError:
+    """Return the error for a client whose replica was lost."""
+    return ApiError(503, f"the replica that answered was lost: {error}", kind=FAULT, code="replica_lost")

@@ -1,0 +1,57 @@
+"""Prompts of generation requests, tokenized by a replica for the router and for the replica that answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.ray_serve.forwarded import ReadPrompt
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.body import parse_json
+from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
+from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from megatron_ext.server.serving import Serving
+
+_CHAT = "/v1/chat/completions"
+
+
+async def read_prompt(serving: Serving, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+    """Return the prompts of a request; none of one that the route will refuse, which reports the reason.
+
+    Args:
+        serving: State of the replica.
+        path: Path of the route.
+        authorization: Authorization header; empty without one.
+        body: Body of the request.
+    """
+    assert serving.keys is not None, "`__post_init__` has loaded them"
+    scheme, _, key = authorization.partition(b" ")
+    known = serving.keys.caller(key) if scheme.lower() == b"bearer" else None
+    caller = known or serving.keys.stranger
+    if not caller.can_generate:
+        return ReadPrompt()
+    try:
+        found, choices = await _specs(serving, path, parse_json(body))
+        specs = caller.own(found)
+        tokens = tuple(packed_tokens(spec.tokens) for spec in specs[::choices])
+    except (ApiError, ConfigError, ValueError, TypeError, OverflowError):
+        return ReadPrompt()
+    first = specs[0].params
+    new_tokens = sum(spec.params.num_tokens_to_generate for spec in specs)
+    return ReadPrompt(tokens, first.cache_salt, new_tokens, first.enable_prefix_caching)
+
+
+async def _specs(serving: Serving, path: str, content: object) -> tuple[list[RequestSpec], int]:
+    """Return the engine requests of a body, prompt by prompt, and the number of choices of each prompt."""
+    limits, defaults = serving.prompt_limits, serving.defaults
+    if path == _CHAT:
+        chat = ChatRequest.model_validate(content)
+        prompt = await serving.tokenize_chat(chat.messages, chat.chat_options)
+        return chat_specs(chat, prompt, limits, serving.chat, defaults), chat.n or 1
+    completion = CompletionRequest.model_validate(content)
+    check_count(len(completion.prompts), completion.n or 1, serving.requests.capacity)
+    prompts = [await serving.texts.encode(one) if isinstance(one, str) else one for one in completion.prompts]
+    return completion_specs(completion, prompts, limits, defaults), completion.n or 1
