@@ -95,6 +95,6 @@ class _ContextModel:
 
 def _problem(model: nn.Module, *, is_alone: bool) -> str | None:
     if not is_alone:
-        return "several ranks send each other what a program has no place for"
+        return "messages between several ranks are not captured"
     problems = (problem_of(module.experts) for module in model.modules() if isinstance(module, MoELayer))
     return next((one for one in problems if one is not None), None)

@@ -88,7 +88,7 @@ def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
     )
 
 
-def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
+def too_many_requests(prompts: int, choices: int, limit: int) -> ApiError:
     """400: the number of prompts and choices in one HTTP request never fits."""
     if prompts == 1:
         what = f"{choices} choices (n) of a prompt"
@@ -96,7 +96,9 @@ def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
         what = f"{prompts} prompts in one request"
     else:
         what = f"{prompts} prompts with {choices} choices (n) each, {prompts * choices} in all"
-    return ApiError(400, f"{what}; this server accepts at most {most} at once", param="n" if prompts == 1 else "prompt")
+    return ApiError(
+        400, f"{what}; this server accepts at most {limit} at once", param="n" if prompts == 1 else "prompt"
+    )
 
 
 def shutting_down() -> ApiError:
@@ -142,9 +144,9 @@ def request_timeout(seconds: float) -> ApiError:
     return ApiError(408, f"the request was not complete after {seconds:g} s")
 
 
-def connections_full(most: int) -> ApiError:
+def connections_full(limit: int) -> ApiError:
     """503: all connections are in use."""
-    message = f"all {most} connections of this server are in use; try again"
+    message = f"all {limit} connections of this server are in use; try again"
     return ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
 
 
@@ -180,9 +182,9 @@ def generates_nothing() -> ApiError:
     return ApiError(400, message, param="max_tokens")
 
 
-def response_format_too_long(kind: str, size: int, most: int) -> ApiError:
+def response_format_too_long(kind: str, size: int, limit: int) -> ApiError:
     """400: a schema or expression exceeds the size that this server compiles."""
-    message = f"the {kind} has {size} bytes; this server accepts at most {most} (--max-schema-kb)"
+    message = f"the {kind} has {size} bytes; this server accepts at most {limit} (--max-schema-kb)"
     return ApiError(400, message, param="response_format", code="schema_too_long")
 
 
@@ -197,11 +199,12 @@ def response_format_refused(reason: str) -> ApiError:
     return ApiError(400, reason, param="response_format", code="schema_not_supported")
 
 
-def text_too_long(characters: int, most: int, limit: int) -> ApiError:
+def text_too_long(characters: int, max_characters: int, limit: int) -> ApiError:
     """400: a text is too long for the model's context under any tokenization."""
     return ApiError(
         400,
-        f"a prompt of {characters} characters is too long; the limit of {limit} tokens has at most {most} characters",
+        f"a prompt of {characters} characters is too long; the limit of {limit} tokens has at most {max_characters} "
+        "characters",
         param="prompt",
         code="context_length_exceeded",
     )

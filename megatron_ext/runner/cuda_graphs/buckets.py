@@ -22,7 +22,7 @@ CUTS = 3
 COPIES = 4
 """Live states that a decode step copies into snapshots itself; further ones are copied after the step."""
 MAX_LISTED = 20
-"""Best tokens that a program lists of each row, as many as OpenAI's interface has at most."""
+"""Best tokens that a captured step lists for each row, as many as OpenAI's interface has at most."""
 
 
 @dataclass(frozen=True, order=True)

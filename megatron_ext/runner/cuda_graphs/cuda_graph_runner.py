@@ -20,7 +20,7 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows, c
 from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
-from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers
@@ -77,7 +77,7 @@ class CapturedModel(Protocol):
 class BucketGraphs:
     """Captured graphs of a bucket: restores, forward and snapshots, then sampling and log-probs."""
 
-    forward: Program
+    forward: Graph
     choice: GraphSampler
 
 
@@ -113,7 +113,7 @@ class CudaGraphRunner:
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
         self._prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
         self._logits: Tensor | None = None  # [max rows, V], the output buffer of every forward
-        self._programs: dict[Bucket, BucketGraphs] = {}
+        self._captured: dict[Bucket, BucketGraphs] = {}
         self._pools: Pools | None = None  # pools that the graphs were captured for; likewise the next
         self._weights: tuple[int, ...] = ()
         self._chunks: tuple[ScheduledChunk, ...] = ()  # chunks of the step in the buffers
@@ -132,9 +132,9 @@ class CudaGraphRunner:
         self.forget()
         buckets = self._buckets.all()
         try:
-            with allocating(f"programs of {len(buckets)} sizes of steps", lambda: _LESS):
-                for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
-                    self._program(bucket)
+            with allocating(f"captured steps of {len(buckets)} sizes", lambda: _LESS):
+                for bucket in tqdm(buckets, desc="captured steps", unit="size", leave=False, disable=None):
+                    self._graphs_of(bucket)
         except ConfigError:
             self.forget()
             self._pools = None  # the next call tries again
@@ -142,7 +142,7 @@ class CudaGraphRunner:
 
     def forget(self) -> None:
         """Drop all graphs after pools or weights have moved or been freed; they hold no memory until captured again."""
-        self._programs.clear()
+        self._captured.clear()
         self._prev_sampled_token_ids.forget()
         self._graphs.forget()
         self._logits = None
@@ -150,21 +150,21 @@ class CudaGraphRunner:
 
     def notice_new_weights(self) -> None:
         """Drop the graphs if changed weights have moved, as they would read freed memory; else keep them."""
-        if self._programs and self._weights != self._model.weight_addresses():
+        if self._captured and self._weights != self._model.weight_addresses():
             self.forget()
 
-    def _program(self, bucket: Bucket) -> BucketGraphs:
+    def _graphs_of(self, bucket: Bucket) -> BucketGraphs:
         if self._model.pools is not self._pools:
             self.forget()
-        if bucket not in self._programs:
+        if bucket not in self._captured:
             self._send(_EMPTY, bucket, [], _EVERYTHING)  # capture computes only padding rows
             try:
                 with preferring(self._model.operators):  # also at the start, before any launch
-                    self._programs[bucket] = self._make(bucket)
+                    self._captured[bucket] = self._make(bucket)
                 self._weights = self._model.weight_addresses()  # experts' weights may be contiguous now
             finally:
                 self._model.clear_step()
-        return self._programs[bucket]
+        return self._captured[bucket]
 
     @torch.inference_mode()
     def _make(self, bucket: Bucket) -> BucketGraphs:
@@ -183,7 +183,7 @@ class CudaGraphRunner:
         bucket, reason = self._find(step)
         if reason is not None and reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
+            logger.warning("steps that ask for this are computed eagerly, not as captured steps: %s", reason)
         return bucket
 
     def _find(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
@@ -211,7 +211,7 @@ class CudaGraphRunner:
         Capturing computes padding rows, which would overwrite these tokens.
         """
         bucket, _ = self._find(step)
-        is_made = bucket in self._programs and self._model.pools is self._pools
+        is_made = bucket in self._captured and self._model.pools is self._pools
         return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
@@ -220,7 +220,7 @@ class CudaGraphRunner:
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        self._program(bucket)  # before the step is written: the graph may have to be captured
+        self._graphs_of(bucket)  # before the step is written: the graph may have to be captured
         needs = sampler_needs_of(_sampling(step.chunks))
         copies, block_hashes = self._open(step)
         try:
@@ -237,9 +237,9 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def _compute(self, bucket: Bucket, needs: SamplerNeeds) -> None:
-        programs = self._programs[bucket]
-        programs.forward()
-        programs.choice.run(needs)
+        graphs = self._captured[bucket]
+        graphs.forward()
+        graphs.choice.run(needs)
 
     def _send(
         self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], needs: SamplerNeeds

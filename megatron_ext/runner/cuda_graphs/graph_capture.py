@@ -9,21 +9,21 @@ from typing import Protocol
 
 import torch
 
-Program = Callable[[], None]
+Graph = Callable[[], None]
 _WARM_UPS = 2
 
 
 class Capture(Protocol):
-    """Capture interface: turns a function into a program that can be replayed.
+    """Capture interface: turns a function into a graph that can be replayed.
 
     Attributes:
-        takes_long: True if captures are slow, so that programs are captured before they are needed.
+        takes_long: True if captures are slow, so that graphs are captured before they are needed.
     """
 
     takes_long: bool
 
-    def capture(self, run: Program) -> Program:
-        """Return a program that repeats `run` on the current contents of its static buffers."""
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Return a graph that repeats `run` on the current contents of its static buffers."""
 
     def forget(self) -> None:
         """Reset after all captured graphs were dropped; later ones share no memory pool with them."""
@@ -34,7 +34,7 @@ class NoGraphs:
 
     takes_long = False
 
-    def capture(self, run: Program) -> Program:
+    def capture(self, run: Callable[[], None]) -> Graph:
         """Return `run` itself."""
         return run
 
@@ -62,7 +62,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Program) -> Program:
+    def capture(self, run: Callable[[], None]) -> Graph:
         """Warm `run` up on a side stream, so that libraries allocate what they need; then capture it.
 
         Other threads, such as a server's, may allocate and copy meanwhile: only calls of this thread are checked.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.ops.sampling import SamplingMetadata
 from megatron_ext.ops.sampling.log_probs import log_probs_of
-from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
 from megatron_ext.runner.logits_processors import PROCESSORS
 from megatron_ext.runner.sampler import SamplerInput, SamplerNeeds, sample
 from megatron_ext.runner.scoring import rows_at_once
@@ -33,12 +33,12 @@ class GraphSampler:
 
     def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
         shapes = ((False, False), (True, False), (True, True))
-        self._choose: dict[tuple[bool, bool, bool], Program] = {
+        self._choose: dict[tuple[bool, bool, bool], Graph] = {
             (*kind, is_drawn): graphs.capture(partial(_choose, *kind, is_drawn, logits, parts, answer["tokens"]))
             for kind in shapes
             for is_drawn in (False, True)
         }
-        self._score: Program = graphs.capture(partial(_score, logits, answer))
+        self._score: Graph = graphs.capture(partial(_score, logits, answer))
 
     def run(self, needs: SamplerNeeds) -> None:
         """Sample the tokens, and score them if a row requests log-probs."""

@@ -159,12 +159,12 @@ def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
         return capture(run)
 
     monkeypatch.setattr(driver.graphs, "capture", failing)
-    with pytest.raises(ConfigError, match=r"programs of 4 sizes of steps.*--cuda-graph-impl none"):
+    with pytest.raises(ConfigError, match=r"captured steps of 4 sizes.*--cuda-graph-impl none"):
         driver.engine.resume()
-    assert not driver.context.cuda_graph_runner._programs
+    assert not driver.context.cuda_graph_runner._captured
     assert driver.context.cuda_graph_runner._logits is None
     driver.engine.resume()
-    assert len(driver.context.cuda_graph_runner._programs) == 4
+    assert len(driver.context.cuda_graph_runner._captured) == 4
 
 
 def test_new_pools_need_new_graphs(get_oracle):

@@ -68,7 +68,7 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
     settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
     fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.cuda_graph_runner
     bucket = next(one for one in fixed._buckets.all() if not one.prefills)
-    fixed._program(bucket)
+    fixed._graphs_of(bucket)
     mixers = {
         f"{number}{letter}": getattr(model.decoder.layers[number], MIXERS[letter])
         for number, letter in enumerate(of.hybrid_override_pattern)
