@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import read_body
-from megatron_ext.server.openai.streaming import event, unless_gone
+from megatron_ext.server.openai.streaming import event, while_connected
 from megatron_ext.server.scope import HANDED_ON
 
 GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
@@ -137,7 +137,7 @@ class IngressApp:
             return
         try:
             body = await read_body(Request(scope, receive), self._limit)
-            await unless_gone(receive, self._answer(scope, body, send))
+            await while_connected(receive, self._answer(scope, body, send))
         except ClientGone:
             return
         except ApiError as error:
