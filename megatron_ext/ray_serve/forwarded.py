@@ -56,8 +56,8 @@ class ForwardedRequest:
 
     Attributes:
         scope: Fields of the ASGI scope that are the client's.
-        body: Body.
-        prompt: Its prompts; None if it generates nothing.
+        body: Body of the request.
+        prompt: Prompts of the request; None if it generates nothing.
     """
 
     scope: dict[str, object]

@@ -113,7 +113,7 @@ class AppSettings:
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Whether an ingress routes by cached prefixes."""
+        """True if an ingress routes by cached prefixes."""
         if self.deployment.router is not None:
             return self.deployment.router == PREFIX
         is_possible = self.server.cache.enable_prefix_caching and not self.server.server.kv_events.kv_events_endpoint
