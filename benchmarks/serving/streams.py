@@ -29,7 +29,7 @@ POLLED = ("/metrics", "/prefix_cache")
 POLL_SECONDS, MEMORY_SECONDS = 0.25, 5.0
 CHOICES, WATCHED = 64, 384  # choices of a request beside the watched stream; tokens of that stream
 LETTERS = 60_000  # of the one string that the grammar allows
-Told = dict[str, object]
+Report = dict[str, object]
 """Figures that the server reports at its end."""
 
 
@@ -117,9 +117,9 @@ def _timed_phases(engine: object, is_wanted: bool) -> Iterator[dict[str, list[fl
 
 @contextlib.asynccontextmanager
 async def serving_process(
-    told: Told, max_requests: int, waiting: int, *, phases: bool = False, spare_heap: bool = True
+    report: Report, max_requests: int, waiting: int, *, phases: bool = False, spare_heap: bool = True
 ) -> AsyncIterator[tuple[int, psutil.Process]]:
-    """Run the server inside this context; its figures are in `told` afterwards.
+    """Run the server inside this context; its figures are in `report` afterwards.
 
     Yields:
         Port and process of the server.
@@ -136,7 +136,7 @@ async def serving_process(
         raise RuntimeError("the server has failed; its error is above") from None
     yield port, psutil.Process(server.pid)
     ours.send("stop")
-    told.update(await asyncio.to_thread(ours.recv))
+    report.update(await asyncio.to_thread(ours.recv))
     server.join(60)
 
 
@@ -201,12 +201,12 @@ def streams(
     leave mid-stream; `phases`: time of a step by phase, wall and processor; `whole`: answers in one piece. Soak:
     clients=256 seconds=300 leave=0.33.
     """
-    seen, told = Seen(), Told()
+    seen, report = Seen(), Report()
 
     async def measure() -> None:
         source = random.Random(seed)
         shared = token_ids(SHARED, f"shared {seed}")
-        async with serving_process(told, max_requests, max(256, clients), phases=phases, spare_heap=spare_heap) as (
+        async with serving_process(report, max_requests, max(256, clients), phases=phases, spare_heap=spare_heap) as (
             port,
             server,
         ):
@@ -221,7 +221,7 @@ def streams(
                 await asyncio.gather(*loops)
 
     asyncio.run(measure())
-    _report(run, seen, told, seconds)
+    _report(run, seen, report, seconds)
 
 
 async def _client(
@@ -282,25 +282,25 @@ def _spread(seconds: list[float]) -> dict[str, Figure]:
     return {f"{'max' if p == 100 else f'p{p}'}, ms": 1e3 * (percentile(seconds, p) or 0.0) for p in (50, 99, 100)}
 
 
-def _report(run: Run, seen: Seen, told: Told, seconds: float) -> None:
+def _report(run: Run, seen: Seen, report: Report, seconds: float) -> None:
     for name, values in (("first token", seen.first), ("gap", seen.gaps), *seen.polled.items()):
         run.row(name, _spread(values))
-    pauses: list[float] = told["pauses"]
+    pauses: list[float] = report["pauses"]
     run.row("full collections", {"count": len(pauses), "max, ms": 1e3 * max(pauses, default=0.0)})
     errors = sum(count for status, count in seen.statuses.items() if status >= 500)
     run.row("answers", {"count": sum(seen.statuses.values()), "no 5xx": not errors, "none broken": not seen.broken})
     run.row("left mid-stream", {"count": seen.left})
     run.row("tokens", {"count": seen.tokens, "a second": seen.tokens / seconds})
-    loop, whole = told["cpu"]
+    loop, whole = report["cpu"]
     for name, used in (("processor of the event loop", loop), ("processor of the server", whole)):
         run.row(name, {"us a token": 1e6 * used / max(1, seen.tokens)})
-    run.row("threads of the server", {"count": told["threads"]})
+    run.row("threads of the server", {"count": report["threads"]})
     run.row(
         "memory of the server", {"first, MB": seen.memory[0], "max, MB": max(seen.memory), "last, MB": seen.memory[-1]}
     )
-    phases: dict[str, list[float]] = told["phases"]
+    phases: dict[str, list[float]] = report["phases"]
     for name, (wall, own) in phases.items():
-        a_step = 1e3 / max(1, told["steps"])
+        a_step = 1e3 / max(1, report["steps"])
         run.row(f"phase {name}", {"wall, ms a step": wall * a_step, "processor, ms a step": own * a_step})
 
 

@@ -351,7 +351,7 @@ class TestModelConfig:
         assert model.layer_count == 8
         assert model.is_hybrid
 
-    def test_what_is_given_counts(self):
+    def test_given_sizes_override_derived_ones(self):
         model = ModelConfig(num_query_groups=2, kv_channels=24, ffn_hidden_size=100, mamba_num_heads=16)
         assert (model.query_groups, model.head_channels, model.ffn_size, model.mamba_heads) == (2, 24, 100, 16)
 
@@ -438,6 +438,6 @@ def test_one_expert_a_token_with_a_softmax_over_all():
         ({"response_format": ResponseFormat("text")}, False),
     ],
 )
-def test_what_shapes_logits(params, is_processed):
+def test_options_that_process_logits(params, is_processed):
     """SA-1: rows that nothing is done to are not gathered, and take no part in what shapes the others."""
     assert RequestParams(**params).processes_logits == is_processed

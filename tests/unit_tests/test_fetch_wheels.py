@@ -30,12 +30,12 @@ WHEELS = {
 }
 
 
-def test_what_is_missing():
+def test_lists_missing_wheels():
     """Missing wheels include transitive dependencies, but not extras, other Pythons' packages, torch or triton."""
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"torch": "2.11.0+cu130"}) == ["a", "b", "e", "numpy"]
 
 
-def test_what_is_there_stays():
+def test_keeps_installed_packages():
     """Packages that satisfy the requirement stay, in any version; their requirements are not looked at."""
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "2.1", "b": "0.1"}) == []
     assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]

@@ -70,7 +70,7 @@ def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit_only():
         read_text(path, 100)
 
 
-def test_what_became_a_pipe_meanwhile_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A pipe that replaces the file between the check and the opening does not block."""
     pipe, regular = tmp_path / "pipe", tmp_path / "file"
     os.mkfifo(pipe)

@@ -103,7 +103,7 @@ def test_the_command_line_needs_only_the_settings():
         *("megatron_ext.coordinator", "megatron_ext.ray_serve.prefix_routing"),
     ],
 )
-def test_what_decides_runs_without_torch(packages):
+def test_decisions_run_without_torch(packages):
     """Importing every module of the package in a new process loads neither torch nor megatron nor numpy."""
     code = f"""
 import importlib, pkgutil, sys

@@ -157,7 +157,7 @@ class TestWhatFitsTogether:
         present = {name: one for name, one in wheels.items() if one is not None}
         assert expected in pins.problems(python, present, self.ROOTS)
 
-    def test_what_the_cuda_build_of_torch_brings_is_its_own(self):
+    def test_dependencies_of_torchs_cuda_build_need_no_pin(self):
         torch = wheel("2.13.0", 'nvidia-nccl-cu13==2; platform_system == "Linux"', "triton==3", "sympy")
         found = pins.problems("3.12", {"torch": torch}, [Requirement("torch")])
         assert found == ["Python 3.12: torch requires sympy, which is not pinned"]

@@ -114,7 +114,7 @@ with Interruption() as watched:
     assert (done.returncode, done.stdout, done.stderr) == (0, "15\n", "")
 
 
-def test_what_is_ignored_stays_ignored():
+def test_ignored_signals_stay_ignored():
     """Ignored signals stay ignored, as a shell ignores them for background jobs."""
     before = signal.signal(INT, signal.SIG_IGN)
     try:

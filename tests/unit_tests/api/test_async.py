@@ -262,7 +262,7 @@ class TestErrors:
         with pytest.raises(ConfigError, match="is not one prompt"):
             await engine.generate_async(["a", "b"])
 
-    async def test_what_cannot_be_served(self, engine):
+    async def test_unservable_prompts(self, engine):
         """PY-4: a stream has no record to look into, so it raises."""
         prompt = [5] * engine.model_config.max_position_embeddings
         assert "cannot be served" in (await engine.generate_async(prompt)).error

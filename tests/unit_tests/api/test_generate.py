@@ -58,7 +58,7 @@ def test_one_prompt_is_a_list_of_one(engine, expected):
     assert engine.generate([]) == []
 
 
-def test_what_was_loaded_is_the_default(engine):
+def test_defaults_are_those_of_the_loaded_engine(engine):
     (record,) = engine.generate("A list is")
     assert len(record.generated_tokens) == SMALL["num_tokens_to_generate"]
 
@@ -78,7 +78,7 @@ def test_all_or_none(engine):
     assert engine.statistics() == before
 
 
-def test_what_can_never_be_served_fails_alone(engine):
+def test_an_unservable_prompt_fails_alone(engine):
     """PY-3: the request fails alone with its reason, as on the command line."""
     longest = engine.model_config.max_position_embeddings
     good, bad = engine.generate(["A list is", [5] * longest], GREEDY)
@@ -150,7 +150,7 @@ class TestSuspended:
         engine.resume()
         assert [record.generated_tokens for record in engine.generate(PROMPTS, GREEDY)] == expected
 
-    def test_what_runs_goes_on(self, engine, load):
+    def test_requests_in_flight_continue(self, engine, load):
         """PY-5: requests in flight wait for the resume, and give the same tokens."""
         long = RequestParams(num_tokens_to_generate=200, ignore_eos=True)
         expected = engine.generate(PROMPTS, long)

@@ -50,7 +50,7 @@ def test_every_flag_has_its_name():
     assert {spelled(option) for option in settings} <= set(known_names())
 
 
-def test_what_sets_nothing_is_no_setting():
+def test_flags_without_effect_are_not_settings():
     with pytest.raises(ConfigError, match="use_mcore_models is not a setting of an engine"):
         read_settings({"use_mcore_models": True})
 

@@ -105,7 +105,7 @@ class TestWorld:
     def begun_elsewhere(self) -> None:
         platform.initialize()
 
-    def test_what_is_there_is_left_alone(self, load):
+    def test_existing_groups_are_left_alone(self, load):
         """PY-7: the tests' own groups are used, and there afterwards."""
         group = torch.distributed.group.WORLD
         with load() as engine:

@@ -107,7 +107,7 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
         ),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_runs(load, settings, expected):
+def test_impossible_settings_are_refused_at_the_start(load, settings, expected):
     with pytest.raises(ConfigError, match=expected):
         load(**settings)
 

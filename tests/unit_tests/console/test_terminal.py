@@ -63,7 +63,7 @@ def test_a_process_without_standard_output():
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_what_an_encoding_cannot_say_is_spelled_out(encoding):
+def test_unencodable_characters_are_escaped(encoding):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     Output(stream).write("ü 汉 \udce9\n")
@@ -112,7 +112,7 @@ def test_cutting_counts_columns():
 
 
 @pytest.mark.parametrize(("rank", "count"), [(None, 2), ("", 2), ("0", 2), ("1", 0)])
-def test_what_has_no_effect_is_said_once(rank, count, monkeypatch, caplog):
+def test_options_without_effect_are_logged_once(rank, count, monkeypatch, caplog):
     """TE-6: the first of several ranks reports it."""
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:

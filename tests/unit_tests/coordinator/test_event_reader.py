@@ -84,7 +84,7 @@ def skipped(router: Router, prompt: Prompt) -> int:
     return router.route(prompt).skipped
 
 
-async def test_what_was_there_before_and_what_comes_later():
+async def test_contents_from_before_the_start_and_later_events():
     """RP-4: a reader that begins late, as that of a restarted coordinator, is told what there is."""
     with publisher(buffered=1) as one:
         one.changes.on_blocks_stored(published(5))
@@ -104,7 +104,7 @@ async def test_what_was_there_before_and_what_comes_later():
             await eventually(lambda: known(router) == 2)
 
 
-async def test_what_was_lost_is_asked_for(monkeypatch):
+async def test_lost_events_are_requested(monkeypatch):
     """Missing events are requested again after a jump of the publisher's number, and after a silence."""
     monkeypatch.setattr("megatron_ext.coordinator.event_stream.QUIET", 0.1)
     take = EventStream._take

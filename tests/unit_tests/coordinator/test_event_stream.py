@@ -189,7 +189,7 @@ async def test_a_publisher_that_starts_again():
         assert reader.faults == 1
 
 
-async def test_what_a_replay_said_of_numbers_is_not_believed_for_ever(monkeypatch):
+async def test_a_replay_corrects_a_wrong_number_of_an_earlier_one(monkeypatch):
     """A replay that ends at a number far ahead makes live messages look old, until the next replay corrects it."""
     monkeypatch.setattr(event_stream, "QUIET", 0.2)
     ahead = [[number(2**62), payload(AllBlocksCleared(), stored(1, 2))], [END_OF_REPLAY, b""]]

@@ -114,7 +114,7 @@ class TestLoad:
             ({"max_tokens": "x", "n": "y"}, 16),
         ],
     )
-    async def test_what_a_request_may_generate_is_load(self, fields, tokens):
+    async def test_load_includes_the_tokens_to_generate(self, fields, tokens):
         """TE-6: tokens of all its choices, as far as the request says."""
 
         async def never(fake, exchange):
@@ -156,7 +156,7 @@ class TestLoadOfOthers:
 
 class TestLost:
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
-    async def test_what_has_sent_nothing_runs_elsewhere(self, is_stream):
+    async def test_a_request_without_output_is_retried_elsewhere(self, is_stream):
         async with fleet(2) as (front, fakes):
             chosen, other = await first_choice(front, fakes)
             chosen.behave = breaks_off(0) if is_stream else dies
@@ -267,7 +267,7 @@ class TestLost:
             fakes[0].is_frozen = False
             await front.until(fakes[0], Status.READY)
 
-    async def test_an_engine_that_hangs_behind_a_server_that_answers(self):
+    async def test_a_hung_engine_of_an_answering_server(self):
         """A replica whose engine no longer steps stays out until its steps go on."""
 
         async def never(fake, exchange):
@@ -285,7 +285,7 @@ class TestLost:
             await front.until(chosen, Status.READY)
 
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
-    async def test_what_takes_long_is_waited_for_while_steps_go_on(self, is_stream):
+    async def test_waits_for_a_slow_request_while_steps_advance(self, is_stream):
         async def slowly(fake, exchange):
             for _ in range(12):
                 fake.beat["steps"] += 1
@@ -370,7 +370,7 @@ class TestFullAndFailing:
             assert generations(fakes) == [1] * len(fakes)
 
     @pytest.mark.parametrize(("status", "code"), [(503, "server_asleep"), (503, None), (500, None)])
-    async def test_what_another_one_may_do_runs_there(self, status, code):
+    async def test_retries_elsewhere_if_another_replica_may_succeed(self, status, code):
         async with fleet(2) as (front, fakes):
             chosen, other = await first_choice(front, fakes)
             chosen.behave = error(status, code)
@@ -379,7 +379,7 @@ class TestFullAndFailing:
             answer = await front.complete()
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
-    async def test_what_an_administrator_ended_stays_ended(self):
+    async def test_a_request_that_an_administrator_ended_is_not_retried(self):
         async with fleet(2) as (front, fakes):
             chosen, other = await first_choice(front, fakes)
             chosen.behave = error(503, "request_aborted")
@@ -487,7 +487,7 @@ class TestParts:
         assert refused.value.headers == {"Retry-After": "1"}
         assert retries.excluded == {"a", "b", "c"}
 
-    def test_only_what_a_replica_may_have_died_of_counts_as_lost(self):
+    def test_only_requests_that_may_have_killed_a_replica_count_as_lost(self):
         """TE-6: a connection that was refused reached nothing."""
         retries = Retries()
         for number in range(MAX_LOST + 1):
@@ -498,7 +498,7 @@ class TestParts:
             retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
         assert not retries.may_go_on
 
-    def test_what_replicas_died_of_is_not_to_be_tried_again(self):
+    def test_requests_that_killed_replicas_are_not_retried(self):
         """TE-6: a replica that was full does not make a wait of a request that was given up."""
         retries = Retries()
         assert retries.retry_elsewhere("full", CompleteAnswer(429, [], b"{}"))

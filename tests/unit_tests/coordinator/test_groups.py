@@ -68,7 +68,7 @@ class TestIdentity:
             await eventually(lambda: front.coordination.fleet.groups.names == ["another"])
             await front.until(one, Status.READY)
 
-    async def test_the_coordinator_is_told_what_it_serves(self):
+    async def test_the_served_groups_are_set_by_a_flag(self):
         async with replicas({"model": "wrong"}, {}) as fakes, coordinator(*fakes, model=("fake",)) as front:
             wrong, right = fakes
             assert front.status(wrong) is Status.REFUSED

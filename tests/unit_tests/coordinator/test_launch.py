@@ -116,7 +116,7 @@ class TestLauncher:
                 os.kill(pid, 0)
         await fleet.close()
 
-    async def test_what_would_not_start_again_is_not_tried_again(self, script, capsys):
+    async def test_a_replica_that_fails_at_the_start_is_not_restarted(self, script, capsys):
         failed = asyncio.Event()
         launcher = Launcher(plan(script, 1, "--wrong"), failed.set)
         launcher.start(Fleet(Router(RoutingConfig()), 5.0))
@@ -127,7 +127,7 @@ class TestLauncher:
         assert "replica 0: run_server.py: error: it is wrong" in capsys.readouterr().err
         await launcher.close()
 
-    async def test_what_would_not_start_ends_all(self, script, monkeypatch):
+    async def test_a_replica_that_cannot_start_ends_all(self, script, monkeypatch):
         """TE-6: a replica that cannot be started leaves no other one that is waited for."""
         failed = asyncio.Event()
         launcher = Failing(plan(script, 2), failed.set)
@@ -373,7 +373,7 @@ class TestCommandLine:
         assert settings.has_private_events == are_private
         assert settings.replica_flags == tuple(words.split())
 
-    def test_what_holds_for_both_is_passed_on(self):
+    def test_shared_flags_are_passed_to_replicas(self):
         """TE-6: values and switches, those that were turned off too; publishing addresses of one's own stay."""
         words = "--log-level warning --shutdown-timeout 5 --no-access-log --admin-key-file admin --enable-admin-routes"
         settings = parse_coordinator_arguments(["--launch", "1", *words.split()])

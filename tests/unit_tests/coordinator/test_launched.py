@@ -133,7 +133,7 @@ class TestTakingOver:
 
 
 class TestRecords:
-    def test_what_is_left_of_ended_processes_is_deleted(self, home):
+    def test_files_of_ended_processes_are_deleted(self, home):
         """Another process with the id of a record is left alone."""
         for name, record in (
             ("other", LaunchRecord(0, os.getpid(), "another boot", "plan", "http://a")),

@@ -150,7 +150,7 @@ class TestJoining:
         with pytest.raises(ConfigError, match=re.escape(problem)):
             read_replicas(str(tmp_path / "replicas"))
 
-    async def test_what_is_no_replica_never_joins(self):
+    async def test_another_server_does_not_join(self):
         """Another server at the address, or one with an invalid status, is reported to clients that look."""
         strange = await FakeReplica(beat={"block_size": 0}).start()
         async with coordinator(strange) as front:
@@ -282,7 +282,7 @@ class TestThroughIt:
             answer = await front.http.post("/abort", json={"request_id": "x"})
             assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no")
 
-    async def test_what_concerns_everybody_needs_the_admin_key(self, admin_key):
+    async def test_broadcasts_require_the_admin_key(self, admin_key):
         async with fleet(1, admin_key_file=admin_key, api_key="k") as (front, fakes):
             for path in ("/replicas", "/prefix_cache"):
                 assert (await front.http.get(path)).status_code == 401

@@ -55,7 +55,7 @@ class TestAffinity:
             await front.complete(list(range(40)), enable_prefix_caching=False)
             assert sum(view.blocks for view in front.coordination.router.replicas()) == 0
 
-    async def test_what_a_replica_refused_is_not_there(self):
+    async def test_refused_prompts_are_not_cached(self):
         """TE-6: a prompt that was answered with 400 was not computed."""
         async with fleet(2) as (front, fakes):
             for fake in fakes:
@@ -153,7 +153,7 @@ class TestRemembered:
             *((path, 10) for path in ("/abort", "/wake_up")),
         ],
     )
-    async def test_what_empties_caches_forgets(self, path, is_left):
+    async def test_routes_that_empty_caches_empty_the_index(self, path, is_left):
         """TE-6: each route after which a replica's cache is empty, and no other."""
         async with fleet(2) as (front, _):
             await front.complete(list(range(40)))

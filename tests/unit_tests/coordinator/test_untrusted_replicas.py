@@ -96,7 +96,7 @@ class TestHeartbeat:
         assert parsed(prompt_tokens=None).skipped is None
 
     @pytest.mark.parametrize("content", [None, [], "x", 5])
-    def test_what_is_no_object(self, content):
+    def test_refuses_anything_but_an_object(self, content):
         with pytest.raises(BadHeartbeat, match="must be an object"):
             Heartbeat.of(content, EventPlaces(HOST))
 

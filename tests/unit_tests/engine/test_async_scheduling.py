@@ -278,7 +278,7 @@ def test_lives_are_those_of_an_engine_that_waits(number, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_fails_takes_the_one_behind_it_along(seed):
+def test_a_failed_step_abandons_the_next_one_too(seed):
     """CU-6: an error in a launch, a launch ahead or a result loses no request and leaves none waiting forever."""
     source = random.Random(f"fails {seed}")
     paper = Paper(total_blocks=60, slots=4)
@@ -514,7 +514,7 @@ def flight_of(**tables: dict) -> InFlightStep:
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
-def test_what_is_left_of_a_step_still_says_which_rows_decode(ended):
+def test_remaining_rows_keep_their_kind(ended):
     """CU-6: remaining rows keep their kind, decode or prefill, whichever rows are discarded."""
     in_flight = flight_of()
     for i in ended:

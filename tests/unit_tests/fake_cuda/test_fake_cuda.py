@@ -142,7 +142,7 @@ def test_tokens_come_back_once_a_step(child):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_a_device_would_punish_is_found(child, name):
+def test_detects_errors_that_a_device_would_punish(child, name):
     """CU-9: negative controls of waits, devices and early access, and the memory that pools take and give back."""
     found = child["faults"][name]
     assert FAULTS[name] in found if FAULTS[name] else not found, found

@@ -83,7 +83,7 @@ def test_longest_socket_file():
         *("ipc://", "ipc://*", "ipc://events", "ipc://@abstract", "ipc:///tmp/", "ipc:///tmp/a\nb"),
     ],
 )
-def test_what_is_no_endpoint(text):
+def test_refuses_invalid_endpoints(text):
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*must be tcp://HOST:PORT"):
         KvEventsConfig(text)
 
@@ -120,7 +120,7 @@ def test_contradictions(words, message):
         parse_server_arguments(words.split())
 
 
-def test_what_leaves_the_machine_is_warned_of(caplog):
+def test_warns_of_addresses_of_other_machines(caplog):
     """RP-1: token ids leave the process."""
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
         assert "token ids of all cached prompts" in caplog.text
@@ -136,7 +136,7 @@ def test_what_leaves_the_machine_is_warned_of(caplog):
         (0o700, "ipc://{}/events", None),
     ],
 )
-def test_what_other_users_can_read_is_warned_of(short_path, caplog, mode, endpoint, said):
+def test_warns_of_endpoints_that_other_users_can_read(short_path, caplog, mode, endpoint, said):
     """SE-8: the loopback address is every user's; a socket file belongs to the users that can enter its directory."""
     short_path.chmod(mode)
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig(endpoint.format(short_path))):

@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_format():
     assert events[3] == {"type": "BlockRemoved", "block_hashes": [8], "medium": "GPU"}
 
 
-def test_what_is_written_is_read():
+def test_round_trip():
     batch = decode(encoded([*EVENTS, StateRemoved([7])], 1))
     assert (batch.timestamp, batch.data_parallel_rank) == (1.5, 1)
     assert list(batch.events) == [*EVENTS, StateRemoved([7])]
@@ -133,7 +133,7 @@ def test_bounds(build, most):
         decode(build(most + 1))
 
 
-def test_what_a_publisher_sends_is_within_the_bounds():
+def test_published_messages_are_within_the_bounds():
     """Large changes of a cache are split into events and messages that every reader accepts."""
     for size, count in ((1, 5_000), (64, 5_000), (MAX_BLOCK_TOKENS, 5)):
         mirror, delta = Mirror(size, has_states=True), Delta()

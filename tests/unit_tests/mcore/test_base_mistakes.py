@@ -196,7 +196,7 @@ class TestEvictionKeepsTheRequest:
 class TestPauses:
     """Pauses: in the base every request is "paused" at every block border for an instant."""
 
-    def test_a_border_with_a_free_block_behind_it_is_no_pause(self, get_driver):
+    def test_a_request_at_a_boundary_is_not_paused_while_a_block_is_free(self, get_driver):
         driver = get_driver(block_count=20)
         for request_id, length in enumerate((15, 16, 17)):
             driver.add(request_id, make_prompt(length), num_tokens_to_generate=40)

@@ -297,7 +297,7 @@ class TestNewWeights:
             assert_equals_oracle(driver, request_id, new)
 
     @pytest.mark.parametrize("write", [load, assign, load_part_by_part, edit, edit_one, replace])
-    def test_what_is_noticed_without_a_call(self, driver, write):
+    def test_writes_that_are_noticed_without_a_call(self, driver, write):
         """EX-4: a request in flight goes on; the next step matches nothing old, and publishes what is new."""
         model = driver.engine.controller.inference_wrapped_model.model
         driver.add(0, PROMPT)

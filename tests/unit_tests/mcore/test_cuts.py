@@ -7,7 +7,7 @@ import torch
 from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, whole_shard, zero_padding
 
 
-def test_rows_behind_the_vocabulary_become_zero_whatever_they_were():
+def test_padding_rows_of_the_vocabulary_become_zero():
     """MR-4: memory of a new tensor may hold anything; a tensor without such rows is left as it is."""
     whole = torch.arange(1.0, 21.0).view(5, 4)
     rows = Piece((slice(4, 8), slice(0, 4)), (slice(0, 4), slice(0, 4)))

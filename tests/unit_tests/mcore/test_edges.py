@@ -274,7 +274,7 @@ def test_graphs_are_refused():
         ),
     ],
 )
-def test_what_no_machine_and_no_model_can_hold_is_refused(batching, message):
+def test_impossible_sizes_are_refused(batching, message):
     """Impossible sizes are refused before anything is allocated; nothing is clamped silently."""
     model = build_slow_decay(HYBRID)
     with pytest.raises(ConfigError, match=message):

@@ -392,7 +392,7 @@ class TestSuspended:
         with pytest.raises(Exception, match=r"suspended; call resume\(\)"):
             engine.step_modern()
 
-    def test_a_bad_prompt_leaves_the_good_ones_before_it_behind_neither(self, get_driver):
+    def test_a_bad_prompt_drops_the_good_ones_before_it_too(self, get_driver):
         engine = get_driver().engine
         with pytest.raises(ValueError, match="not in the vocabulary"):
             engine.generate([PROMPTS[0], [5, 1000]])

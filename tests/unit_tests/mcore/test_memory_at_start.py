@@ -61,7 +61,7 @@ def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.Monkey
     assert geometry.pool_bytes <= left < tried[0]
 
 
-def test_what_fails_for_another_reason_is_told_as_it_is(model, monkeypatch: pytest.MonkeyPatch):
+def test_other_errors_are_not_changed(model, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake")
 

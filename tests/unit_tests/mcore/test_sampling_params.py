@@ -103,6 +103,6 @@ class TestLength:
         ({"stop_words": "END"}, "one text"),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict, named: str):
+def test_refuses_impossible_params(changes: dict, named: str):
     with pytest.raises(ConfigError, match=named):
         convert(SamplingParams(**changes))

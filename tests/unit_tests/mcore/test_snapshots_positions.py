@@ -160,7 +160,7 @@ class TestWholePrefixAtOnce:
             assert_equals_oracle(driver, request_id, oracle)
 
 
-def test_what_stays_away_leaves_nothing(get_oracle, oracle):
+def test_requests_that_opt_out_leave_no_snapshots(get_oracle, oracle):
     """KV-9: opted out neither reads nor writes; section 9 A 10: no slot is spent on blocks without a block hash."""
     driver = build_driver(get_oracle, slots=1)
     prompt = make_prompt(40)

@@ -51,7 +51,7 @@ def test_a_generated_id_without_a_token_is_empty_text(get_driver, stop_words):
     assert "".join(sent) + stream.finish(record.generated_text) == record.generated_text
 
 
-def test_a_stop_word_behind_one(get_driver):
+def test_a_stop_word_after_one(get_driver):
     """A stop word is found across tokens that read as nothing."""
     driver = make_driver(get_driver)
     prompt = [token % KNOWN for token in make_prompt(20)]

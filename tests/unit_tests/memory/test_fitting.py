@@ -44,7 +44,7 @@ def suggested(message: str, batching: BatchingConfig, cache: CacheConfig) -> tup
     return dataclasses.replace(batching, **sizes), new_cache
 
 
-def test_what_fits_is_planned_as_ever():
+def test_sizes_that_fit_are_unchanged():
     batching = BatchingConfig(block_count=99, max_requests=3)
     geometry = plan_memory(HYBRID, batching, ON, "cpu")
     assert plan_within(HYBRID, batching, ON, "cpu", geometry.pool_bytes) == geometry
@@ -103,7 +103,7 @@ def test_the_advice_can_be_followed(model: ModelMemory, batching: BatchingConfig
             plan_within(model, *suggested(message, batching, cache), "cpu", available)
 
 
-def test_what_can_be_allocated_is_found_by_trying(monkeypatch: pytest.MonkeyPatch):
+def test_finds_the_largest_size_that_can_be_allocated(monkeypatch: pytest.MonkeyPatch):
     def empty(count: int, **_: object) -> None:
         if count > 3000:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

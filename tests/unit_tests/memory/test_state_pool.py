@@ -76,7 +76,7 @@ class TestSnapshots:
     def pools(self) -> tuple[SnapshotPool, StatePool]:
         return filled(SnapshotPool(SHAPE, 4, CPU), 0), filled(StatePool(SHAPE, 4, CPU), 100)
 
-    def test_what_was_written_is_restored(self):
+    def test_restores_written_states(self):
         snapshots, live = self.pools()
         snapshots.open([2, 0])
         snapshots.close([2, 0], [b"two", b"zero"])

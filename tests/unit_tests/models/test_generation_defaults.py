@@ -47,7 +47,7 @@ def taken(tmp_path: Path, content: object, **source: object) -> dict:
     ],
     ids=str,
 )
-def test_what_is_taken(tmp_path, content, expected):
+def test_defaults_of_the_file(tmp_path, content, expected):
     assert taken(tmp_path, content) == expected
     assert taken(tmp_path, content, generation_config="none") == {}
 

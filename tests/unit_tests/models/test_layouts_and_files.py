@@ -159,7 +159,7 @@ def load_gpt(directory: Path, parallel: ParallelConfig) -> Part:
 
 @pytest.mark.parametrize("layout", ["TP 2", "PP 2"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["one tensor of all layers", "one tensor a layer"])
-def test_what_megatron_lm_trained(layout, stacked, tmp_path):
+def test_checkpoints_of_megatron_lm(layout, stacked, tmp_path):
     """A stage may end within a layer of GPT, which is two of ours; the vocabulary is odd."""
     config = dataclasses.replace(megatron_lm.GPT, vocab_size=51, swiglu=True)
     gpt = megatron_lm.gpt_model(config).sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})

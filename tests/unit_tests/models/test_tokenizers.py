@@ -106,7 +106,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("message", SPOILED)
-def test_what_a_saved_tokenizer_may_not_say(files, message, tmp_path):
+def test_refuses_invalid_settings_of_a_saved_tokenizer(files, message, tmp_path):
     """SE-1: invalid settings are refused in one line."""
     fields = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 8}
     fields |= {"vocab_size": 269} | SPOILED[message]
@@ -177,7 +177,7 @@ def test_a_file_is_of_the_kind_that_the_model_was_trained_with(files):
     assert type(choose_tokenizer(embedded, None, ANY, facts)) is TextTokenizer
 
 
-def test_what_is_not_here_is_said(files, caplog):
+def test_names_missing_files(files, caplog):
     facts = trained(files, "Llama2Tokenizer", tokenizer_model="gone.model")
     choose_tokenizer(SourceConfig(), files / "empty", ANY, facts)
     (line,) = caplog.messages
@@ -234,6 +234,6 @@ class TestHub:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c"])
-    def test_what_is_no_name_is_a_path(self, name):
+    def test_a_text_that_is_no_hub_name_is_a_path(self, name):
         with pytest.raises(ConfigError, match="does not exist; give a directory"):
             choose_tokenizer(SourceConfig(tokenizer_model=name), None, ANY)

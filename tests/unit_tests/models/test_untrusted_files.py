@@ -104,7 +104,7 @@ def test_our_own_stack_by_its_name(tiny_config: ModelConfig, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("spec", [["evil.mamba_layer_specs", "a"], ["os", "system"], "os", [["a"], "b"], 7])
-def test_what_megatron_was_told_names_no_other_module(spec: object, tiny_config: ModelConfig) -> None:
+def test_a_spec_in_megatrons_arguments_is_not_imported(spec: object, tiny_config: ModelConfig) -> None:
     with pytest.raises(CheckpointError, match=r"spec = .* is not supported; supported is Megatron's own"):
         config_from_args(megatron_lm.arguments(tiny_config, spec=spec), "common.pt", is_gpt=False)
 

@@ -90,7 +90,7 @@ def test_a_request_that_does_not_complete(record):
     assert "request 0 did not complete with the cache off: no room" in found(failed, scored(record, skipped=2))
 
 
-def test_what_is_asked_for():
+def test_requested_log_probs():
     """Generated log-probs and the runner-up; prompt log-probs would keep the cached run from skipping anything."""
     (prompt,) = comparable([Prompt("a", RequestParams(return_log_probs=True, top_n_logprobs=5), "here")])
     assert not prompt.params.wants_prompt_log_probs

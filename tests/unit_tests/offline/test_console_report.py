@@ -44,7 +44,7 @@ def test_summary_counts_everything(record):
     assert lines[2] == "computed because: caching_off 3, last_token 1"
 
 
-def test_what_was_lost_has_a_line_if_anything_was():
+def test_lost_tokens_have_a_line():
     """SI-6."""
     lost = {"requests": 2, "tokens_for_want_of_slots": 60, "tokens_for_want_of_blocks": 4, "requests_since_given_up": 7}
     assert loss_lines(lost) == [

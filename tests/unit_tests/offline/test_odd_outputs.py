@@ -110,7 +110,7 @@ def test_results_that_cannot_be_written_are_printed(output, monkeypatch, capfd):
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.json", "out.json.partial.jsonl"]
 
 
-def test_what_is_no_regular_file_is_refused_before_loading(capfd, monkeypatch):
+def test_refuses_other_than_regular_files_before_loading(capfd, monkeypatch):
     monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
     assert main([*TINY, "--output-path", "/dev/null"]) == BAD_USAGE
     assert "/dev/null is a device, and only a regular file is replaced" in capfd.readouterr().err

@@ -117,7 +117,7 @@ def test_devices_are_never_replaced(device):
     ],
     ids=lambda value: value[:20],
 )
-def test_what_cannot_work_is_found_before_anything_runs(tmp_path, monkeypatch, path, message):
+def test_impossible_paths_are_refused_at_the_start(tmp_path, monkeypatch, path, message):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
@@ -180,7 +180,7 @@ class TestPartial:
         (message,) = caplog.messages
         assert message.endswith("out.json.partial.jsonl, left by an interrupted run, is overwritten")
 
-    def test_what_another_run_has_put_there_stays(self, target, record):
+    def test_files_of_another_run_stay(self, target, record):
         mine = PartialResults(str(target), with_events=False)
         PartialResults(str(target), with_events=False).add([record(7)])
         mine.add([record(0)])

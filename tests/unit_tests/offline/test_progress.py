@@ -63,7 +63,7 @@ def test_rates_look_at_the_last_seconds(clock):
     assert progress.summary() == "0/1, prefill 0, decode 1 tok/s, 0% skipped"
 
 
-def test_what_is_computed_again_is_work_but_no_progress(clock):
+def test_recomputed_tokens_are_work_but_no_progress(clock):
     progress = Progress([110])
     clock[0] = 1.0
     step(progress, r0=living(100, recomputed=1900))

@@ -185,7 +185,7 @@ class TestMegatronsLength:
         ],
         ids=str,
     )
-    def test_what_is_wrong_with_it(self, fields, reason):
+    def test_refuses_invalid_fields(self, fields, reason):
         with pytest.raises(ConfigError, match=reason):
             parse({"text": "a"} | fields, length_from_file=True)
 

@@ -70,7 +70,7 @@ def test_the_first_prompts_of_a_file(tmp_path):
         assert [one.content for one in read_prompts(run, DEFAULTS)] == [f"prompt {i}" for i in range(expected)]
 
 
-def test_what_is_behind_them_is_not_read(tmp_path):
+def test_later_lines_are_not_read(tmp_path):
     file = write(tmp_path / "p.jsonl", 2)
     with open(file, "a") as lines:
         lines.write("{broken\n")

@@ -73,7 +73,7 @@ def test_every_operator_ends_with_its_reference_which_takes_anything(backends: B
         assert reference.takes(x)
 
 
-def test_what_a_backend_prepares_is_made_once() -> None:
+def test_data_of_a_backend_is_prepared_once() -> None:
     """A copy of the facts, on another device say, prepares its own."""
     made: list[int] = []
 

@@ -365,7 +365,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_no_compiler_is_left_behind(tmp_path, monkeypatch):
+def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     """Interrupted while it runs: it and what it has started are ended."""
     script, started = tmp_path / "slow", tmp_path / "started"
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > {started}.part\nmv {started}.part {started}\nwait\n")
@@ -425,7 +425,7 @@ class TestSmallLibrary:
         for library in libraries:
             library.close()
 
-    def test_what_was_checked_is_what_is_loaded(self, compiled):
+    def test_the_checked_file_is_the_loaded_one(self, compiled):
         """SE-7: another file in its place after it was opened changes nothing."""
         libraries = [compiled(name, f"int number() {{ return {name}; }}") for name in ("1", "2")]
         os.replace(libraries[1].path, libraries[0].path)

@@ -131,9 +131,7 @@ class Named(NamedNorm):
 @pytest.mark.parametrize("backend", [pytest.param(triton.NAME, marks=interpreted(triton.NAME))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "factor", "offset"), [(16, 1.0, 0.0), (1500, 0.3, 1.0), (5000, 1.0, 0.0)])
-def test_sums_and_the_norms_behind_them(
-    backend: str, dtype: torch.dtype, size: int, factor: float, offset: float
-) -> None:
+def test_sums_and_their_norms(backend: str, dtype: torch.dtype, size: int, factor: float, offset: float) -> None:
     """CU-1, CU-2: the sum as plain torch rounds it, and the norm of what was rounded; nothing is written over."""
     output, _, weight = inputs(3, size, dtype)
     residual = output.flip(0).contiguous()

@@ -116,7 +116,7 @@ def test_shared_spans_are_one_softmax(threads: int) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_what_is_not_a_number_stays_with_its_query(poison: float) -> None:
+def test_nan_does_not_spread_to_other_queries(poison: float) -> None:
     """Queries are lanes of one vector; keys to come are not read by earlier queries, and weigh nothing if they are."""
     sequence = Sequence(200)
     whole = sequence.attend((0, 200))

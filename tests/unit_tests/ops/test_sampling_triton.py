@@ -107,7 +107,7 @@ def test_rows_know_nothing_of_each_other_and_nan_gives_some_token() -> None:
     assert sample_tokens(logits[:0], metadata(rows).select(slice(0))).shape == (0,)
 
 
-def test_what_has_no_kernel_is_ordered() -> None:
+def test_types_without_a_kernel_are_sorted() -> None:
     """CU-3: fp64."""
     logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.float64, device=DEVICE)
     with watch() as launches:

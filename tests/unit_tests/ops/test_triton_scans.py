@@ -115,7 +115,7 @@ def test_a_swapped_slot_is_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
-def test_what_has_no_kernel_is_computed_by_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_without_a_kernel_use_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: shapes without a kernel, said once."""
     from megatron_ext.ops.triton.launching import say_reference_computes
 

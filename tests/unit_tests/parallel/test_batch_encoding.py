@@ -42,7 +42,7 @@ TWO_MESSAGES = {
 
 @pytest.mark.parametrize("action", list(Action))
 @pytest.mark.parametrize("told", ONE_MESSAGE)
-def test_what_fits_into_one_message(told: str, action: Action):
+def test_commands_that_fit_into_one_message(told: str, action: Action):
     batch = Batch(action, ONE_MESSAGE[told])
     head, body = batch_encoding.pack(batch)
     assert (len(head), body, batch_encoding.body_length(head)) == (16, b"", 0)
@@ -50,7 +50,7 @@ def test_what_fits_into_one_message(told: str, action: Action):
 
 
 @pytest.mark.parametrize("told", TWO_MESSAGES)
-def test_what_takes_a_second_one(told: str):
+def test_commands_that_need_a_second_message(told: str):
     batch = Batch(Action.STEP, TWO_MESSAGES[told])
     head, body = batch_encoding.pack(batch)
     assert (len(head), batch_encoding.body_length(head)) == (16, len(body))

@@ -314,7 +314,7 @@ class TestFleet:
         world.core.report(world.core.compute())
         assert world.core.replicas[0].scheduler.take_commands() == [End(0, Status.COMPLETED)]
 
-    def test_what_is_told_in_which_order(self, world: World):
+    def test_order_of_commands(self, world: World):
         world.step()
         world.core.reset_prefix_cache()
         world.core.suspend()

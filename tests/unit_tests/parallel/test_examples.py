@@ -105,7 +105,7 @@ def test_the_others_as_torchrun_would_start_them(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", CLUSTER)
-def test_what_takes_a_cluster_says_so(script):
+def test_scripts_for_a_cluster_say_so(script):
     path = SCRIPTS / f"{script}.sh"
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert "# Not run by any test" in path.read_text()

@@ -118,7 +118,7 @@ class TestModels:
                                        mamba_num_heads=16, vocab_size=16)),  # heads of no layer
         ],
     )  # fmt: skip
-    def test_what_fits(self, parallel, config):
+    def test_layouts_that_fit(self, parallel, config):
         check_model(parallel, config)
 
     @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ class TestModels:
             (sizes(ep=2), {}, ["--expert-model-parallel-size 2", "'M-*-' has no MoE layer"]),
         ],
     )  # fmt: skip
-    def test_what_does_not(self, parallel, changes, words):
+    def test_layouts_that_do_not_fit(self, parallel, changes, words):
         with pytest.raises(ConfigError) as error:
             check_model(parallel, dataclasses.replace(HYBRID, **changes))
         assert all(word in str(error.value) for word in words), error.value

@@ -171,7 +171,7 @@ def test_ranks_hold_and_send_what_the_formulas_say(layout):
             assert sum(map(sum, sent)) == copies * rows * (2 * config.hidden_size * BYTES + 4)
 
 
-def test_what_is_left_is_what_is_computed():
+def test_computed_tokens_are_those_not_skipped():
     """A prompt of which nothing is skipped, and the sum of its two halves."""
     config = scale.MODELS["8B"]
     output = 2 * config.vocab_size * config.hidden_size

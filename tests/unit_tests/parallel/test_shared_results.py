@@ -16,7 +16,7 @@ from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from tests.unit_tests.scheduling.builders import make_limits, request_of
 
 
-def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPatch):
+def test_target_tokens_reach_their_requests(monkeypatch: pytest.MonkeyPatch):
     """MR-2, SP-5: two requests with drafts in one step, and one without, on two ranks."""
     draws = Sampling(1.0, 0, 0.0, None, (), None)
     chunks = tuple(
@@ -50,7 +50,7 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )
-def test_what_rank_0_waits_for(fields, expected):
+def test_results_that_rank_0_waits_for(fields, expected):
     """Messages with the logits options of a row are equal on every rank."""
     steps = []
     for _ in range(2):

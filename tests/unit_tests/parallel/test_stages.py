@@ -78,7 +78,7 @@ def test_no_layer_vanishes(layers, stages, first, last):
         ((9, 4, 9, 9), ["leave 0 for 2 other stages"]),
     ],
 )
-def test_what_is_refused(given_sizes, words):
+def test_refuses_invalid_stages(given_sizes, words):
     with pytest.raises(ConfigError) as error:
         counts(*given_sizes)
     assert all(word in str(error.value) for word in words), error.value

@@ -134,7 +134,7 @@ def test_a_world_that_fails_in_the_middle_of_a_start_leaves_nothing(monkeypatch,
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
-def test_what_a_lost_connection_says_is_known():
+def test_recognizes_torchs_message_of_a_lost_connection():
     """Torch's words for it may change; then the root of a failure would be told second."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(raise_on, 2, 1)

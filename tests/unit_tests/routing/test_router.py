@@ -214,7 +214,7 @@ def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
     assert router.route(router.prompt(less)).replica == "0"
 
 
-def test_what_others_generated_is_expected():
+def test_expected_length_follows_other_requests():
     """RP-2: the expected length follows other requests: a limit of 10,000 tokens is not a load of 10,000 tokens."""
     router = fleet(count=1)
     for i in range(500):

@@ -131,7 +131,7 @@ def test_suspended_twice(new_driver, wanted):
     assert run(driver, wanted, between=between) == expected(wanted)
 
 
-def test_behind_a_cached_prefix(new_driver, wanted):
+def test_after_a_cached_prefix(new_driver, wanted):
     driver = new_driver(cache=CacheConfig(snapshot_slots=20))
     first = run(driver, wanted)
     skipped = driver.engine.lifetime_skipped_token_count

@@ -64,7 +64,7 @@ def run_all(engine):
     return [future.result() for future in futures], free.result()
 
 
-def test_what_ends_by_itself_validates(answers):
+def test_complete_outputs_validate(answers):
     records, _ = answers
     stopped = [record for record in records if record.finish_reason == "stop"]
     assert all(record.status is Status.COMPLETED for record in records)
@@ -270,7 +270,7 @@ def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, h
 
 
 @pytest.mark.parametrize("end", ["abort", "suspend", "cancel"])
-def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, held, end):
+def test_a_request_that_ends_while_its_mask_is_computed_frees_everything(loaded, answers, held, end):
     """SE-10: blocks and slots are free at once; a request that is suspended goes on when its mask is there."""
     engine, seed = engine_of(loaded), SOME[0]
     future = engine.add_request(seed, PROMPT, row_metadata(seed))

@@ -79,7 +79,7 @@ class TestLedger:
         ledger.compute(12, 15)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
 
-    def test_what_is_skipped_on_return_is_new_only_beyond_what_was_known(self):
+    def test_a_second_admission_counts_only_newly_skipped_tokens(self):
         """EX-2: computed 2, failed, came back when others had computed 8."""
         ledger = PrefillLedger(10)
         ledger.admit(0, 0, 4, None)
@@ -89,7 +89,7 @@ class TestLedger:
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (6, 4, 0)
         assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
 
-    def test_what_was_skipped_once_is_computed_again(self):
+    def test_skipped_tokens_that_are_computed_later(self):
         """EX-2: preempted, and what it had shared was evicted too."""
         ledger = PrefillLedger(10)
         ledger.admit(8, 2, 4, None)

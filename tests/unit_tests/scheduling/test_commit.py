@@ -46,7 +46,7 @@ def test_min_tokens_hold_for_the_termination_token_only():
     assert (request.finish_reason, request.generated_tokens) == ("stop", [99, 99, 99])
 
 
-def test_what_one_has_published_in_its_last_step_others_find():
+def test_blocks_of_a_last_step_can_be_matched():
     """KV-5: everything is published before any request ends; ends are in the order of the plan."""
     first, second = request_of(0, range(8), num_tokens_to_generate=1), request_of(1, range(50, 58))
     scheduler = scheduler_of(first, second, total_blocks=20)

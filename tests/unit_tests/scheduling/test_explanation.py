@@ -135,7 +135,7 @@ class TestReasons:
         assert said.reason == "block_evicted"
         assert "evicted" in said.text()
 
-    def test_what_concerns_the_whole_prompt(self):
+    def test_reasons_for_the_whole_prompt(self):
         assert serve(make_scheduler(policy=None), text_of(0, 9))[1].reason == "caching_off"
         assert serve(make_scheduler(), text_of(0, 9), enable_prefix_caching=False)[1].reason == "opted_out"
         assert serve(make_scheduler(), text_of(0, 9), return_log_probs=True)[1].reason == "prompt_logprobs"

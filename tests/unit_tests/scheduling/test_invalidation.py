@@ -38,7 +38,7 @@ def cached_tokens(scheduler: Scheduler, tokens: object = PROMPT, **params: objec
 
 @pytest.mark.parametrize("invalidate", INVALIDATIONS)
 @pytest.mark.parametrize("slots", [None, 4])
-def test_what_was_cached_before_is_not_matched_after(invalidate: Invalidate, slots: int | None):
+def test_old_blocks_are_not_matched_after_a_reset(invalidate: Invalidate, slots: int | None):
     """EX-4: blocks computed after the reset are matched."""
     scheduler = make_scheduler(slots=slots)
     for arrival in (0, 1):

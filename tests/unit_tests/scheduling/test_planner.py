@@ -111,7 +111,7 @@ class TestTokens:
         situation.waiting(0, prompt=14, generated=5)
         assert chunks_of(plan(situation)) == [(100, 0, 16)]
 
-    def test_what_was_cut_without_chunked_prefill_goes_on(self):
+    def test_a_prefill_cut_without_chunked_prefill_continues(self):
         situation = Situation(chunked_prefill=False, max_tokens=16)
         situation.prefilling(0, prompt=14, generated=5, computed=16)
         assert chunks_of(plan(situation)) == [(100, 16, 19)]

@@ -71,7 +71,7 @@ def test_no_step_has_more(limit):
     assert max(counts) == limit
 
 
-def test_what_has_begun_is_finished_first():
+def test_prefills_in_progress_come_first():
     """The last piece of a prompt of two steps and a bit leaves tokens of the step unused with a limit of one."""
     scheduler = make_scheduler(max_prefills=1)
     add(scheduler, unique(0, 150), unique(1, 10))
@@ -138,7 +138,7 @@ def shared(arrival: int, own: int) -> Request:
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-def test_a_follower_behind_one_that_may_not_begin(limit):
+def test_a_follower_of_a_delayed_request(limit):
     """KV-6: the follower is looked at while its leader computes, so the leader leaves states where the two part."""
     scheduler = make_scheduler(slots=20, caching=True, max_prefills=limit, max_tokens=200)
     leader, other, follower = shared(0, 30), unique(1, 50), shared(2, 9)

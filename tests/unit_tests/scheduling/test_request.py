@@ -316,7 +316,7 @@ class TestRecord:
 class TestParts:
     """Each part has one writer; the request's own names only read."""
 
-    def test_what_was_submitted_is_frozen(self):
+    def test_the_submission_is_immutable(self):
         with pytest.raises(dataclasses.FrozenInstanceError):
             make_request(0, prompt=2).submission.end_ids = (5,)
 

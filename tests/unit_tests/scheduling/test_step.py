@@ -80,7 +80,7 @@ def test_a_resumed_request_carries_its_restore():
     assert chunk.restore.slot == 0
 
 
-def test_what_must_not_come_yet_is_forbidden_until_it_may():
+def test_end_tokens_are_forbidden_until_min_tokens():
     scheduler = hybrid_scheduler()
     scheduler.add(request_of(0, range(5), end=3, num_tokens_to_generate=4, min_tokens=2))
     assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [(3,), (3,), ()]

@@ -89,7 +89,7 @@ def started(server: LiveServer, client: httpx.Client, **fields: object) -> tuple
 
 
 class TestWhoMayAsk:
-    def test_all_of_them_are_behind_the_gate(self):
+    def test_all_of_them_require_the_admin_key(self):
         paths = {route.path for router in ADMIN_ROUTERS for route in router.routes}
         assert set(ROUTES) < paths <= ADMIN_PATHS
 
@@ -316,7 +316,7 @@ def test_flush_cache(server):
     assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_what_is_in_flight_is_known_for_no_longer(server):
+def test_ended_requests_are_forgotten(server):
     """Negative control of the map of answers: it holds nothing of requests that have ended."""
     tokens(server)
     server.check_idle()

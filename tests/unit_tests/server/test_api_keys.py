@@ -181,7 +181,7 @@ class TestHiddenCounts:
 
 
 class TestDigests:
-    def test_what_is_shown_cannot_be_computed_outside(self, tiny):
+    def test_shown_hashes_cannot_be_computed_outside(self, tiny):
         """SE-3: prompt, model and salt give a block's keys, and those are not what is shown."""
         tiny.reset_cache()
         for _ in range(2):

@@ -197,7 +197,7 @@ class TestKey:
         assert response.headers["www-authenticate"] == "Bearer"
 
     @pytest.mark.parametrize("path", ["/", "/health", "/metrics"])
-    def test_what_shows_only_counts_is_open(self, locked, path):
+    def test_routes_that_show_only_counts_need_no_key(self, locked, path):
         assert locked.http.get(path).status_code == 200
 
     def test_with_the_key_everything_is(self, locked):

@@ -79,7 +79,7 @@ class TestRequests:
         assert f'"id": "{line["id"]}"' in text
         assert (line["status"], line["prompt"], line["generated"]) == ("200", "5", "8")
 
-    def test_what_is_refused(self, server, lines):
+    def test_refused_requests(self, server, lines):
         server.http.post(COMPLETIONS, json={"prompt": [97]})
         server.http.post(CHAT, json={})
         server.http.get("/v2")
@@ -89,7 +89,7 @@ class TestRequests:
             ("-", "404", None),
         ]
 
-    def test_what_fails_in_a_stream_that_has_begun(self, server, lines):
+    def test_failures_in_a_started_stream(self, server, lines):
         body = {"prompt": [1] * 40, "max_tokens": 200, "stream": True, "ignore_eos": True}
         assert "blocks needed" in server.http.post(COMPLETIONS, json=body).text
         (line,) = lines()
@@ -136,7 +136,7 @@ class TestRequests:
         assert line["path"].startswith("/\\x1b[2J\\nforged line")
         assert len(line["path"]) < 300
 
-    def test_what_machines_ask_again_and_again_is_for_debugging(self, server, caplog):
+    def test_polled_routes_are_logged_at_debug_level(self, server, caplog):
         for level, count in ((logging.INFO, 0), (logging.DEBUG, 3)):
             caplog.set_level(level, "megatron_ext")
             caplog.clear()
@@ -160,7 +160,7 @@ class TestTheEnd:
         [(PATIENCE, 100, "1 requests finished, 0 cancelled"), (0.0, 2000, "0 requests finished, 1 cancelled")],
         ids=["finished", "cancelled"],
     )
-    def test_what_is_in_flight(self, serve, caplog, patience, tokens, outcome):
+    def test_requests_in_flight_at_shutdown(self, serve, caplog, patience, tokens, outcome):
         caplog.set_level(logging.INFO, "megatron_ext")
         server = serve(tiny_engine(), shutdown_timeout=patience)
         body = {"prompt": [1], "max_tokens": tokens, "stream": True, "ignore_eos": True}
@@ -253,7 +253,7 @@ class TestLines:
     def test_printable(self, text, shown):
         assert printable(text, 4) == shown
 
-    def test_what_repeats_itself_is_counted(self, log):
+    def test_repeated_records_are_counted(self, log):
         logger, written = log
         now = [0.0]
         logger.addFilter(BoundedRate(limit=2, seconds=10, clock=lambda: now[0]))

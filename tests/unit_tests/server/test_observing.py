@@ -47,7 +47,7 @@ class TestMetrics:
         assert fresh.metric("state_slots") == 16
         assert fresh.metric("info", model="tiny") == 1
 
-    def test_what_a_few_requests_leave(self, fresh):
+    def test_counts_of_a_few_requests(self, fresh):
         """EX-2: skipped and computed tokens by reason, as in the requests' own usage."""
         usages = [
             complete(fresh, max_tokens=4)["usage"],
@@ -152,7 +152,7 @@ class TestHistory:
         later = history.since(history._samples[1][0])
         assert later["series"]["requests_rejected_total"] == [5, 15]
 
-    def test_what_was_not_there_before_has_no_value(self):
+    def test_a_new_metric_has_no_earlier_value(self):
         metrics = Metrics("tiny")
         history = History(metrics)
         history.sample()
@@ -319,7 +319,7 @@ class TestPage:
         assert server.metric("kv_blocks_cached") == 0
 
     @needs_chromium
-    def test_what_others_wrote_stays_text(self, serve, tmp_path):
+    def test_markup_in_names_stays_text(self, serve, tmp_path):
         """A name with markup is shown as it is, and none of it becomes an element."""
         name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
         page = look(serve(tiny_engine(), name), tmp_path, milliseconds=3000)

@@ -63,7 +63,7 @@ class TestWhoMayAsk:
         assert {len(mark) for pair in compared for mark in pair} == {64}
 
 
-def test_what_they_say(tiny):
+def test_answers_of_simple_routes(tiny):
     assert tiny.http.get("/version").json() == {"version": megatron_ext.__version__}
     assert tiny.http.get("/ping").json() == tiny.http.post("/ping").json() == tiny.http.get("/health").json()
     load = tiny.http.get("/load").json()
@@ -140,7 +140,7 @@ class TestTokens:
             check_error(talking.http.post(path, json=body | {"model": "other"}), 404)
             assert talking.http.post(path, json=body | {"model": "embedded"}).status_code == 200
 
-    def test_what_the_tokenizer_is(self, talking):
+    def test_describes_the_tokenizer(self, talking):
         """The route serves `tokenizer_backend=remote` of lm_eval, which encodes the end's text to find its id."""
         info = talking.http.get("/tokenizer_info").json()
         end = talking.serving.tokenizer.eod
@@ -150,7 +150,7 @@ class TestTokens:
         assert info["chat_template"] == talking.serving.tokenizer.chat_template
         assert info["bos_token"] is None
 
-    def test_what_the_template_is_told(self, talking):
+    def test_tokenize_takes_template_options(self, talking):
         """RP-2: `/tokenize` gives the tokens of a conversation from which its answer is made."""
         body = {
             "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "is"}],
@@ -233,7 +233,7 @@ class TestDescription:
             assert path in page.text
         assert "max_tokens" in page.text
 
-    def test_what_may_not_be_empty(self, locked):
+    def test_refuses_empty_prompts(self, locked):
         """SE-6: prompts of every form, and the ids in a list of lists."""
         schemas = locked.http.get("/openapi.json").json()["components"]["schemas"]
         forms = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
@@ -290,7 +290,7 @@ class TestOtherOrigins:
             assert answer.status_code == (200 if allowed == "*" else 403), other
 
     @pytest.mark.parametrize("origin", ["app.example", "ftp://a", "https://a/path", "https://", "null", ""])
-    def test_what_is_no_origin(self, origin):
+    def test_refuses_invalid_origins(self, origin):
         with pytest.raises(ConfigError, match="--cors-allowed-origins"):
             ServerConfig(cors_allowed_origins=(origin,))
 

@@ -123,7 +123,7 @@ class TestFiles:
             ([1], "not an object"),
         ],
     )
-    def test_what_makes_no_sense(self, tmp_path: Path, line: object, words: str):
+    def test_refuses_invalid_lines(self, tmp_path: Path, line: object, words: str):
         with pytest.raises(ConfigError, match=words):
             self.read(tmp_path, line)
 
@@ -151,7 +151,7 @@ class TestPoints:
         with pytest.raises(ConfigError, match="hold no block"):
             limits_of(HYBRID, Settings(1e-4, 0.5, 64, "lru"), Batch())
 
-    def test_what_is_too_long_is_refused_and_the_others_go_on(self):
+    def test_a_too_long_request_is_refused_and_the_others_continue(self):
         found = point([*alternating(512, 64, 3), *alternating(10**6, 64, 1)], Settings(8.0, 0.5, 64, "lru"))
         assert (found.requests, found.refused) == (4, 1)
 

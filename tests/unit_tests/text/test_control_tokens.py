@@ -84,7 +84,7 @@ def kinds(tmp_path_factory) -> dict[str, Kind]:
 
 
 class TestUsers:
-    def test_what_they_spell_is_text(self, kind):
+    def test_spelled_tokens_of_users_stay_text(self, kind):
         """SE-3: spelled first, in the middle, last, twice, and beside spaces; controls are the template's only."""
         expected = kind.controls(kind.ids("fox"))
         for spelled in kind.special:
@@ -203,7 +203,7 @@ class TestUsers:
 
 
 class TestAssistants:
-    def test_what_they_spell_is_as_before(self, kind):
+    def test_spelled_tokens_of_the_assistant_become_tokens(self, kind):
         """SE-3: assistant contents are what the model wrote; beside a user's text that spells a token, too."""
         content = f"dog {kind.end} cat"
         assert kind.ids("fox", content) == kind.ids("fox", content, parse=True)

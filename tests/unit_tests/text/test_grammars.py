@@ -103,7 +103,7 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
     ],
     ids=str,
 )
-def test_what_the_library_lacks_is_refused_by_its_name(form, named):
+def test_unsupported_keywords_are_named(form, named):
     with pytest.raises(ConfigError) as caught:
         GRAMMARS.check(form)
     assert named in str(caught.value)
@@ -111,7 +111,7 @@ def test_what_the_library_lacks_is_refused_by_its_name(form, named):
     assert "\n" not in str(caught.value)
 
 
-def test_what_costs_too_much_is_refused(monkeypatch):
+def test_too_costly_grammars_are_refused(monkeypatch):
     """Bounded while it is compiled, and at each token; the words do not quote the answer."""
     monkeypatch.setitem(module._LIMITS, "initial_lexer_fuel", 1000)
     with pytest.raises(ConfigError, match="too big"):

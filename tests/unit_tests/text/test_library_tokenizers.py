@@ -56,7 +56,7 @@ def gpt2(gpt2_files):
 
 
 class TestTikTokenizer:
-    def test_ids_are_ranks_behind_the_special_tokens(self, tiktoken):
+    def test_ids_are_ranks_after_the_special_tokens(self, tiktoken):
         """`</s>`, token 2, ends a document; `<s>` begins one."""
         assert (tiktoken.bos, tiktoken.eod) == (1, 2)
         assert tiktoken.vocab_size == SPECIALS + 256 + len(MERGES)

@@ -166,7 +166,7 @@ def test_an_exchange_that_is_interrupted_is_not_continued(watched, monkeypatch):
     assert watched.render(PLAIN) == "Hello!"
 
 
-def test_what_cannot_be_sent_is_refused(renderer):
+def test_unserializable_messages_are_refused(renderer):
     nested: list[object] = []
     for _ in range(10**5):
         nested = [nested]

@@ -51,7 +51,7 @@ def test_bytes_of_a_character_wait_for_the_last_one():
     assert text == "€aé!"
 
 
-def test_what_may_be_a_stop_word_waits():
+def test_a_possible_stop_word_is_withheld():
     assert stream(["abc"], spell(*"xabdabcz"))[0] == ["x", "", "", "abd", "", "", ""]
     assert stream(["abc"], spell(*"ab"))[0] == ["", "ab"]
 

@@ -158,7 +158,7 @@ def test_nothing_is_run(attack: str, tmp_path: Path, extension: None) -> None:
     assert (tmp_path / "made").exists() or attack == "newobj with keywords", "the control: it would have run"
 
 
-def test_what_is_kept_elsewhere_only_where_it_may_be(tmp_path: Path) -> None:
+def test_persistent_ids_only_where_allowed(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb") as file:
         WithPersistentIds(file, 4).dump([Runs(tmp_path)])
     data = (tmp_path / "x").read_bytes()
@@ -206,7 +206,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("message", OTHERS)
-def test_what_is_no_plain_pickle(message: str) -> None:
+def test_refuses_other_pickles(message: str) -> None:
     with pytest.raises(PlainPickleError, match=message):
         plain_pickle.load(OTHERS[message], ALLOWED)
 

@@ -117,7 +117,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("message", SPOILED)
-def test_what_is_no_tensor(message: str) -> None:
+def test_refuses_invalid_tensors(message: str) -> None:
     with pytest.raises(PlainPickleError, match=message):
         read_tensor(io.BytesIO(SPOILED[message]), torch.float32, (2, 3, 4))
 

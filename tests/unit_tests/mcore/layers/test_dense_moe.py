@@ -105,7 +105,7 @@ def test_two_routings_are_the_same_program(way: str) -> None:
     assert plain.unfit
 
 
-def test_weights_behind_each_other_stay_parameters() -> None:
+def test_contiguous_weights_stay_parameters() -> None:
     """Parameters keep identity, values and gradients; in-place writes are seen, a replacement repeats the layout."""
     weights = [nn.Parameter(torch.full((2, 3), float(i))) for i in range(3)]
     with torch.inference_mode():
@@ -123,7 +123,7 @@ def test_weights_behind_each_other_stay_parameters() -> None:
     assert stacked(weights[1:]).data_ptr() == weights[1].data_ptr()
 
 
-def test_what_cannot_be_computed_so() -> None:
+def test_names_unsupported_experts() -> None:
     """CU-5: said by its name."""
     experts = make_layer(LAYERS["softmax"]).experts
     assert problem_of(experts) is None

@@ -139,7 +139,7 @@ def test_nothing_of_upstream_runs_at_inference():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("setting", [{"mlp_chunks_for_prefill": 2}, {"fp8": "e4m3"}, {"cuda_graph_impl": "local"}])
-def test_what_is_wanted_beside_the_arithmetic_is_upstreams(setting):
+def test_layers_with_extra_settings_are_upstreams(setting):
     layer = build_slow_decay(HYBRID).decoder.layers[0]
     assert own_layers.is_plain_inference(layer)
     with mock.patch.multiple(layer.config, **setting):

@@ -75,7 +75,7 @@ def test_published_configuration() -> None:
     assert config.untie_embeddings_and_output_weights
 
 
-def test_what_transformers_saves(tmp_path: Path) -> None:
+def test_reads_files_of_transformers(tmp_path: Path) -> None:
     """The file form of transformers is read: a list of layer types, infinity as an object."""
     NemotronHConfig(hybrid_override_pattern="M*-", architectures=["NemotronHForCausalLM"]).save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
@@ -183,7 +183,7 @@ def test_missing_field_is_named(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_change_the_logits_is_accepted(changes: dict) -> None:
+def test_accepts_fields_that_do_not_change_logits(changes: dict) -> None:
     assert translate(PUBLISHED | changes) == translate(PUBLISHED)
 
 

@@ -113,7 +113,7 @@ def test_published_configurations() -> None:
     assert not large.moe_router_pre_softmax
 
 
-def test_what_files_leave_out() -> None:
+def test_missing_fields_get_defaults() -> None:
     """Missing fields get transformers' values: a window in Mistral, none in Mixtral, other bases, untied weights."""
     without = {
         name: {key: value for key, value in raw.items() if key not in ("sliding_window", "rope_theta", "rms_norm_eps")}

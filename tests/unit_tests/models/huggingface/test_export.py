@@ -115,7 +115,7 @@ class TestRefused:
             export_hf_checkpoint(tmp_path / "new", loaded.model, loaded.config, llama_copy)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
-    def test_what_is_not_loaded_is_said(self, llama_copy, tmp_path, caplog):
+    def test_logs_tensors_that_are_not_loaded(self, llama_copy, tmp_path, caplog):
         tensors = hf_tensors(llama_copy)
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         save_file(tensors | {name: torch.ones(4)}, llama_copy / WEIGHTS_FILE)

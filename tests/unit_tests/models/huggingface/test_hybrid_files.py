@@ -139,7 +139,7 @@ def test_parts_that_do_not_fit_are_named(message: str, olmo: Path) -> None:
         load_model(SourceConfig(load_hf=str(olmo)), {}, device=CPU)
 
 
-def test_what_ranks_cannot_share(hybrids) -> None:
+def test_models_that_ranks_cannot_share(hybrids) -> None:
     """MR-1: a model that ranks cannot share is refused before anything is allocated."""
     with pytest.raises(ConfigError, match=r"a norm of the queries of all heads .* cannot be split over .* 2 ranks"):
         check_model(ParallelConfig(tensor_model_parallel_size=2), load_hf(hybrids(OLMO)[1]).config)

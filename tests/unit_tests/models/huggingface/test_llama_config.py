@@ -77,7 +77,7 @@ def test_published_configurations() -> None:
     assert not translate(LLAMA_3 | {"tie_word_embeddings": True}).untie_embeddings_and_output_weights
 
 
-def test_what_older_files_leave_out() -> None:
+def test_missing_fields_of_older_files() -> None:
     """The first files have neither groups nor a base; some have no epsilon."""
     needless = ("num_key_value_heads", "rope_scaling", "pretraining_tp", "tie_word_embeddings", "rms_norm_eps")
     config = translate({name: value for name, value in LLAMA_2.items() if name not in needless})

@@ -316,7 +316,7 @@ SPOILED: dict[str, Callable[[Metadata], object]] = {
 
 
 @pytest.mark.parametrize("message", SPOILED)
-def test_what_metadata_may_not_say(message: str, saved: Path) -> None:
+def test_refuses_invalid_metadata(message: str, saved: Path) -> None:
     change(saved, SPOILED[message])
     with pytest.raises(CheckpointError, match=message) as caught:
         load_dist_checkpoint(saved, device=CPU)

@@ -310,7 +310,7 @@ def test_failed_save_leaves_the_old_checkpoint(
 
 
 @pytest.mark.parametrize(("rank", "entries", "rows"), [(0, 4, 4), (1, 4, None), (1, 5, 1), (1, 8, 4)])
-def test_rows_behind_the_vocabulary_are_not_saved(rank: int, entries: int, rows: int | None) -> None:
+def test_padding_rows_of_the_vocabulary_are_not_saved(rank: int, entries: int, rows: int | None) -> None:
     """TE-6: two ranks have four rows each; a rank with padding rows only saves nothing of the table."""
     table = ShardedTensor.from_rank_offsets("table", torch.ones(4, 2), (0, rank, 2), allow_shape_mismatch=True)
     if rows is None:

@@ -258,7 +258,7 @@ if __name__ == "__main__":  # the writer starts this file once more
 
 
 @pytest.mark.long
-def test_what_upstreams_own_writer_leaves(tmp_path: Path) -> None:
+def test_reads_files_of_upstreams_writer(tmp_path: Path) -> None:
     """Files and pickles of upstream's own writer load. The writer runs in a new process, ended if it hangs."""
     script, directory = tmp_path / "write.py", tmp_path / "run"
     script.write_text(WRITER)

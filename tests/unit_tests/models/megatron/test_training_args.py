@@ -215,7 +215,7 @@ def test_gpt_with_experts() -> None:
 
 
 @pytest.mark.parametrize("args", [None, 3, "text"])
-def test_what_is_no_namespace(args: object) -> None:
+def test_refuses_other_objects_as_arguments(args: object) -> None:
     with pytest.raises(CheckpointError, match=f"has a {type(args).__name__} instead of arguments"):
         converted(args)
 

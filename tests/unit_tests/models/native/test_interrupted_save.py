@@ -131,7 +131,7 @@ class TestTargets:
         (tmp_path / "file").touch()
         assert "cannot be written: " in refused(tmp_path / "file" / "checkpoint")
 
-    def test_what_cannot_be_moved(self, refused):
+    def test_mount_points_are_refused(self, refused):
         assert refused(Path("/")) == "--save / is a mount point; give a directory in it"
 
     def test_a_link_to_nothing(self, refused, tmp_path):

@@ -41,7 +41,7 @@ def test_round_trip(saved: Path, tiny_model: nn.Module, tiny_config: ModelConfig
     assert not model.training
 
 
-def test_what_the_files_say(saved: Path, tiny_config: ModelConfig) -> None:
+def test_contents_of_the_files(saved: Path, tiny_config: ModelConfig) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     header = json.loads((saved / "config.json").read_text())
     assert (header["format"], header["format_version"], header["dtype"]) == ("megatron_ext", 1, "float32")

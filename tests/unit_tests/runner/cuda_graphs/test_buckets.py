@@ -102,7 +102,7 @@ def test_cuts_have_to_fit():
         ({"token_ids": (5, 6), "start": 1, "target_sampling": (GREEDY,)}, "drafts are verified"),
     ],
 )
-def test_what_no_program_computes(fields, reason):
+def test_steps_that_are_not_captured(fields, reason):
     """CU-5: such a step is computed eagerly."""
     assert why_eager(step([3], **fields)) == reason
 

@@ -103,7 +103,7 @@ class TestFollowing:
         assert admitted(step(scheduler)) == [(2, 3, 1)]
         assert scheduler.counters.coordination_waits == 2
 
-    def test_what_decoding_will_fill_is_not_waited_for(self):
+    def test_blocks_of_a_decode_are_not_awaited(self):
         """KV-6: the tokens that decoding will fill in are unknown."""
         scheduler = make_scheduler()
         first = request_of(0, range(6))

@@ -76,7 +76,7 @@ def test_a_prefill_beside_a_decode():
     assert None not in found
 
 
-def test_what_a_busy_prefill_left_is_skipped():
+def test_snapshots_of_a_busy_prefill_are_used():
     """A later request skips as much as after a prefill alone: up to the last common boundary, wherever it is."""
     for is_busy in (False, True):
         scheduler = make_scheduler()

@@ -194,7 +194,7 @@ def test_they_learn_where_requests_part():
         assert seconds[-1] == expected
 
 
-def test_what_is_asked_for_where_a_guess_stands_is_ordinary():
+def test_a_requested_snapshot_replaces_an_opportunistic_one():
     """A request that reads nothing computes the states again, and leaves them."""
     scheduler = make_scheduler(40)
     users = Users(scheduler)

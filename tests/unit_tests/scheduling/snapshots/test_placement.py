@@ -72,14 +72,14 @@ def test_where_requests_have_parted():
     assert 13 not in place(0, 39, 40, (), known, even)
 
 
-def test_what_is_declared_comes_first_and_goes_last():
+def test_declared_positions_are_placed_first_and_dropped_last():
     found = place(0, 39, 3, (9, 30, 39, 0), (), RULES)
     assert found[-2:] == [30, 9]
     assert len(found) == 3
     assert place(0, 39, 1, (9, 30), (), RULES) == [9]
 
 
-def test_what_is_given_up_first_leaves_the_others_even():
+def test_positions_stay_evenly_spaced_as_some_are_dropped():
     order = place(0, 33, 40, (), (), RULES)
     assert order == [4, 12, 20, 28, 8, 24, 16, 32]
 

@@ -38,7 +38,7 @@ def positions(plan: StepPlan) -> list[tuple[int, int, bool]]:
     return [(one.request.request_id, one.position, one.is_optional) for one in plan.snapshots]
 
 
-def test_what_followers_wait_for_comes_first_and_what_decodes_leave_last():
+def test_slots_go_to_awaited_snapshots_first_and_to_decodes_last():
     """HY-4, KV-6: the order in which slots are given out."""
     decoding = request_of(0, range(100, 107))
     scheduler = make_scheduler(decoding, max_requests=8)
@@ -76,7 +76,7 @@ def test_slots_are_given_out_with_the_blocks_and_before_the_message():
     scheduler.check()
 
 
-def test_what_is_known_to_be_there_takes_no_slot():
+def test_an_existing_snapshot_takes_no_slot():
     first, again = request_of(0, range(10), num_tokens_to_generate=1), request_of(1, range(10))
     scheduler = make_scheduler(first)
     step(scheduler)

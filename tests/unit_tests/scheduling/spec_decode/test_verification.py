@@ -115,7 +115,7 @@ class TestLimits:
             ({"draft_states": 0}, 0),
         ],
     )
-    def test_what_is_left_of_a_step(self, limits, expected):
+    def test_drafts_get_the_remaining_capacity_of_a_step(self, limits, expected):
         """SP-5: tokens, free blocks, slots for states."""
         scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, **({"max_tokens": 16} | limits))
         scheduler.propose({7: (1, 2, 3)})
@@ -165,7 +165,7 @@ class TestStates:
         assert request.sequence.restore is None, "the live state is right"
 
     @pytest.mark.parametrize("when", ["before the step", "while it is computed"])
-    def test_a_boundary_behind_a_reset_is_none(self, when):
+    def test_no_snapshot_at_a_boundary_after_a_reset(self, when):
         """SP-4, EX-4: the states follow from blocks cached before the reset, which cannot be found afterwards."""
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         scheduler.propose({7: (1, 2, 3)})
@@ -193,7 +193,7 @@ class TestStates:
         assert request.block_table == chunk.block_ids[:kept]
         assert len(request.block_table) == kept
 
-    def test_a_boundary_behind_a_rejected_draft_is_none(self):
+    def test_no_snapshot_at_a_boundary_after_a_rejected_draft(self):
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         scheduler.propose({7: (1, 2, 3)})
         step_of(scheduler, 1, 9, 9, 9)
@@ -242,7 +242,7 @@ class Saying:
 
 class TestProposals:
     @pytest.mark.parametrize("answer", [(97,), (-1,), (1.5,), ("a",), None, 5, (1, 2, 3, 4)])
-    def test_what_no_drafts_are(self, answer):
+    def test_invalid_drafts(self, answer):
         scheduler, _ = decoding()
         proposals = Proposals(Saying(answer), lambda ids: all(0 <= one < 97 for one in ids))
         drafts, errors = proposals.ask(scheduler)

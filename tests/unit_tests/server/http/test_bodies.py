@@ -322,7 +322,7 @@ def test_a_model_without_a_name(tiny):
     assert "GET /v1/models" in message
 
 
-def test_what_a_message_quotes_is_short(tiny):
+def test_quotes_in_messages_are_short(tiny):
     error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"model": "a\x1b[31m" + "b" * 100_000}), 404)
     assert len(error["message"]) < 300
     error = check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"c" * 100_000: 1}), 400)

@@ -133,7 +133,7 @@ class TestOrigins:
         assert ask(keyed, "POST", "/v1/completions", **headers).status_code == 200
         assert ask(keyed, "POST", "/v1/completions", origin="http://evil.example", **headers).status_code == 403
 
-    def test_behind_a_proxy_that_changes_the_host(self, named):
+    def test_with_a_proxy_that_changes_the_host(self, named):
         """SE-3: pages of hosts that are named by the operator are the server's own."""
         own = ("http://models.example", "https://models.example", "https://other.example:8443")
         foreign = ("http://models.example:8080", "https://other.example", "http://other.example:443")

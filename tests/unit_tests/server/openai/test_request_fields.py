@@ -65,7 +65,7 @@ FIELDS: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_what_shapes_logits(tiny, oracle, stream, name):
+def test_options_that_change_logits(tiny, oracle, stream, name):
     """SA-1: the tokens of a plain recompute; without the field they are others."""
     fields = FIELDS[name]
     params = RequestParams(num_tokens_to_generate=COUNT, **fields)
@@ -223,7 +223,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("path", HARMLESS)
-def test_what_happens_anyway(embedded, path):
+def test_fields_without_effect(embedded, path):
     body = {"prompt": "A list"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "A list"}]}
     body |= {"temperature": 0, "max_tokens": 4, "return_token_ids": True}
     plain = ask(embedded, path, body, stream=False)[0]["token_ids"]

@@ -110,7 +110,7 @@ def test_refused_by_name(strict, form, named, code):
     ],
     ids=str,
 )
-def test_what_contradicts(embedded, fields, named):
+def test_refuses_contradictions(embedded, fields, named):
     error = check_error(embedded.http.post(CHAT, json={"messages": QUESTION, "max_tokens": 9} | fields), 400)
     assert named in error["message"]
 
