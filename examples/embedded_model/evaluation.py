@@ -51,7 +51,7 @@ def language_model_loss(
             their states start from zero there. Attention still sees the whole window.
 
     Raises:
-        ConfigError: The windows' length is no multiple of `zero_states_every`.
+        ConfigError: The windows' length is not a multiple of `zero_states_every`.
     """
     length = inputs.shape[1]
     cut_every = zero_states_every or length

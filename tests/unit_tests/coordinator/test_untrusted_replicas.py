@@ -73,7 +73,7 @@ class TestHeartbeat:
                 parsed(**{field: wrong})
 
     def test_caches_and_their_blocks_at_their_bounds(self):
-        """What a replica claims to have bounds the files and the memory that the coordinator uses for it."""
+        """Counts that a replica reports bound the files and the memory that the coordinator uses for it."""
 
         def caches(count: int, blocks: int = 1) -> Heartbeat:
             sources = [{"endpoint": f"tcp://{HOST}:{port}", "topic": ""} for port in range(1, count + 1)]

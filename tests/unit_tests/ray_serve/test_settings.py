@@ -79,7 +79,7 @@ def test_lists_of_numbers_and_several_words():
     ],
 )
 def test_mistakes_are_named(given: dict[str, object], part: str):
-    """In one line, before anything is deployed."""
+    """Settings are refused in one line, before anything is deployed."""
     with pytest.raises(ConfigError) as raised:
         read_app_settings(given)
     assert part in str(raised.value)
