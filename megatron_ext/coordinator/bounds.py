@@ -6,6 +6,7 @@ from __future__ import annotations
 STATUS_BYTES = 2**18  # GET /replica
 SMALL_ANSWER_BYTES = 2**24  # token ids, lists of models, administrators' routes
 ANSWER_BYTES = 2**28  # a whole generated answer; 20 log-probs for each of 100,000 tokens have about 2**27
+PARSED_BYTES = 2**20  # an answer that is parsed in whole before it is passed on
 EVENT_BYTES = 2**26  # one server-sent event; the first may have the scores of the whole prompt
 
 # Fields of GET /replica

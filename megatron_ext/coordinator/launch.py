@@ -233,6 +233,7 @@ class Launcher:
             preexec_fn=_end_with_parent if self._plan.home is None else None,
         )
         self.pids[index] = process.pid
+        logger.info("replica %d is being started, as process %d", index, process.pid)
         urls: list[str] = []
 
         def heard(line: str) -> None:

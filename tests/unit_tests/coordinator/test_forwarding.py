@@ -459,6 +459,7 @@ async def test_a_rolling_restart_loses_nothing():
         is_over.set()
         await asyncio.gather(*clients)
         assert set(seen) == {(200, True)}
+        assert not any(member.moved for member in members.members.values()), "a drained replica got a request"
         await front.check_idle()
 
 

@@ -95,8 +95,10 @@ class TestLauncher:
         monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, 2, "--seed", "7", devices=("4", "5", "6")))
-        launcher.start(fleet)
-        await launcher.all_ready()
+        with caplog.at_level("INFO"):
+            launcher.start(fleet)
+            await launcher.all_ready()
+        assert all(f"process {pid}" in caplog.text for pid in launcher.pids.values())
         told = [(script.parent / "started" / str(launcher.pids[number])).read_text() for number in range(2)]
         flags = ["--seed", "7", "--host", "127.0.0.1", "--port", "0"]
         assert told == [repr((flags, "4")), repr((flags, "5"))]

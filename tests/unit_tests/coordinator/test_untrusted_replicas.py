@@ -18,6 +18,7 @@ from megatron_ext.coordinator.bounds import (
     MAX_COUNT,
     MAX_EVENT_SOURCES,
     MAX_NAME,
+    PARSED_BYTES,
     STATUS_BYTES,
 )
 from megatron_ext.coordinator.coordination import Coordination
@@ -25,7 +26,7 @@ from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.heartbeat import BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
-from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed
+from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed, Whole
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
@@ -229,6 +230,14 @@ class TestOneReplicasNonsense:
             assert (await front.complete()).json()["by"] == fakes[1].name
             assert all(front.status(fake) is Status.READY for fake in fakes), "they are alive"
             await front.check_idle()
+
+    @pytest.mark.parametrize("is_object", [False, True], ids=["list", "object"])
+    def test_a_long_answer_is_not_parsed(self, monkeypatch, is_object):
+        """RP-8: parsing a list of 100 million lists would take minutes, in which nothing else is answered."""
+        monkeypatch.delattr("megatron_ext.coordinator.replica_client.json")
+        body = b"[[]" + b",[]" * (PARSED_BYTES // 3) + b"]"
+        answer = Whole(200, (), b' {"a":' + body + b"} \n" if is_object else body)
+        assert answer.is_json is is_object
 
     async def test_other_routes_answer_502(self):
         async with fleet(1) as (front, fakes):
