@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megatron_ext.config.checks import require
+from megatron_ext.config.fleet_limits import MAX_BUFFER_STEPS, MAX_TOPIC_BYTES
 from megatron_ext.config.hosts import is_loopback, parse_host
-from megatron_ext.config.kv_event_limits import MAX_BUFFER_STEPS, MAX_TOPIC_BYTES
 
 LONGEST_SOCKET_PATH = 107  # bytes, on Linux: a socket's address has 108 with the final zero
 LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # leaves room for the rank of a replica, as in .1023

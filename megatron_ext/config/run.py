@@ -9,7 +9,7 @@ from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
-from megatron_ext.config.kv_event_limits import MAX_BLOCK_TOKENS
+from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig

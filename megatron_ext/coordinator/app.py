@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 import megatron_ext
 from megatron_ext.coordinator.coordination import Coordination
-from megatron_ext.coordinator.launch import Launcher
+from megatron_ext.coordinator.launcher.launch import Launcher
 from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import install_middleware

@@ -14,14 +14,14 @@ from fastapi import Depends, Request
 from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingPolicyName
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
-from megatron_ext.coordinator.event_reader import EventReader
-from megatron_ext.coordinator.fleet import OTHER_WEIGHTS, Fleet
+from megatron_ext.coordinator.events.event_reader import EventReader
 from megatron_ext.coordinator.forwarding import Forwarder
-from megatron_ext.coordinator.member import Member, Source
+from megatron_ext.coordinator.membership.fleet import OTHER_WEIGHTS, Fleet
+from megatron_ext.coordinator.membership.member import Member, Source
+from megatron_ext.coordinator.membership.replicas_file import ReplicasFile
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.prompt_tokens import Prompts
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, Headers, fetch, not_json
-from megatron_ext.coordinator.replicas_file import ReplicasFile
 from megatron_ext.coordinator.retries import bad_answer, no_replica
 from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import ReplicaView, Router

@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from megatron_ext.config.fleet_limits import EVENT_BYTES
 from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
-from megatron_ext.coordinator.bounds import EVENT_BYTES
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.member import Member
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.coordinator.metrics import FleetMetrics
 from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.proxied_request import ProxiedRequest

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import megatron_ext
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.coordinator.supervision import Supervisor
 from megatron_ext.routing.router import Decision
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.member import Member
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Headers, fetch
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.api_errors import ApiError

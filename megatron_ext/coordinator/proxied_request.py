@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.coordinator.replica_client import Call
 from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision

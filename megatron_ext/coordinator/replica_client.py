@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from megatron_ext.coordinator.bounds import ANSWER_BYTES, MAX_SHOWN, PARSED_BYTES, SMALL_ANSWER_BYTES
+from megatron_ext.config.fleet_limits import ANSWER_BYTES, MAX_SHOWN, PARSED_BYTES, SMALL_ANSWER_BYTES
 from megatron_ext.coordinator.supervision import within
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import parse_json

@@ -14,8 +14,8 @@ import uvicorn
 from megatron_ext.config.coordinator import CoordinatorSettings
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
-from megatron_ext.coordinator.launch import Launcher, plan_of
-from megatron_ext.coordinator.launched import fleet_directory
+from megatron_ext.coordinator.launcher.launch import Launcher, plan_of
+from megatron_ext.coordinator.launcher.launched import fleet_directory
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.http.connections import effective_max_connections, raise_file_limit
 from megatron_ext.server.http.listening import AnnouncedServer, announce, bind, guarded, run_until_signal

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import zmq
 
-from megatron_ext.config.kv_event_limits import BUFFER_BYTES, MAX_REQUEST_BYTES
+from megatron_ext.config.fleet_limits import BUFFER_BYTES, MAX_REQUEST_BYTES
 from megatron_ext.config.kv_events import Endpoint, IpcEndpoint
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.events import Event

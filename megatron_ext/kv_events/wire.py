@@ -2,7 +2,7 @@
 
 A batch is a msgpack array `[timestamp, events, data_parallel_rank]`, an event a map with its name under `type`. Readers
 ignore unknown keys, and keys with default values are omitted. The format of older versions, an array with the name
-first, is read too. `decode` checks everything that a publisher can say; see `config/kv_event_limits.py` for the bounds.
+first, is read too. `decode` checks everything that a publisher can say; see `config/fleet_limits.py` for the bounds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from megatron_ext.config.kv_event_limits import (
+from megatron_ext.config.fleet_limits import (
     BATCH_BYTES,
     MAX_BATCH_EVENTS,
     MAX_BLOCK_TOKENS,

@@ -31,7 +31,7 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
-from megatron_ext.config.kv_event_limits import MAX_BLOCK_TOKENS
+from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from megatron_ext.config.coordinator import replica_problem
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
-from megatron_ext.coordinator.member import Source
+from megatron_ext.coordinator.membership.member import Source
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
 from megatron_ext.server.log import printable

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.queries import only_queries
+from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.request_fields import Body, Text
 from megatron_ext.server.serving import ServerDependency

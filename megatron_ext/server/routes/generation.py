@@ -12,7 +12,7 @@ from starlette.responses import Response
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.sender import sender_of
+from megatron_ext.server.http.request_parts import sender_of
 from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
 
-from megatron_ext.server.http.queries import only_queries
-from megatron_ext.server.http.sender import sender_of
+from megatron_ext.server.http.request_parts import only_queries, sender_of
 from megatron_ext.server.serving import ServerDependency, Serving
 
 router = APIRouter()

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.queries import only_queries
+from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.openai.protocol import Message, TemplateFields
 from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Text
 from megatron_ext.server.serving import ServerDependency, Serving

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from megatron_ext.coordinator.forwarding import whole_events
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, CompleteAnswer
 from megatron_ext.coordinator.retries import MAX_LOST, Retries
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.http.sender import SENDER_HEADER
+from megatron_ext.server.http.request_parts import SENDER_HEADER
 from tests.unit_tests.support.fleet import (
     EVENTS,
     PATIENCE,

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.member import Status
-from megatron_ext.coordinator.replicas_file import ReplicasFile, read_replicas
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Status
+from megatron_ext.coordinator.membership.replicas_file import ReplicasFile, read_replicas
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, error, eventually, fleet
@@ -91,7 +91,7 @@ class TestJoining:
             assert (await front.http.post("/replicas/join", json={"url": "http://a"})).status_code == 404
 
     async def test_the_file_is_read_again(self, tmp_path, monkeypatch, caplog):
-        monkeypatch.setattr("megatron_ext.coordinator.replicas_file.INTERVAL", 0.02)
+        monkeypatch.setattr("megatron_ext.coordinator.membership.replicas_file.INTERVAL", 0.02)
         first, second = [await FakeReplica(name=name).start() for name in ("first", "second")]
         file = tmp_path / "replicas"
         file.write_text(f"# ours\n{first.url}\n\n")

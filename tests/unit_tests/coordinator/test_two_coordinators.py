@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from megatron_ext.config import ServerConfig
-from megatron_ext.coordinator.member import Source
+from megatron_ext.coordinator.membership.member import Source
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.fleet import FakeReplica, Fronted, coordinator, eventually
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine

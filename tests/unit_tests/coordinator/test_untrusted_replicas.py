@@ -10,8 +10,7 @@ import pytest
 
 from arguments import parse_coordinator_arguments
 from megatron_ext.config.coordinator import CoordinatorConfig
-from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.bounds import (
+from megatron_ext.config.fleet_limits import (
     EVENT_BYTES,
     MAX_BLOCK_SIZE,
     MAX_BLOCKS,
@@ -21,11 +20,12 @@ from megatron_ext.coordinator.bounds import (
     PARSED_BYTES,
     STATUS_BYTES,
 )
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
-from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.forwarding import whole_events
-from megatron_ext.coordinator.heartbeat import BadHeartbeat, EventPlaces, Heartbeat
-from megatron_ext.coordinator.member import Member, Source, Status
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.heartbeat import BadHeartbeat, EventPlaces, Heartbeat
+from megatron_ext.coordinator.membership.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed, Whole
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError

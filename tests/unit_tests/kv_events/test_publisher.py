@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.config.kv_event_limits import MAX_REQUEST_BYTES
+from megatron_ext.config.fleet_limits import MAX_REQUEST_BYTES
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events import channel, throttle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from megatron_ext.config.kv_event_limits import (
+from megatron_ext.config.fleet_limits import (
     MAX_BATCH_EVENTS,
     MAX_BLOCK_TOKENS,
     MAX_EVENT_BLOCKS,

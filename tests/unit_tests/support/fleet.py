@@ -15,8 +15,8 @@ import httpx
 from megatron_ext.config.coordinator import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
-from megatron_ext.coordinator.launch import Launcher
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.launcher.launch import Launcher
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.coordinator.run import build_coordinator
 from megatron_ext.server.http.listening import bind
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 from megatron_ext.config.coordinator import replica_problem
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.member import Source
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Source
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 

@@ -13,11 +13,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from megatron_ext.config.kv_event_limits import MAX_EVENT_BLOCKS, MAX_MESSAGE_BYTES
+from megatron_ext.config.fleet_limits import MAX_EVENT_BLOCKS, MAX_MESSAGE_BYTES
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator import event_stream
-from megatron_ext.coordinator.event_reader import EventReader
-from megatron_ext.coordinator.heartbeat import EventSource
+from megatron_ext.coordinator.events.event_reader import EventReader
+from megatron_ext.coordinator.membership.heartbeat import EventSource
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateStored
 from megatron_ext.kv_events.wire import END_OF_REPLAY
 from megatron_ext.prefix_cache.hash_chain import packed_tokens

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.config.coordinator import socket_directory
-from megatron_ext.config.hosts import ANY_HOST, is_loopback
-from megatron_ext.config.kv_events import LONGEST_SOCKET_PATH, IpcEndpoint, TcpEndpoint, parse_endpoint
-from megatron_ext.coordinator.bounds import (
+from megatron_ext.config.fleet_limits import (
     MAX_BLOCK_SIZE,
     MAX_BLOCKS,
     MAX_COUNT,
@@ -24,6 +22,8 @@ from megatron_ext.coordinator.bounds import (
     MAX_REQUESTS,
     MAX_SHOWN,
 )
+from megatron_ext.config.hosts import ANY_HOST, is_loopback
+from megatron_ext.config.kv_events import LONGEST_SOCKET_PATH, IpcEndpoint, TcpEndpoint, parse_endpoint
 
 PATH = "/replica"
 OK, ASLEEP, FAILING = "ok", "asleep", "failing"

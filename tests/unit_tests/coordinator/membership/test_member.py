@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.coordinator.heartbeat import EventPlaces, Heartbeat
-from megatron_ext.coordinator.member import Member, Source
+from megatron_ext.coordinator.membership.heartbeat import EventPlaces, Heartbeat
+from megatron_ext.coordinator.membership.member import Member, Source
 from megatron_ext.coordinator.replica_client import Address, Call
 from tests.unit_tests.support.fleet import FakeReplica
 

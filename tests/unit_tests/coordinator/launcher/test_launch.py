@@ -23,9 +23,16 @@ import pytest
 from arguments import parse_coordinator_arguments
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import BAD_USAGE, DEVICES_VARIABLE, Launcher, LaunchPlan, plan_of, visible_devices
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.launcher.launch import (
+    BAD_USAGE,
+    DEVICES_VARIABLE,
+    Launcher,
+    LaunchPlan,
+    plan_of,
+    visible_devices,
+)
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.routing.router import Router
@@ -92,7 +99,7 @@ def plan(script: Path, count: int = 1, *flags: str, **options: object) -> Launch
 
 class TestLauncher:
     async def test_each_has_its_devices_and_a_dead_one_is_started_again(self, script, monkeypatch, caplog, capsys):
-        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.FIRST_PAUSE", 0.01)
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, 2, "--seed", "7", devices=("4", "5", "6")))
         with caplog.at_level("INFO"):
@@ -141,7 +148,7 @@ class TestLauncher:
 
     async def test_a_replica_that_was_ready_is_started_again_whatever_its_code(self, script, monkeypatch):
         """TE-6: only the first start shows whether the flags are valid."""
-        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.FIRST_PAUSE", 0.01)
         launcher = Failing(plan(script, 1))
         launcher.codes = {0: [BAD_USAGE]}
         launcher._is_ready[0].set()
@@ -153,9 +160,9 @@ class TestLauncher:
     async def test_pauses_grow_up_to_a_limit(self, script, monkeypatch, caplog):
         """TE-6: pauses begin anew after a replica that has lived long."""
         for name, seconds in (("FIRST_PAUSE", 0.01), ("LONGEST_PAUSE", 0.05)):
-            monkeypatch.setattr(f"megatron_ext.coordinator.launch.{name}", seconds)
+            monkeypatch.setattr(f"megatron_ext.coordinator.launcher.launch.{name}", seconds)
         for lives, pauses in ((60.0, [0.01, 0.02, 0.04, 0.05, 0.05]), (-1.0, [0.01] * 5)):
-            monkeypatch.setattr("megatron_ext.coordinator.launch.LIVED_LONG", lives)
+            monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.LIVED_LONG", lives)
             caplog.clear()
             launcher = Failing(plan(script, 1))
             launcher.codes = {0: [1] * 5}
@@ -166,7 +173,7 @@ class TestLauncher:
 
     async def test_a_replica_that_does_not_end_is_killed_with_its_ranks(self, script, monkeypatch):
         """TE-6: the replica leads a session of its own, which a Ctrl-C for the coordinator does not reach."""
-        monkeypatch.setattr("megatron_ext.coordinator.launch.LAST_SECONDS", 0.0)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.LAST_SECONDS", 0.0)
         script.write_text(STUBBORN)
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, shutdown_timeout=0.05))
@@ -187,8 +194,8 @@ class TestLauncher:
         code = f"""
 import asyncio, pathlib
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import Launcher, LaunchPlan
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.launcher.launch import Launcher, LaunchPlan
 from megatron_ext.routing.router import Router
 async def main():
     script = pathlib.Path({str(script)!r})
@@ -215,7 +222,7 @@ class TestPrivateEvents:
     """SE-8: events of replicas that are started here go through a directory that no other user can enter."""
 
     async def test_each_process_has_a_directory_of_its_own_which_goes_with_it(self, script, monkeypatch):
-        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.FIRST_PAUSE", 0.01)
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, 2, has_private_events=True))
         before = os.umask(0)
@@ -250,7 +257,7 @@ class TestPrivateEvents:
         await fleet.close()
 
     async def test_a_directory_that_cannot_be_created_is_tried_again(self, script, monkeypatch, caplog):
-        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.FIRST_PAUSE", 0.01)
         monkeypatch.setattr(tempfile, "tempdir", str(script.parent / "missing"))
         fleet = Fleet(Router(RoutingConfig()), 5.0)
         launcher = Launcher(plan(script, 1, has_private_events=True))

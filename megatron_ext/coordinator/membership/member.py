@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.coordinator.heartbeat import ASLEEP, FAILING, Heartbeat
+from megatron_ext.coordinator.membership.heartbeat import ASLEEP, FAILING, Heartbeat
 from megatron_ext.coordinator.replica_client import Address, Call
 
 

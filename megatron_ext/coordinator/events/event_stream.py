@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from megatron_ext.config.kv_event_limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE
+from megatron_ext.config.fleet_limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE
 from megatron_ext.coordinator.supervision import within
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, Event
 from megatron_ext.kv_events.throttle import Throttle

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from megatron_ext.coordinator.event_stream import EventStream, Faults
-from megatron_ext.coordinator.heartbeat import EventSource
+from megatron_ext.coordinator.events.event_stream import EventStream, Faults
+from megatron_ext.coordinator.membership.heartbeat import EventSource
 from megatron_ext.routing.published_cache import PublishedCache
 from megatron_ext.routing.router import Router
 

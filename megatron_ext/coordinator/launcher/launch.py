@@ -21,8 +21,7 @@ from pathlib import Path
 
 import megatron_ext
 from megatron_ext.config.coordinator import CoordinatorSettings
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launched import (
+from megatron_ext.coordinator.launcher.launched import (
     SOCKETS,
     FoundReplica,
     LaunchRecord,
@@ -30,7 +29,8 @@ from megatron_ext.coordinator.launched import (
     private_directory,
     start_of,
 )
-from megatron_ext.coordinator.member import Source
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.membership.member import Source
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_keys import API_KEY_VARIABLE

@@ -10,14 +10,14 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from megatron_ext.coordinator.bounds import STATUS_BYTES
-from megatron_ext.coordinator.groups import Groups
-from megatron_ext.coordinator.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
-from megatron_ext.coordinator.member import Member, Source, Status
+from megatron_ext.config.fleet_limits import STATUS_BYTES
+from megatron_ext.coordinator.membership.groups import Groups
+from megatron_ext.coordinator.membership.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
+from megatron_ext.coordinator.membership.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.routing.router import Router
-from megatron_ext.server.http.sender import SENDER_HEADER
+from megatron_ext.server.http.request_parts import SENDER_HEADER
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron_ext.coordinator.heartbeat import Heartbeat, Identity
-from megatron_ext.coordinator.member import Member
+from megatron_ext.coordinator.membership.heartbeat import Heartbeat, Identity
+from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.server.api_errors import ApiError, unknown_model
 
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.event_reader import EventReader
-from megatron_ext.coordinator.event_stream import EventStream
-from megatron_ext.coordinator.heartbeat import EventSource
+from megatron_ext.coordinator.events.event_reader import EventReader
+from megatron_ext.coordinator.events.event_stream import EventStream
+from megatron_ext.coordinator.membership.heartbeat import EventSource
 from megatron_ext.kv_events.events import (
     AllBlocksCleared,
     AllStatesCleared,
@@ -106,7 +106,7 @@ async def test_contents_from_before_the_start_and_later_events():
 
 async def test_lost_events_are_requested(monkeypatch):
     """Missing events are requested again after a jump of the publisher's number, and after a silence."""
-    monkeypatch.setattr("megatron_ext.coordinator.event_stream.QUIET", 0.1)
+    monkeypatch.setattr("megatron_ext.coordinator.events.event_stream.QUIET", 0.1)
     take = EventStream._take
 
     async def lossy(self: EventStream, number: int, payload: bytes) -> bool:
@@ -169,7 +169,7 @@ async def test_a_snapshot_counts_while_its_block_is_known(monkeypatch):
 
 async def test_a_hybrid_replica_is_followed_over_both_sockets(monkeypatch):
     """RP-3: runs and snapshots that are stored, evicted and cleared, with messages lost on either socket."""
-    monkeypatch.setattr("megatron_ext.coordinator.event_stream.QUIET", 0.1)
+    monkeypatch.setattr("megatron_ext.coordinator.events.event_stream.QUIET", 0.1)
     take, seen = EventStream._take, itertools.count()
 
     async def lossy(self: EventStream, number: int, payload: bytes) -> bool:

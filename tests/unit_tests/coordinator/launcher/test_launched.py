@@ -20,12 +20,12 @@ import pytest
 
 from arguments import parse_coordinator_arguments
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import Launcher, LaunchPlan
-from megatron_ext.coordinator.launched import LaunchRecord, find_replicas, fleet_directory, start_of
+from megatron_ext.coordinator.launcher.launch import Launcher, LaunchPlan
+from megatron_ext.coordinator.launcher.launched import LaunchRecord, find_replicas, fleet_directory, start_of
+from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
-from tests.unit_tests.coordinator.test_launch import SCRIPT, has_ended
+from tests.unit_tests.coordinator.launcher.test_launch import SCRIPT, has_ended
 from tests.unit_tests.support.fleet import LAUNCH_PATIENCE, eventually
 from tests.unit_tests.support.source import ROOT
 
@@ -33,8 +33,8 @@ from tests.unit_tests.support.source import ROOT
 COORDINATOR = """
 import asyncio, pathlib
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import Launcher, LaunchPlan
+from megatron_ext.coordinator.membership.fleet import Fleet
+from megatron_ext.coordinator.launcher.launch import Launcher, LaunchPlan
 from megatron_ext.routing.router import Router
 async def main():
     script, home = pathlib.Path({script!r}), pathlib.Path({home!r})
@@ -84,7 +84,7 @@ def plan(script: Path, home: Path, count: int, *flags: str) -> LaunchPlan:
 class TestTakingOver:
     async def test_replicas_of_a_killed_coordinator_are_kept(self, script, home, monkeypatch, caplog):
         """Found replicas join with their directories, are started again if they die, and end with the coordinator."""
-        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr("megatron_ext.coordinator.launcher.launch.FIRST_PAUSE", 0.01)
         with killed_coordinator(script, home, 2) as pids:
             assert not any(has_ended(pid) for pid in pids)
             fleet, launcher = Fleet(Router(RoutingConfig()), 5.0), Launcher(plan(script, home, 2))

@@ -1,4 +1,4 @@
-"""Query parameters of routes."""
+"""Parts of requests besides the body: query parameters, and the header by which a coordinator names itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 
 from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
+
+SENDER_HEADER = "x-megatron-ext-coordinator"  # replicas tell a coordinator's requests from others by it
+MAX_SENDER = 64  # characters
 
 
 def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
@@ -19,3 +22,8 @@ def only_queries(*names: str) -> Callable[[Request], Awaitable[None]]:
                 raise ApiError(400, f"{shown} is not a parameter of this route", param=shown)
 
     return check
+
+
+def sender_of(request: Request) -> str:
+    """Return the coordinator that sent a request; empty for a client."""
+    return request.headers.get(SENDER_HEADER, "")[:MAX_SENDER]

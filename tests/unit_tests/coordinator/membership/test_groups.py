@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from arguments import parse_coordinator_arguments
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, eventually
 

@@ -1,0 +1,1 @@
+"""Replicas of the fleet: identities, heartbeats, groups, and the file that names them."""
