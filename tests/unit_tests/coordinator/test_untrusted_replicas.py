@@ -26,7 +26,7 @@ from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.coordinator.membership.heartbeat import BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.membership.member import Member, Source, Status
-from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed, Whole
+from megatron_ext.coordinator.replica_client import Address, BadAnswer, Call, CallFailed, CompleteAnswer
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
@@ -236,7 +236,7 @@ class TestOneReplicasNonsense:
         """RP-8: parsing a list of 100 million lists would take minutes, in which nothing else is answered."""
         monkeypatch.delattr("megatron_ext.coordinator.replica_client.json")
         body = b"[[]" + b",[]" * (PARSED_BYTES // 3) + b"]"
-        answer = Whole(200, (), b' {"a":' + body + b"} \n" if is_object else body)
+        answer = CompleteAnswer(200, (), b' {"a":' + body + b"} \n" if is_object else body)
         assert answer.is_json is is_object
 
     async def test_other_routes_answer_502(self):

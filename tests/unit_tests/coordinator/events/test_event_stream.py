@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from megatron_ext.config.fleet_limits import MAX_EVENT_BLOCKS, MAX_MESSAGE_BYTES
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator import event_stream
+from megatron_ext.coordinator.events import event_stream
 from megatron_ext.coordinator.events.event_reader import EventReader
 from megatron_ext.coordinator.membership.heartbeat import EventSource
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, StateStored
