@@ -23,6 +23,7 @@ from megatron_ext.server.http.body import parse_json
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+MAX_INFORMATIONAL = 8  # responses of 1xx before an answer
 _READ = 1 << 16  # bytes at once
 _BROKEN = (OSError, EOFError, h11.RemoteProtocolError)
 
@@ -104,6 +105,7 @@ class Call:
             patience: Seconds for the connection alone; the caller watches `heard_at` for the answer.
 
         Raises:
+            BadAnswer: Informational responses (1xx) arrive without end.
             CallFailed: There is no connection, or it broke off.
         """
         try:
@@ -123,9 +125,11 @@ class Call:
         parts.append(self._protocol.send(h11.EndOfMessage()))
         # Not drained: a replica may answer before it has read everything, and the body is in memory anyway.
         writer.write(b"".join(part or b"" for part in parts))
-        head = await self._next()
-        while isinstance(head, h11.InformationalResponse):
-            head = await self._next()
+        heads = 0
+        while isinstance(head := await self._next(), h11.InformationalResponse):
+            heads += 1
+            if heads > MAX_INFORMATIONAL:
+                raise BadAnswer(f"more than {MAX_INFORMATIONAL} informational responses before an answer")
         assert isinstance(head, h11.Response), head
         self.status, self.headers = head.status_code, list(head.headers)
 

@@ -74,7 +74,7 @@ class TestHeartbeat:
                 parsed(**{field: wrong})
 
     def test_caches_and_their_blocks_at_their_bounds(self):
-        """Counts that a replica reports bound the files and the memory that the coordinator uses for it."""
+        """RP-8: counts that a replica reports bound the files and the memory that the coordinator uses for it."""
 
         def caches(count: int, blocks: int = 1) -> Heartbeat:
             sources = [{"endpoint": f"tcp://{HOST}:{port}", "topic": ""} for port in range(1, count + 1)]
@@ -273,6 +273,23 @@ class TestOneReplicasNonsense:
 
 
 class TestBounds:
+    async def test_informational_responses_without_end(self):
+        """RP-4: bytes arrive all the time, so that the request would be waited for for ever."""
+
+        async def informs(fake: FakeReplica, exchange) -> None:
+            while True:
+                exchange.writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+                await exchange.writer.drain()
+
+        async with fleet(2) as (front, fakes):
+            fakes[0].behave = informs
+            answers_seen = [await asyncio.wait_for(front.complete([number] * 9), PATIENCE) for number in range(4)]
+            assert {answer.json()["by"] for answer in answers_seen} == {fakes[1].name}
+            fakes[1].behave = informs
+            answer = await asyncio.wait_for(front.complete(), PATIENCE)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_replica_answer")
+            await front.check_idle()
+
     async def test_events_at_the_bound_and_above(self):
         async def stream(size: int):
             for at in range(0, size, 1 << 16):
