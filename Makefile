@@ -12,7 +12,7 @@ LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(LOWERED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-kernels test-gpu kernels oracles bench lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-gpu test-ray kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -53,6 +53,18 @@ test-gpu: WORKERS := $(GPU_WORKERS)
 test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it (GPU_WORKERS=1 if its memory is small).
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test-all runs the same tests on the CPU, and more")'
 	$(PYTEST) -m "long or not long" $(ARGS)
+
+# In an environment of its own, since Ray brings packages of versions that the others need not agree with.
+RAY := .venv-ray
+$(RAY)/.installed: pyproject.toml constraints.txt tests/ray/constraints.txt
+	@$(PYTHON) tools/check_python.py $(if $(ANY_PLATFORM),--any-platform)
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -c constraints.txt torch==2.13.0
+	$(RAY)/bin/python -m pip install -c constraints.txt -c tests/ray/constraints.txt -e '.[dev,server,ray]'
+	@touch $@
+
+test-ray: $(RAY)/.installed ## Run the tests of replicas under Ray Serve: clusters on this machine.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(RAY)/bin/python -m pytest -m ray --disable-warnings tests/ray $(ARGS)
 
 kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
 	$(BIN)/python tools/compile_kernels.py $(ARGS)

@@ -1,1 +1,0 @@
-"""Replicas under Ray Serve; see docs/fleet.md."""

@@ -1,0 +1,77 @@
+"""OpenAI's routes under Ray Serve, called by Ray's proxy directly and through an ingress."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.ray
+
+PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
+PROMPT = {"prompt": "The import statement", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=["serve", "prefix"])
+def client(request: pytest.FixtureRequest, run: Callable[..., httpx.Client]) -> httpx.Client:
+    return run(router=request.param, api_key="k")
+
+
+def events(client: httpx.Client, path: str, body: dict[str, object]) -> list[dict[str, object]]:
+    """Events of a stream, without the last one."""
+    with client.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_answers_and_streams_are_equal(client: httpx.Client):
+    """RP-6: a completion, a conversation and their streams, several choices included."""
+    answer = client.post("/v1/completions", json=PROMPT | {"n": 2}).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["text"] == answer["choices"][1]["text"]
+    parts = events(client, "/v1/completions", PROMPT)
+    assert len(parts) > 1
+    assert "".join(part["choices"][0]["text"] for part in parts) == answer["choices"][0]["text"]
+    chat = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 8, "temperature": 0}
+    whole = client.post("/v1/chat/completions", json=chat).raise_for_status().json()["choices"][0]["message"]["content"]
+    parts = events(client, "/v1/chat/completions", chat)
+    assert "".join(part["choices"][0]["delta"].get("content") or "" for part in parts) == whole
+
+
+def test_mistakes_and_keys(client: httpx.Client):
+    """RP-6: errors are those of the server, and a request without the key is refused."""
+    assert client.post("/v1/completions", json={"prompt": 3}).json()["error"]["param"] == "prompt"
+    assert client.post("/v1/completions", json=PROMPT | {"model": "x"}).status_code == 404
+    assert client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    assert client.get("/nothing").status_code == 404
+    assert client.post("/v1/completions", json=PROMPT, headers={"authorization": "Bearer x"}).status_code == 401
+    assert client.get("/health").status_code == 200
+
+
+def test_salts_keep_caches_apart(client: httpx.Client):
+    """RP-6: a prompt is cached for its own salt only."""
+    prompt = {"prompt": [7, 8, 9] * 20, "max_tokens": 1}
+
+    def cached(salt: str) -> int:
+        usage = client.post("/v1/completions", json=prompt | {"cache_salt": salt}).raise_for_status().json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("a"), cached("a"), cached("b")] == [0, 48, 0]
+
+
+def test_a_client_that_leaves_ends_its_request(client: httpx.Client):
+    """RP-6: the engine stops computing, and the metrics count an aborted request."""
+    endless = PROMPT | {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=endless) as answer:
+        lines = answer.iter_lines()  # closes the answer when it is deleted
+        next(lines)
+        assert client.get("/load").json()["server_load"] == 1
+    deadline = time.monotonic() + PATIENCE
+    while client.get("/load").json()["server_load"]:
+        assert time.monotonic() < deadline, "the request goes on"
+    assert 'requests_total{outcome="aborted"} 1.0' in client.get("/metrics").text

@@ -1,0 +1,184 @@
+"""Requests that an ingress forwards to a replica's application, as Ray Serve does it; Ray itself is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message
+
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.server.openai.streaming import EventStream
+from megatron_ext.server.scope import handed_on_tokens
+
+PROMPT = ReadPrompt((array("I", [1, 2]),), "salt", 4)
+PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
+
+
+class Group:
+    """Request group that counts aborts."""
+
+    aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+class Backend:
+    """Replica's application, and an ingress before it.
+
+    `losses` has for each attempt the number of messages after which the replica is lost.
+    """
+
+    def __init__(self, *losses: int) -> None:
+        self.losses = list(losses)
+        self.read: list[tuple[str, bytes, bytes]] = []
+        self.attempts = 0
+        self.group, self.has_begun = Group(), asyncio.Event()
+        self.app = FastAPI()
+        self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        self.app.add_api_route("/stream", self.stream, methods=["POST"])
+        self.ingress = IngressApp(self._read, self._forward, max_body_bytes=1000)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.ingress), base_url="http://x")
+
+    async def complete(self, request: Request) -> Response:
+        tokens = [list(one) for one in handed_on_tokens(request.scope)]
+        body = (await request.body()).decode()
+        return JSONResponse({"tokens": tokens, "body": body, "key": request.headers.get("authorization")}, 201)
+
+    async def stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+            if await request.body() == b"endless":
+                self.has_begun.set()
+                await asyncio.Event().wait()
+
+        await request.body()
+        return EventStream(self.group, events())
+
+    async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+        self.read.append((path, authorization, body))
+        return PROMPT
+
+    async def _forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
+        self.attempts += 1
+        left = self.losses.pop(0) if self.losses else None
+        async with contextlib.aclosing(respond(self.app, request)) as messages:
+            async for message in messages:
+                if left == 0:
+                    raise ReplicaLostError("it has ended")
+                left = None if left is None else left - 1
+                yield message
+
+
+async def test_a_request_arrives_whole_with_its_tokens():
+    """RP-4: method, path, headers and body are the client's, and the prompt's tokens are handed on once."""
+    backend = Backend()
+    answer = await backend.http.post("/v1/completions", content=b"text", headers={"authorization": "Bearer k"})
+    assert answer.status_code == 201
+    assert answer.json() == {"tokens": [[1, 2]], "body": "text", "key": "Bearer k"}
+    assert backend.read == [("/v1/completions", b"Bearer k", b"text")]
+    assert (await backend.http.get("/v1/completions")).status_code == 405
+    assert (await backend.http.get("/nothing")).status_code == 404
+    assert len(backend.read) == 1, "only what generates has prompts"
+
+
+async def test_tokens_are_never_the_clients():
+    """RP-4: a request of which nothing was tokenized hands nothing on, whatever its headers say."""
+    answer = await anext(respond(Backend().app, ForwardedRequest.of(scope("POST", "/v1/completions"), b"", None)))
+    assert answer["status"] == 201
+    assert ForwardedRequest.of(
+        scope("POST", "/") | {"megatron_ext.prompt_tokens": PROMPT.tokens}, b""
+    ).scope.keys() == {
+        *("type", "method", "path", "query_string", "headers"),
+    }
+
+
+async def test_streams_are_passed_on():
+    """RP-4: each event as it comes, without change."""
+    answer = await Backend().http.post("/stream", content=b"")
+    assert answer.text == "data: 1\n\ndata: 2\n\n"
+    assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize("losses", [(0,), (1,), (1, 0)])
+async def test_a_replica_lost_before_its_answer_begins(losses: tuple[int, ...]):
+    """RP-4: the request is sent again, and the client gets one answer."""
+    backend = Backend(*losses)
+    assert (await backend.http.post("/stream")).text == "data: 1\n\ndata: 2\n\n"
+    assert backend.attempts == len(losses) + 1
+
+
+async def test_every_replica_is_lost():
+    """RP-4: the client gets an error after three of them."""
+    backend = Backend(0, 0, 0, 0)
+    answer = await backend.http.post("/v1/completions", content=b"text")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "replica_lost"
+    assert backend.attempts == 3
+
+
+async def test_a_replica_lost_during_a_stream():
+    """RP-4: the stream ends with an error that says so, and runs nowhere else."""
+    backend = Backend(2)
+    text = (await backend.http.post("/stream")).text
+    assert text.startswith("data: 1\n\n")
+    assert '"replica_lost"' in text
+    assert "data: 2" not in text
+    assert backend.attempts == 1
+
+
+async def test_a_client_that_leaves_aborts_its_request():
+    """RP-4: the replica's application sees the disconnect."""
+    backend = Backend()
+    leaves = asyncio.Event()
+    received = [{"type": "http.request", "body": b"endless", "more_body": False}]
+
+    async def receive() -> Message:
+        if received:
+            return received.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    answering = asyncio.create_task(backend.ingress(scope("POST", "/stream"), receive, send))
+    await asyncio.wait_for(backend.has_begun.wait(), PATIENCE)
+    assert backend.group.aborts == 0
+    leaves.set()
+    await asyncio.wait_for(answering, PATIENCE)
+    while not backend.group.aborts:
+        await asyncio.sleep(0)
+
+
+async def test_a_body_that_is_too_long_is_not_forwarded():
+    """RP-4: the ingress keeps no more of a body than the replica would take."""
+    backend = Backend()
+    assert (await backend.http.post("/v1/completions", content=b"x" * 1001)).status_code == 413
+    assert backend.attempts == 0
+
+
+async def test_the_ingress_starts_and_stops():
+    """RP-4: Ray starts an application by its lifespan."""
+    sent: list[str] = []
+
+    async def receive() -> Message:
+        return {"type": "lifespan"}
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+
+    await Backend().ingress({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def scope(method: str, path: str) -> dict[str, object]:
+    return {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
