@@ -1,4 +1,4 @@
-"""Alias module of `RoutedPrompt` under its former path, which examples/ray_serve imported."""
+"""Alias module of `RoutedPrompt` under its former path, which an example of version 0.1 imported."""
 
 from __future__ import annotations
 

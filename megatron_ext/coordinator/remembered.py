@@ -1,4 +1,4 @@
-"""Alias module of `ApproximatePrefixIndex` under its former name, which examples/ray_serve imported."""
+"""Alias module of `ApproximatePrefixIndex` under its former name, which an example of version 0.1 imported."""
 
 from __future__ import annotations
 

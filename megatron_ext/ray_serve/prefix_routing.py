@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
@@ -155,7 +156,7 @@ class PrefixRouting:
         Raises:
             OverflowError: A token id is out of range.
         """
-        known = tuple(tokens)
+        known = packed_tokens(tokens)
         if not known:
             return self._router.prompt((0,), event_salt(uuid.uuid4().hex))
         return self._router.prompt(known, None if salt is None else event_salt(salt))

@@ -96,5 +96,5 @@ def replicas() -> list[psutil.Process]:
 
 
 def is_busy(process: psutil.Process) -> bool:
-    """Whether a process computes most of the time."""
+    """Return whether a process computes most of the time."""
     return process.cpu_percent(interval=0.5) > 30
