@@ -159,7 +159,8 @@ def test_size_of_a_request(world, monkeypatch, caplog):
         asker = world.asker()
         asker.send_multipart([b"", bytes(size)])
         until(lambda asker=asker: asker.send_multipart([b"", bytes(8)]) or asker.poll(200))
-        assert len(caplog.records) == lines
+        refused = [one for one in caplog.records if "invalid requests" in one.msg]
+        assert len(refused) == lines, "lines on replays that the closed connection has cut short do not count"
 
 
 def test_bytes_that_are_kept_are_bounded(world, monkeypatch):
