@@ -33,6 +33,10 @@ class ReplicaLostError(Exception):
     """Error of a replica that has ended while it answered."""
 
 
+class BrokenAnswerError(Exception):
+    """Error of an answer that cannot be completed: the server closes the connection, so that the client sees it."""
+
+
 @dataclass(frozen=True)
 class ReadPrompt:
     """Prompts of a request, tokenized by a replica; without tokens if the request is not valid.
@@ -178,9 +182,10 @@ class _Answer:
 
         Raises:
             ReplicaLostError: The replica was lost before the client got anything.
+            BrokenAnswerError: It was lost in the middle of an answer that is not a stream.
         """
         head: Message | None = None
-        has_begun = False
+        has_begun = is_complete = False
         try:
             async for message in messages:
                 if message["type"] == "http.response.start":
@@ -190,9 +195,14 @@ class _Answer:
                     has_begun = True
                     await self._send(head)
                 await self._send(message)
+                is_complete = not message.get("more_body", False)
         except ReplicaLostError as error:
-            if not has_begun or head is None or not _is_stream(head):
+            if is_complete:
+                return
+            if not has_begun or head is None:
                 raise
+            if not _is_stream(head):
+                raise BrokenAnswerError(f"the replica was lost in the middle of its answer: {error}") from None
             await self._send({"type": "http.response.body", "body": event(lost(error).to_dict()), "more_body": False})
 
 

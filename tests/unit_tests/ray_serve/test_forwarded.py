@@ -10,10 +10,17 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
-from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.ray_serve.forwarded import (
+    BrokenAnswerError,
+    ForwardedRequest,
+    IngressApp,
+    ReadPrompt,
+    ReplicaLostError,
+    respond,
+)
 from megatron_ext.server.openai.streaming import EventStream
 from megatron_ext.server.scope import handed_on_tokens
 
@@ -38,12 +45,14 @@ class Backend:
 
     def __init__(self, *losses: int) -> None:
         self.losses = list(losses)
+        self.ends_with_loss = False
         self.read: list[tuple[str, bytes, bytes]] = []
         self.attempts = 0
         self.group, self.has_begun = Group(), asyncio.Event()
         self.app = FastAPI()
         self.app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         self.app.add_api_route("/stream", self.stream, methods=["POST"])
+        self.app.add_api_route("/parts", self.parts, methods=["POST"])
         self.ingress = IngressApp(self._read, self._forward, max_body_bytes=1000)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.ingress), base_url="http://x")
 
@@ -51,6 +60,13 @@ class Backend:
         tokens = [list(one) for one in handed_on_tokens(request.scope)]
         body = (await request.body()).decode()
         return JSONResponse({"tokens": tokens, "body": body, "key": request.headers.get("authorization")}, 201)
+
+    async def parts(self) -> Response:
+        async def halves() -> AsyncIterator[bytes]:
+            yield b"{"
+            yield b"}"
+
+        return StreamingResponse(halves(), media_type="application/json")
 
     async def stream(self, request: Request) -> Response:
         async def events() -> AsyncIterator[bytes]:
@@ -76,6 +92,8 @@ class Backend:
                     raise ReplicaLostError("it has ended")
                 left = None if left is None else left - 1
                 yield message
+        if self.ends_with_loss:
+            raise ReplicaLostError("it has ended after its answer")
 
 
 async def test_a_request_arrives_whole_with_its_tokens():
@@ -132,6 +150,25 @@ async def test_a_replica_lost_during_a_stream():
     assert text.startswith("data: 1\n\n")
     assert '"replica_lost"' in text
     assert "data: 2" not in text
+    assert backend.attempts == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/stream"])
+async def test_a_replica_lost_after_its_answer(path: str):
+    """RP-4: a complete answer is neither repeated nor followed by an error."""
+    whole = await Backend().http.post(path, content=b"text")
+    backend = Backend()
+    backend.ends_with_loss = True
+    answer = await backend.http.post(path, content=b"text")
+    assert (answer.status_code, answer.text) == (whole.status_code, whole.text)
+    assert backend.attempts == 1
+
+
+async def test_a_replica_lost_in_the_middle_of_an_answer():
+    """RP-4: an answer that is not a stream, and of which the client has a part, is not begun a second time."""
+    backend = Backend(2)
+    with pytest.raises(BrokenAnswerError):
+        await backend.http.post("/parts")
     assert backend.attempts == 1
 
 
