@@ -237,7 +237,7 @@ class TestLost:
             await front.check_idle()
 
     async def test_a_hung_replica_is_avoided_long_before_it_is_dead(self):
-        """One heartbeat without an answer suffices, which is waited for at most 2 s."""
+        """RP-10: one heartbeat without an answer suffices, which is waited for at most 2 s."""
         async with fleet(2, replica_timeout=3600.0) as (front, fakes):
             chosen, other = await first_choice(front, fakes)
             chosen.is_frozen = True

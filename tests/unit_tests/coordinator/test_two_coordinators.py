@@ -1,4 +1,4 @@
-"""RP-5: two coordinators before the same replicas route by each other's load, as the replicas report it."""
+"""RP-5, RP-10: two coordinators before the same replicas route by each other's load, as the replicas report it."""
 
 from __future__ import annotations
 

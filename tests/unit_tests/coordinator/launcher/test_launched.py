@@ -1,4 +1,4 @@
-"""RP-4, RP-5: launched replicas outlive a coordinator that is killed, and the next one finds them."""
+"""RP-4, RP-5, RP-10: launched replicas outlive a coordinator that is killed, and the next one finds them."""
 
 from __future__ import annotations
 
