@@ -181,19 +181,21 @@ async def measure(chats: int, turns: int) -> tuple[dict[str, Talk], Survived, Su
     """Measure all figures of the table and of the exit code."""
     talks: dict[str, Talk] = {}
     with replica(2) as big:
-        talks["one replica, twice the memory"] = await talk(big.client(), chats, turns)
-        texts = talks["one replica, twice the memory"].texts
-        expected = await ask_all(big.client(), texts, turns - 1, 24)
+        async with big.client() as client:
+            talks["one replica, twice the memory"] = await talk(client, chats, turns)
+            texts = talks["one replica, twice the memory"].texts
+            expected = await ask_all(client, texts, turns - 1, 24)
     with replica() as one, replica() as two:
         for policy in ("round_robin", "longest_prefix"):
             with coordinator([one, two], policy) as front:
-                httpx.post(f"{front.url}/reset_prefix_cache", timeout=SECONDS).raise_for_status()
-                talks[f"two replicas, {policy}"] = await talk(front.client(), chats, turns)
-                if policy == "longest_prefix":
-                    asking = asyncio.ensure_future(ask_all(front.client(), texts, turns - 1, 24))
-                    await asyncio.sleep(1.0)
-                    two.kill()
-                    survived = await asking
+                async with front.client() as client:
+                    httpx.post(f"{front.url}/reset_prefix_cache", timeout=SECONDS).raise_for_status()
+                    talks[f"two replicas, {policy}"] = await talk(client, chats, turns)
+                    if policy == "longest_prefix":
+                        asking = asyncio.ensure_future(ask_all(client, texts, turns - 1, 24))
+                        await asyncio.sleep(1.0)
+                        two.kill()
+                        survived = await asking
     return talks, expected, survived
 
 

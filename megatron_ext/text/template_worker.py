@@ -121,4 +121,7 @@ def main() -> None:
     """Serve over standard input and output, which no other code in this process may use."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
+    try:
+        serve(sys.stdin.buffer, answers)
+    except BrokenPipeError:  # the parent was killed; at a normal exit flushing `answers` would fail once more
+        os._exit(1)

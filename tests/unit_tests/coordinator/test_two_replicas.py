@@ -22,6 +22,11 @@ SECONDS = 60.0
 
 
 def client(url: str) -> openai.AsyncOpenAI:
+    """A client to be closed by the caller.
+
+    One that the garbage collector finds closes itself in a task, after asyncio's transports have released their files:
+    in the loop of the test, that task stops the reading of other connections, which have the same file numbers by then.
+    """
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=SECONDS)
 
 
@@ -36,21 +41,22 @@ async def test_two_replicas_skip_what_one_with_twice_the_memory_does_and_survive
     try:
         for process in (big, one, two):
             process.wait()
-        alone = await talk(client(big.url))
-        expected = await ask_all(client(big.url), alone.texts, TURNS - 1, 24)
+        async with client(big.url) as api:
+            alone = await talk(api)
+            expected = await ask_all(api, alone.texts, TURNS - 1, 24)
         assert len(expected.answers) == CHATS
         big.kill()
-        async with coordinator(one, two, policy="round_robin") as front:
-            in_turn = await talk(client(front.url))
+        async with coordinator(one, two, policy="round_robin") as front, client(front.url) as api:
+            in_turn = await talk(api)
         for replica in (one, two):
             httpx.post(f"{replica.url}/reset_prefix_cache", timeout=SECONDS).raise_for_status()
-        async with coordinator(one, two) as front:
+        async with coordinator(one, two) as front, client(front.url) as api:
             assert all(row["has_events"] for row in front.coordination.rows())
-            together = await talk(client(front.url))
+            together = await talk(api)
             assert together.texts == in_turn.texts == alone.texts
             assert together.share > alone.share - CLOSE
             assert together.share > in_turn.share + 5 * CLOSE
-            asking = asyncio.ensure_future(ask_all(client(front.url), alone.texts, TURNS - 1, 24))
+            asking = asyncio.ensure_future(ask_all(api, alone.texts, TURNS - 1, 24))
             while not front.coordination.fleet.members[two.url].calls:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
