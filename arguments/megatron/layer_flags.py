@@ -6,7 +6,7 @@ from typing import Any
 
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config import MAX_LAYERS
-from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, read_pattern
+from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, pattern_from_ratios, read_pattern
 from megatron_ext.errors import ConfigError
 
 _PATTERN, _COUNT, _PROVIDER = "hybrid-override-pattern", "num-layers", "model-provider"
@@ -76,10 +76,7 @@ def _allocated(count: int | None, attention: float, mlp: float) -> str:
         raise ConfigError(
             f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} must be fractions from 0 to 1 with a sum of at most 1"
         )
-    # Imported late: it imports torch, which takes seconds.
-    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
-
-    return "".join(allocate_layers(_checked_count(count), attention, mlp))
+    return pattern_from_ratios(_checked_count(count), attention, mlp)
 
 
 def _checked_count(count: int) -> int:

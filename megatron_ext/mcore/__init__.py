@@ -1,4 +1,4 @@
-"""Adapters to megatron-core 0.16.1: the only package that touches its private names.
+"""Adapters to megatron-core: the only package that touches its private names.
 
 Importing any module of this package first installs the CPU stand-ins (a no-op if CUDA is present), because upstream
 modules bind some CUDA functions when they are imported.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 import torch
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineSuspendedError
+from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
 from megatron.core.utils import get_asyncio_loop
@@ -22,6 +22,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_core
 from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.versions import Engine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.block_index import CachedPrefix
@@ -30,7 +31,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 
-class InferenceEngine(DynamicInferenceEngine):
+class InferenceEngine(Engine):
     """`DynamicInferenceEngine` over an `EngineCore`, which does the work.
 
     Meant for callers that know Megatron's names; our own callers use `core` through an `EngineClient`. A step yields to
@@ -62,13 +63,7 @@ class InferenceEngine(DynamicInferenceEngine):
         parallel_context: ParallelContext | None = None,
     ) -> None:
         self._parallel_context = parallel_context
-        super().__init__(
-            controller,
-            context,
-            random_seed=random_seed,
-            enable_chunked_prefill=context.plan.limits.chunked_prefill,
-            inference_logging_step_interval=inference_logging_step_interval,
-        )
+        super().__init__(controller, context, random_seed, inference_logging_step_interval)
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the CUDA graphs that the settings ask for; upstream's own graphs are refused."""
@@ -95,19 +90,8 @@ class InferenceEngine(DynamicInferenceEngine):
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
-        self._reset_loop_state()
-
-    def _reset_loop_state(self) -> None:
-        """Reset the attributes that upstream's run loops and coordinator code use."""
         self._loop = get_asyncio_loop(getattr(self, "_loop", None))
-        self._cond = asyncio.Condition()
-        self.running = asyncio.Event()
-        self.paused = asyncio.Event()
-        self.stopped = asyncio.Event()
-        self.received_pause = False
-        self.received_stop = False
-        self.suspend_signal = False
-        self.use_coordinator = False
+        self.reset_loop_state()
 
     @property
     def is_suspended(self) -> bool:
@@ -241,12 +225,12 @@ class InferenceEngine(DynamicInferenceEngine):
 
     # Steps
 
-    async def async_forward(self) -> tuple[StepResult | None, EngineStep, float, int]:
+    async def async_forward(self) -> tuple[object, ...]:
         """Schedule, compute, sample and commit one step; see `EngineCore.compute`.
 
         Returns:
-            Result of replica 0 (None if nothing was computed), step, seconds, step count: arguments of
-            `async_bookkeep`.
+            Result of replica 0 (None if nothing was computed), step, seconds, and with 0.16 step count: the arguments
+            of `async_bookkeep`.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -255,12 +239,12 @@ class InferenceEngine(DynamicInferenceEngine):
             raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
         if self.is_suspended:  # suspended by another task meanwhile; upstream's run loop waits for the resume
-            return None, EngineStep(), 0.0, self.step_count
+            return (None, EngineStep(), 0.0, self.step_count)[: self.step_data]
         step = self.core.compute()
-        return step.parts[0].result, step, step.seconds, self.step_count
+        return (step.parts[0].result, step, step.seconds, self.step_count)[: self.step_data]
 
     async def async_bookkeep(
-        self, step_result: StepResult | None, context_state: EngineStep, step_time: float, step_count: int
+        self, step_result: StepResult | None, context_state: EngineStep, step_time: float, step_count: int = 0
     ) -> dict[str, object]:
         """Turn the step's tokens into output and report ended requests. No error in here stops the engine.
 

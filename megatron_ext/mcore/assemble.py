@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
-from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
@@ -18,7 +15,9 @@ from megatron_ext.mcore.core_factory import make_worker
 from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
 from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
+from megatron_ext.mcore.versions import wrap
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
@@ -30,7 +29,7 @@ from megatron_ext.speculation.drafting import Drafting
 
 
 def build_engine(
-    model: MambaModel,
+    model: HybridModel,
     config: ModelConfig,
     tokenizer: object,
     batching: BatchingConfig,
@@ -90,7 +89,7 @@ def build_engine(
 
 
 def build_worker(
-    model: MambaModel,
+    model: HybridModel,
     config: ModelConfig,
     tokenizer: object,
     batching: BatchingConfig,
@@ -120,7 +119,7 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
         ConfigError: There is less memory than seemed to be free.
     """
     context, config = parts.context(parts.plan(plan, batching)), parts.config
-    controller = _wrapped(parts.model, config, parts.tokenizer, parts.dtype, context)
+    controller = _wrapped(parts.model, config, parts.tokenizer, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
     learned = config.position_embedding_type == LEARNED_POSITIONS
     return DraftModel(
@@ -128,14 +127,14 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
     )
 
 
-def compile_operators(model: MambaModel, batching: BatchingConfig) -> None:
+def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:
     """Compile the operators for this CPU if that is to be done, rather than while the first request waits."""
     if next(model.parameters()).device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
         cpp.are_used()
 
 
 def _build_controller(
-    model: MambaModel,
+    model: HybridModel,
     config: ModelConfig,
     tokenizer: object,
     batching: BatchingConfig,
@@ -163,23 +162,16 @@ def _build_controller(
         draft=draft,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
-    controller = _wrapped(model, config, tokenizer, dtype, context)
+    controller = _wrapped(model, config, tokenizer, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
     context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=parallel_context is None)
     return controller
 
 
 def _wrapped(
-    model: MambaModel, config: ModelConfig, tokenizer: object, dtype: torch.dtype, context: InferenceContext
+    model: HybridModel, config: ModelConfig, tokenizer: object, context: InferenceContext
 ) -> InferenceController:
     """Return a controller around the model, whose forward finds pools and steps in the context."""
-    wrapper_config = InferenceWrapperConfig(
-        hidden_size=config.hidden_size,
-        params_dtype=dtype,
-        inference_batch_times_seqlen_threshold=-1,
-        padded_vocab_size=config.vocab_size,
-        inference_max_requests=context.max_requests,
-        inference_max_seq_length=context.max_sequence_length,
-    )
-    wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
-    return InferenceController(wrapper, tokenizer)
+    assert config.vocab_size is not None, "the model was built with one"
+    wrapper = wrap(model.eval(), context, config.vocab_size)
+    return InferenceController(wrapper, tokenizer, config.vocab_size)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
-
+from megatron_ext.mcore.versions import BlockAllocator
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core.inference.contexts.base_context import BaseInferenceContext
-from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
+from megatron_ext.mcore.versions import Context
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.pools import Pools, allocate_pools
@@ -28,7 +27,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 
-class InferenceContext(DynamicInferenceContext):
+class InferenceContext(Context):
     """`DynamicInferenceContext` that holds the pools and the staged step, and makes no scheduling decision.
 
     The base's initializer and its device-side request tables are not used: our scheduler replaces them, and they refuse
@@ -53,11 +52,17 @@ class InferenceContext(DynamicInferenceContext):
     def __init__(
         self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device, token_rounder: int = 1
     ) -> None:
-        BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
         self.plan = plan
         self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
         self.max_sequence_length = plan.limits.max_sequence_length
         self.block_size_tokens = plan.geometry.block_size_tokens
+        super().__init__(
+            max_requests=self.max_requests,
+            max_tokens=self.max_tokens,
+            max_sequence_length=self.max_sequence_length,
+            block_size_tokens=self.block_size_tokens,
+            enable_chunked_prefill=plan.limits.chunked_prefill,
+        )
         self.pools: Pools | None = None
         self.drafting: Drafting | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None

@@ -6,13 +6,13 @@ import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
     AbstractModelInferenceWrapper,
 )
-from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.engine.result import StepResult
+from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.step_output import choose_tokens
@@ -41,7 +41,7 @@ def compute_idle_token(model: MegatronModule) -> None:
             layer(token)
 
 
-class InferenceController(TextGenerationController):
+class InferenceController(Controller):
     """`TextGenerationController` that samples every request with a generator of its own.
 
     Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
@@ -50,32 +50,32 @@ class InferenceController(TextGenerationController):
     Args:
         wrapper: Inference wrapper of the model.
         tokenizer: See `megatron_ext.text.tokenizer.Tokenizer`.
-        options: Upstream's options.
+        vocabulary_size: V, the width of the logits.
 
     Attributes:
-        vocabulary_size: V, the width of the logits.
+        vocabulary_size: V.
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
     """
 
-    def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
-        super().__init__(wrapper, tokenizer, **options)
-        self.vocabulary_size = size = wrapper.inference_wrapper_config.padded_vocab_size
-        self.vocabulary = Vocabulary(tokenizer, size)
+    def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, vocabulary_size: int) -> None:
+        super().__init__(wrapper, tokenizer)
+        self.vocabulary_size = vocabulary_size
+        self.vocabulary = Vocabulary(tokenizer, vocabulary_size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None
-        self.grammars = Grammars(self.tokenizer, size)
+        self.grammars = Grammars(self.tokenizer, vocabulary_size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Prepare nothing: sampling parameters live on the host, and no memory is pinned."""
         self._get_stop_word_finished_ids_callback = None
 
-    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+    def prompt_tokens(self, prompt: str, add_bos: bool = False) -> list[int]:
         """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`.
 
         Upstream strips the BOS token unless it is requested, and a Llama would read a prompt unlike its training data.
         """
-        return tokenize_prompt(self.tokenizer, prompt, add_bos=add_BOS)
+        return tokenize_prompt(self.tokenizer, prompt, add_bos=add_bos)
 
     def begin_once(self, tokens: list[int]) -> list[int]:
         """Return the tokens with repeated leading BOS tokens reduced to one."""
@@ -110,7 +110,7 @@ class InferenceController(TextGenerationController):
     def forward(self) -> Tensor | None:
         """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
-        with preferring(self.operators):
+        with preferring(self.operators), inference_mode():
             logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
                 {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
             )

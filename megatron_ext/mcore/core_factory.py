@@ -49,7 +49,7 @@ def make_core(
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
     matcher, max_drafts = controller.grammars.matcher, plan.limits.max_drafts
     input_settings = InputSettings(
-        controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, max_drafts
+        controller.prompt_tokens, controller.vocabulary, ends, seed, words, matcher, max_drafts
     )
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, ModelConfig
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.memory.draft_memory import DraftMemory
@@ -23,7 +23,7 @@ from megatron_ext.speculation.draft_model import DraftModelDrafter, DraftRoom
 class DraftParts:
     """Loaded draft model in eval mode, with its configuration, tokenizer and parameter dtype."""
 
-    model: MambaModel
+    model: HybridModel
     config: ModelConfig
     tokenizer: object
     dtype: torch.dtype

@@ -50,6 +50,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
+        name: str | None = None,
         norm_epsilon: float | None = None,
         max_strength: float = 1.0,
         chunk_size: int = GATED_DELTA_CHUNK,

@@ -56,6 +56,7 @@ class Mamba1Mixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
+        name: str | None = None,
         d_inner: int | None = None,
         dt_rank: int | None = None,
         d_conv: int = ModelConfig.mamba_conv_kernel,

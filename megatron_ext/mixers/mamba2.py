@@ -50,6 +50,7 @@ class Mamba2Mixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
+        name: str | None = None,
         d_conv: int = ModelConfig.mamba_conv_kernel,
         gated_norm: str | None = GATE_FIRST,
         multipliers: Sequence[float] | None = None,

@@ -38,6 +38,7 @@ class ShortConvMixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
+        name: str | None = None,
         d_conv: int = ModelConfig.short_conv_kernel_dim,
         chunk_size: int = 128,
     ) -> None:

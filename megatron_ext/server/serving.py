@@ -79,7 +79,7 @@ class Serving:
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
         self.forms = StructuredOutputChecks(self.engine.controller.grammars, self.settings.limits)
-        self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
+        self.texts = TextEncoder(self.tokenizer, self.engine.controller.prompt_tokens, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
         """Return the ids of a conversation rendered with its template options.

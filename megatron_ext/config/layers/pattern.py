@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from megatron_ext.errors import ConfigError
 
 GPT = "gpt"
@@ -39,6 +41,38 @@ def read_pattern(text: str) -> tuple[str, str | None]:
     if _RECURRENT in pattern:
         raise ConfigError(f"pattern {text!r} has M and G; all recurrent layers of a model are of one kind")
     return pattern.replace(_DELTA_NET, _RECURRENT), "gated_delta_net"
+
+
+def pattern_from_ratios(count: int, attention_ratio: float, mlp_ratio: float) -> str:
+    """Return the pattern of a hybrid model that Megatron's former flags describe by fractions of its layers.
+
+    Attention layers are spread evenly between recurrent ones, which begin and end the model; then MLPs replace
+    recurrent layers, the last one included.
+
+    Args:
+        count: Number of layers.
+        attention_ratio: Fraction of attention layers, 0 to 1.
+        mlp_ratio: Fraction of MLPs, 0 to 1; the sum of both is at most 1.
+    """
+    attention, mlps = round(count * attention_ratio), round(count * mlp_ratio)
+    letters = [_RECURRENT] * count
+    for place in _evenly(range(count), (count - attention) / (attention + 1)):
+        letters[place] = "*"
+    if mlps:
+        recurrent = [place for place, letter in enumerate(letters) if letter == _RECURRENT]
+        for place in _evenly(recurrent, (len(recurrent) - mlps) / mlps):
+            letters[place] = "-"
+    return "".join(letters)
+
+
+def _evenly(places: Iterable[int], gap: float) -> Iterator[int]:
+    """Choose places with `gap` others before each; summed in floats, whose rounding Megatron's models depend on."""
+    others = gap
+    for place in places:
+        is_due = others < 0.5
+        others += gap if is_due else -1.0
+        if is_due:
+            yield place
 
 
 def gpt_pattern(count: int) -> str:

@@ -26,9 +26,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -72,7 +72,7 @@ _ENUMERATIONS = {
 }
 
 
-class InProcessSave(SaveShardedStrategy):
+class InProcessSave(TorchDistSaveShardedStrategy):
     """Upstream's `torch_dist` format without its writer processes.
 
     Upstream's writer forks a process for each file, with threads and devices open, and spawns one more that imports the

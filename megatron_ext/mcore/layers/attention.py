@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
@@ -24,8 +26,12 @@ class PagedSelfAttention(SelfAttention):
     any hook that could be overridden, so that forward is ours.
     """
 
-    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
-        super().__init__(with_biases(config, "add_attention_output_bias"), *args, **kwargs)
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: object, **kwargs: object
+    ) -> None:
+        if not config.qk_layernorm:
+            submodules = dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None)
+        super().__init__(with_biases(config, "add_attention_output_bias"), submodules, *args, **kwargs)
         self.window: int | None = None  # tokens that a query attends to; None for all previous tokens
         self._magnitude = getattr(config, "rotary_magnitude", 1.0)
 

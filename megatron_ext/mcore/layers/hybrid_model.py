@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.mamba import MambaModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.stack import HybridStack
+from megatron_ext.mcore.versions import Model, pattern_arguments
 
 
-class HybridModel(MambaModel):
-    """`MambaModel` of any vocabulary, whose tied embeddings the stages share without a CUDA device.
+class HybridModel(Model):
+    """Upstream's hybrid model of any vocabulary, whose tied embeddings the stages share without a CUDA device.
 
     Parameters, their names and the forward are upstream's. Tensor-parallel ranks have equal parts of the vocabulary: if
     it cannot be divided, the last ranks have rows of zeros after it, without logits for them.
@@ -23,16 +25,29 @@ class HybridModel(MambaModel):
         config: Includes the sizes of the process groups.
         stack_spec: Spec of the layers.
         vocab_size: Entries of the vocabulary, V.
+        hybrid_override_pattern: One letter per layer.
         more: Upstream's further arguments.
 
     Attributes:
         entries: V; upstream's `vocab_size` counts the rows of all ranks.
     """
 
-    def __init__(self, config: LayerConfig, stack_spec: ModuleSpec, *, vocab_size: int, **more: object) -> None:
-        ranks = config.tensor_model_parallel_size
-        super().__init__(config, stack_spec, vocab_size=math.ceil(vocab_size / ranks) * ranks, **more)
-        self.entries = vocab_size
+    def __init__(
+        self,
+        config: LayerConfig,
+        stack_spec: ModuleSpec,
+        *,
+        vocab_size: int,
+        hybrid_override_pattern: str,
+        **more: object,
+    ) -> None:
+        ranks, pattern = config.tensor_model_parallel_size, hybrid_override_pattern
+        is_ours = isinstance(stack_spec.module, type) and issubclass(stack_spec.module, HybridStack)
+        if is_ours:
+            stack_spec = dataclasses.replace(stack_spec, params={**stack_spec.params, "pattern": pattern})
+        layers = pattern_arguments(pattern, config, is_validated=not is_ours)
+        super().__init__(config, stack_spec, vocab_size=math.ceil(vocab_size / ranks) * ranks, **layers, **more)
+        self.entries, self.hybrid_layer_pattern = vocab_size, pattern
         if self.post_process and self.vocab_size != self.entries:
             self.output_layer.register_forward_hook(self._drop_padding)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.config.layers.letters import is_attention, is_recurrent
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.memory.engine_plan import ModelShape
 from megatron_ext.memory.state_pool import StateShape
 
@@ -27,7 +27,7 @@ class LayerPlaces:
     states: Mapping[int, int]
 
 
-def layer_places(model: MambaModel) -> LayerPlaces:
+def layer_places(model: HybridModel) -> LayerPlaces:
     """Return the pool indices of the layers on this stage."""
     letters = model.decoder.layer_type_list
     return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))
@@ -43,7 +43,7 @@ def kv_heads_of_rank(groups: int, ranks: int) -> int:
     return max(1, groups // ranks)
 
 
-def model_shape(model: MambaModel, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
+def model_shape(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
     """Return the shape of an unwrapped model that the pools are sized by.
 
     Args:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
@@ -46,9 +47,19 @@ class PlainMLP(MLP):
 
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
 
-    def __init__(self, config: TransformerConfig, **options: object) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        **options: object,
+    ) -> None:
         config = with_biases(config, "add_mlp_bias")
-        super().__init__(config, self.linears, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
+        group = None if pg_collection is None else pg_collection.tp
+        options = {"ffn_hidden_size": config.ffn_hidden_size, "tp_group": group, **options}
+        super().__init__(config, self.linears, **options)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object

@@ -27,12 +27,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.dense_moe import compute_experts, has_fixed_shapes
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
+from megatron_ext.mcore.versions import builder
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -79,6 +79,7 @@ class LocalExperts(SequentialMLP):
         submodules: MLPSubmodules,
         pg_collection: ProcessGroupCollection | None = None,
         latent_size: int | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(num_local_experts, _with_latent_size(config, latent_size), submodules, pg_collection)
 
@@ -122,6 +123,8 @@ class LocalMoELayer(MoELayer):
         config: TransformerConfig,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
     ) -> None:
         latent_size = config.moe_latent_size
         super().__init__(
@@ -152,8 +155,8 @@ class LocalMoELayer(MoELayer):
 def _submodules(latent_size: int | None) -> MoESubmodules:
     mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return MoESubmodules(
-        experts=ModuleSpec(module=LocalExperts, submodules=mlp, params={"latent_size": latent_size}),
-        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        experts=builder(LocalExperts, mlp, latent_size=latent_size),
+        shared_experts=builder(SharedExpertMLP, mlp),
         router=EagerRouter,
     )
 

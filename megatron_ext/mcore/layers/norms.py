@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
@@ -91,7 +90,7 @@ class HeadsNorm(PlainRMSNorm):
 
 
 class QueryNormFromConfig:
-    """Norm of queries as configured: over each head, over all heads together, or none."""
+    """Norm of queries as configured: over each head, or over all heads together."""
 
     def __new__(  # type: ignore[misc]  # as above
         cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
@@ -101,7 +100,7 @@ class QueryNormFromConfig:
 
 
 class KeyNormFromConfig:
-    """Norm of keys as configured: over each head, over all heads together, or none."""
+    """Norm of keys as configured: over each head, or over all heads together."""
 
     def __new__(  # type: ignore[misc]  # as above
         cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
@@ -112,8 +111,6 @@ class KeyNormFromConfig:
 
 
 def _head_norm(config: LayerConfig, channels: int, heads: int) -> torch.nn.Module:
-    if not config.qk_layernorm:
-        return IdentityOp()
     if config.qk_layernorm_over_heads:
         return HeadsNorm(channels * heads, eps=config.layernorm_epsilon, dtype=config.params_dtype)
     return LayerNormFromConfig(config, channels)

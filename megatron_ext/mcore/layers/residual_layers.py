@@ -124,7 +124,7 @@ class RecurrentLayer(MambaLayer, Branching):
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
         """Return the layer's branch; see `Branching`."""
-        if not is_plain_inference(self) or self.residual_in_fp32:
+        if not is_plain_inference(self) or getattr(self, "residual_in_fp32", False):  # 0.16 only
             return None
         return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 from megatron_ext.mcore.layers.residual_layers import is_plain_inference
 from megatron_ext.mcore.layers.residual_stream import ResidualStream
+from megatron_ext.mcore.versions import Stack, StackSubmodules
 
 _SUBMODULES = {
     "M": "mamba_layer",
@@ -33,7 +36,7 @@ _SUBMODULES = {
 
 
 @dataclass
-class HybridStackSubmodules(MambaStackSubmodules):
+class HybridStackSubmodules(StackSubmodules):
     """Layer spec for each letter of a pattern."""
 
     parallel_layer: ModuleSpec | type = IdentityOp
@@ -42,11 +45,21 @@ class HybridStackSubmodules(MambaStackSubmodules):
     windowed_attention_layer: ModuleSpec | type = IdentityOp
 
 
-class HybridStack(MambaStack):
-    """`MambaStack` of all our layers, with a final norm of torch, whose stages may hold any number of layers each.
+class HybridStack(Stack):
+    """Upstream's stack with all our layers and a final norm of torch, whose stages may hold any number of layers each.
 
     Upstream hard-codes Transformer Engine's norm and supports neither other layers nor a layout of stages, so this
     class builds the layers itself. Their names, their order and the sharded state are upstream's.
+
+    Args:
+        config: Includes the sizes of the stages.
+        submodules: Specs of the layers.
+        pg_collection: Process groups.
+        pattern: One letter per layer of the whole model, from `HybridModel`; or upstream's models give one of the next
+            two.
+        hybrid_override_pattern: The same.
+        layer_type_list: Letters of this stage's layers.
+        pp_layer_offset: Number of layers before them.
     """
 
     def __init__(
@@ -54,8 +67,11 @@ class HybridStack(MambaStack):
         config: LayerConfig,
         submodules: HybridStackSubmodules,
         *,
-        hybrid_override_pattern: str,
         pg_collection: ProcessGroupCollection,
+        pattern: str | None = None,
+        hybrid_override_pattern: str | None = None,
+        layer_type_list: Sequence[str] = (),
+        pp_layer_offset: int = 0,
         pre_process: bool = True,
         post_process: bool = True,
         post_layer_norm: bool = True,
@@ -63,27 +79,23 @@ class HybridStack(MambaStack):
     ) -> None:
         MegatronModule.__init__(self, config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
-        self.residual_in_fp32 = False
-        self.pp_group, self.tp_group = pg_collection.pp, pg_collection.tp
+        self.residual_in_fp32 = self.is_mtp_layer = False
+        self.pg_collection, self.pp_group, self.tp_group = pg_collection, pg_collection.pp, pg_collection.tp
         self.input_tensor: Tensor | None = None
-        offset, self.layer_type_list = 0, list(hybrid_override_pattern)
-        if self.pp_group.size() > 1:
-            offset, self.layer_type_list = self._select_layers_for_pipeline_parallel(self.layer_type_list)
+        whole = pattern or hybrid_override_pattern
+        if whole is not None:
+            stage = self.pp_group.rank()
+            pp_layer_offset = get_transformer_layer_offset(config, pp_rank=stage)
+            end = pp_layer_offset + get_num_layers_to_build(config, pp_rank=stage)
+            layer_type_list = whole[pp_layer_offset:end]
+        self.layer_type_list = list(layer_type_list)
         self.layers = nn.ModuleList(
-            _build_layer(submodules, letter, config, index, offset, pg_collection)
+            _build_layer(submodules, letter, config, index, pp_layer_offset, pg_collection)
             for index, letter in enumerate(self.layer_type_list)
         )
         self.num_layers_per_pipeline_rank = len(self.layers)
         if post_process and post_layer_norm:
             self.final_norm = LayerNormFromConfig(config, config.hidden_size)
-
-    def _select_layers_for_pipeline_parallel(self, layer_type_list: list[str]) -> tuple[int, list[str]]:
-        """Return the number of layers before this stage, and the letters of its own layers."""
-        layout = self.config.pipeline_model_parallel_layout
-        if layout is None:
-            return super()._select_layers_for_pipeline_parallel(layer_type_list)
-        own = layout.get_layer_id_list(pp_rank=self.pp_group.rank())
-        return own[0], [layer_type_list[number] for number in own]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the shapes of one request's states in each recurrent layer of this stage; None without any."""

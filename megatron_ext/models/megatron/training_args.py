@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
-
 from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
-from megatron_ext.config.layers.pattern import read_pattern
+from megatron_ext.config.layers.pattern import pattern_from_ratios, read_pattern
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
 from megatron_ext.models.native.directory import model_config
@@ -227,7 +225,7 @@ def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
             known.refuse("num_layers", f"{len(pattern)}, the length of its pattern {pattern!r}")
         return pattern, recurrent_layer
     ratios = (known.share("hybrid_attention_ratio"), known.share("hybrid_mlp_ratio"))
-    return "".join(allocate_layers(known.layers(), *ratios)), None
+    return pattern_from_ratios(known.layers(), *ratios), None
 
 
 def _gpt_mixers(known: _Arguments) -> str:

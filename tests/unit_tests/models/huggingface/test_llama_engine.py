@@ -109,9 +109,9 @@ def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
 
     controller = engine.controller
     controller.tokenizer = Plain()
-    assert controller.tokenize_prompt(TEXT) == IDS
-    assert controller.tokenize_prompt(TEXT, add_BOS=True) == [0, *IDS]
+    assert controller.prompt_tokens(TEXT) == IDS
+    assert controller.prompt_tokens(TEXT, add_bos=True) == [0, *IDS]
     controller.tokenizer.bos = None
-    assert controller.tokenize_prompt(TEXT) == IDS
+    assert controller.prompt_tokens(TEXT) == IDS
     with pytest.raises(ConfigError, match="add_BOS is set, but the tokenizer has no beginning-of-document token"):
-        controller.tokenize_prompt(TEXT, add_BOS=True)
+        controller.prompt_tokens(TEXT, add_bos=True)
