@@ -121,13 +121,14 @@ class EngineStatistics:
 
 
 def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: float) -> None:
-    """Log one line about a step of `chunks` that took `seconds`, and the state after it."""
-    use, counters = statistics.use, statistics.counters
-    computed, skipped = counters.prefill_tokens, counters.skipped_tokens
+    """Log one line about a step of `chunks` that took `seconds`, and the state after it.
+
+    What it says of the cache, only with caching on, is in the words of megatron-core's line.
+    """
+    use = statistics.use
     logger.info(
         "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
-        "KV blocks: %d of %d in use, %d cached, %d evictable | state slots: %d of %d used | "
-        "prefill tokens: %d computed, %d skipped (%.1f%%)",
+        "KV blocks: %d of %d in use%s",
         statistics.steps,
         seconds,
         sum(chunk.length for chunk in chunks if chunk.is_decode or chunk.drafts),
@@ -138,11 +139,22 @@ def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: flo
         statistics.ended,
         use.blocks_in_use,
         use.blocks_total,
-        use.blocks_cached,
-        use.blocks_evictable,
-        use.slots_used,
-        use.slots_total,
-        computed,
-        skipped,
-        100 * skipped / max(1, computed + skipped),
+        _describe_cache(use, statistics.counters) if statistics.is_caching else "",
     )
+
+
+def _describe_cache(use: CacheUse, counters: Counters) -> str:
+    """Hits and prefill since the engine started, and the cache's utilization now."""
+    computed, skipped = counters.prefill_tokens, counters.skipped_tokens
+    parts = [
+        "",
+        f"prefix cache (cumul): {counters.hits} hits, {counters.blocks_matched} blocks matched",
+        f"prefill (cumul): computed {computed}, skipped {skipped} "
+        f"({100 * skipped / max(1, computed + skipped):.1f}% skipped)",
+        f"prefix cache util: KV {use.blocks_cached}/{use.blocks_total} blocks cached "
+        f"({use.blocks_evictable} evictable)",
+    ]
+    if use.slots_total:
+        durable = use.slots_used + use.provisional_slots
+        parts[-1] += f", mamba {durable}/{use.slots_total} durable slots ({use.slots_used} without opportunistic ones)"
+    return " ... ".join(parts)

@@ -32,7 +32,7 @@ _GAUGES = (
     ("kv_blocks_cached", "KV blocks indexed for matches, in use or not", "use.blocks_cached"),
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
-    ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
+    ("state_slots_used", "Slots with a snapshot that is not opportunistic", "use.slots_used"),
     (
         "state_slots_provisional",
         "Slots with an opportunistic checkpoint that no request has used yet",

@@ -117,5 +117,9 @@ def test_the_log_line(warm, caplog):
         warm.run()
     line = caplog.records[-1].getMessage()
     assert "0 decode + 7 prefill tokens" in line
-    assert "KV blocks: 0 of 100 in use, 3 cached, 3 evictable" in line
-    assert "62 computed, 48 skipped (43.6%)" in line
+    assert line.partition(" | KV ")[2].split(" ... ") == [
+        "blocks: 0 of 100 in use",
+        "prefix cache (cumul): 1 hits, 3 blocks matched",
+        "prefill (cumul): computed 62, skipped 48 (43.6% skipped)",
+        "prefix cache util: KV 3/100 blocks cached (3 evictable)",
+    ]

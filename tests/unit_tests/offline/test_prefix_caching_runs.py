@@ -25,6 +25,7 @@ HYBRID = """
 ON, OFF = "--inference-dynamic-batching-enable-prefix-caching", "--no-inference-dynamic-batching-enable-prefix-caching"
 POLICY = "--inference-dynamic-batching-prefix-caching-eviction-policy"
 GB, SLOTS, MODE = (f"--inference-dynamic-batching-prefix-caching-mamba-{end}" for end in ("gb", "slots", "mode"))
+LOG = ("--inference-logging-step-interval", "1")
 PROMPT = [5, 9, 13, 2, 40, 41, 42, 7, 8, 60]  # two blocks and two tokens
 OTHER = [6, 9, 13, 2, 1, 50, 42, 7, 8, 60]
 
@@ -210,14 +211,24 @@ class TestLog:
     def test_computed_and_skipped_tokens_and_blocks(self, prompt_file, caplog):
         path = prompt_file({"token_ids": PROMPT}, {"token_ids": PROMPT})
         batches = ["--drain-between-batches", "--batch-boundaries", "0,1"]
-        assert (
-            main([*ATTENTION_ONLY, "--prompt-file", path, *batches, "--inference-logging-step-interval", "1"]) == DONE
-        )
+        assert main([*ATTENTION_ONLY, "--prompt-file", path, *batches, *LOG]) == DONE
         lines = messages_of_run(caplog)
         assert len(lines) == 8  # 4 tokens each
-        assert re.search(r"KV blocks: 0 of 16 in use, \d+ cached, \d+ evictable", lines[-1])
-        assert lines[0].endswith("prefill tokens: 10 computed, 0 skipped (0.0%)")
-        assert lines[-1].endswith("prefill tokens: 12 computed, 8 skipped (40.0%)")
+        assert "prefill (cumul): computed 10, skipped 0 (0.0% skipped)" in lines[0]
+        assert "prefill (cumul): computed 12, skipped 8 (40.0% skipped)" in lines[-1]
+        assert re.search(r"prefix cache util: KV \d+/16 blocks cached \(\d+ evictable\)$", lines[-1])
+
+    def test_no_cache_statistics_with_caching_off(self, prompt_file, caplog):
+        path = prompt_file({"token_ids": PROMPT})
+        assert main([*ATTENTION_ONLY, OFF, "--prompt-file", path, *LOG]) == DONE
+        line = messages_of_run(caplog)[-1]
+        assert line.endswith("KV blocks: 0 of 16 in use")
+        assert "prefix cache" not in line
+
+    def test_state_slots_with_and_without_opportunistic_ones(self, prompt_file, caplog):
+        path = prompt_file({"token_ids": PROMPT * 10})
+        assert main([*ATTENTION_ONLY, *HYBRID, SLOTS, "9", "--prompt-file", path, *LOG]) == DONE
+        assert messages_of_run(caplog)[-1].endswith(", mamba 2/9 durable slots (1 without opportunistic ones)")
 
 
 class TestComparison:
