@@ -23,8 +23,8 @@ from megatron_ext.config.request import (
     RequestParams,
 )
 from megatron_ext.config.run import (
+    FULL_FORMAT,
     LOG_LEVELS,
-    MEGATRON_FORMAT,
     OUTPUT_FORMATS,
     InferenceSettings,
     RunConfig,
@@ -38,11 +38,11 @@ from megatron_ext.config.tokenizer import TokenizerConfig
 __all__ = [
     "CONTROL_TOKENS",
     "DTYPES",
+    "FULL_FORMAT",
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
     "LOG_LEVELS",
     "MAX_LAYERS",
-    "MEGATRON_FORMAT",
     "NORMALIZATIONS",
     "OUTPUT_FORMATS",
     "POSITION_EMBEDDINGS",

@@ -18,8 +18,8 @@ from megatron_ext.config.source import SourceConfig
 from megatron_ext.config.speculation import SpeculationConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-MEGATRON_FORMAT = "megatron"
-OUTPUT_FORMATS = ("full", MEGATRON_FORMAT)
+FULL_FORMAT = "full"
+OUTPUT_FORMATS = ("megatron", FULL_FORMAT)
 # Defaults for synthetic prompts if only one of the two is given; the numbers are Megatron's.
 DEFAULT_PROMPT_TOKENS = (64, 1024)
 DEFAULT_REQUESTS_DURATION = 10.0  # seconds
@@ -38,6 +38,7 @@ class RunConfig:
     ignore_unknown_prompt_fields: bool = False
     num_tokens_from_file: bool = False  # take the tokens to generate from chatgpt_output_token_length
     output_path: str | None = None
+    run_output_path: str | None = None  # empty: none; default: see `run_results_path`
     output_format: str = OUTPUT_FORMATS[0]
     output_every_n_results: int = 1  # every nth request, and the last one
     output_request_events: bool = False
@@ -64,6 +65,10 @@ class RunConfig:
         require(first is None or first >= 1, f"--prompt-file-num-truncate {first} must be at least 1")
         formats = ", ".join(OUTPUT_FORMATS)
         require(self.output_format in OUTPUT_FORMATS, f"--output-format {self.output_format!r}: one of {formats}")
+        require(
+            self.output_path is None or self.run_results_path != self.output_path,
+            f"--run-output-path {self.run_output_path} is the file of --output-path; name another one",
+        )
         self._check_synthetic()
         valid_rate = rate is None or math.isfinite(rate)
         require(valid_rate, f"--incoming-requests-per-sec {rate} must be a number; zero or less is all at once")
@@ -75,6 +80,13 @@ class RunConfig:
             increasing and all(index >= 0 for index in self.batch_boundaries),
             f"--batch-boundaries {','.join(map(str, self.batch_boundaries))} must be increasing indices, as in 0,4,8",
         )
+
+    @property
+    def run_results_path(self) -> str | None:
+        """Path of the counts of the run; by default beside the requests, unless these are in one file with them."""
+        if self.output_path is None or self.run_output_path is not None:
+            return self.run_output_path or None
+        return None if self.output_format == FULL_FORMAT else self.output_path.removesuffix(".json") + ".run.json"
 
     @property
     def is_synthetic(self) -> bool:

@@ -22,12 +22,17 @@ class AsyncScheduling:
         scheduler: Scheduler that plans steps ahead.
         executor: Executor of the steps; asynchronous scheduling needs an `AsyncExecutor`.
         is_on: True if a request's next step needs nothing but its last token; drafters need the token's value.
+
+    Attributes:
+        step_count: Steps launched ahead that were taken.
+        discarding_count: Steps launched ahead of which rows were discarded, or all of them.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, is_on: bool) -> None:
         self._scheduler = scheduler
         self._executor = executor if is_on and isinstance(executor, AsyncExecutor) else None
         self._in_flight: InFlightStep | None = None
+        self.step_count = self.discarding_count = 0
         self._unread: Computing | None = None  # result of a dropped step that may still be computed
 
     def take(self) -> InFlightStep | None:
@@ -39,7 +44,10 @@ class AsyncScheduling:
         named = self._scheduler.async_planner.adopt()
         assert self._executor is not None, "it has launched a step ahead"
         self._executor.name_states(named)
-        return in_flight.living()
+        living = in_flight.living()
+        self.step_count += 1
+        self.discarding_count += living is not in_flight
+        return living
 
     def launch_next(self, in_flight: InFlightStep) -> None:
         """Launch the step after `in_flight` if it is certain enough. If that raises, both steps are void."""
@@ -84,4 +92,5 @@ class AsyncScheduling:
     def forget_discarded(self) -> None:
         """Drop the step in flight if all its requests have ended."""
         if self._in_flight is not None and self._in_flight.living() is None:
+            self.discarding_count += 1
             self.drop()

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord
@@ -113,6 +114,10 @@ class EngineClient:
     def resume(self) -> None:
         """Allocate the pools again, and wait for that; see `EngineCore.resume`."""
         self.call(self._core.resume).result()
+
+    def step_counts(self) -> StepCounts:
+        """Return the numbers of steps so far, read between two steps."""
+        return self.call(self._core.step_counts).result()
 
     def step(self) -> StepOutput:
         """Take one step and wait for it, if the client does not step by itself; raises the errors of the core."""

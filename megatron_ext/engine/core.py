@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -17,6 +18,7 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica, ReplicaStep
 from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended
 from megatron_ext.prefix_cache.block_index import CachedPrefix
@@ -99,6 +101,7 @@ class EngineCore:
         self.resources: ModelResources = resources or NoResources()
         self.logging_interval = logging_interval
         self.step_count = 0
+        self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.is_suspended = False
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
@@ -225,7 +228,9 @@ class EngineCore:
                 raise
             raise raised from error
         step = EngineStep(parts, time.perf_counter() - started)
-        self.step_count += any(part.result is not None for part in parts)
+        results = [part.result for part in parts if part.result is not None]
+        self.step_count += bool(results)
+        self._captured.update(one.graph_rows for one in results if one.graph_rows is not None)
         return step
 
     def report(self, step: EngineStep) -> list[RequestRecord]:
@@ -319,6 +324,16 @@ class EngineCore:
         """Return current sizes and counters, summed over all replicas."""
         parts = [EngineStatistics.of(replica.scheduler) for replica in self.replicas]
         return EngineStatistics.total(parts, ended=self.output.reported_count, steps=self.step_count)
+
+    def step_counts(self) -> StepCounts:
+        """Return the numbers of steps so far, summed over all replicas where these differ."""
+        ahead = [replica.ahead for replica in self.replicas]
+        return StepCounts(
+            steps=self.step_count,
+            captured=self._captured.copy(),
+            asynchronous=sum(one.step_count for one in ahead),
+            discarding=sum(one.discarding_count for one in ahead),
+        )
 
     def hottest(self, count: int) -> list[CachedPrefix]:
         """Return the `count` cached prefixes from which most requests resumed, the hottest first."""

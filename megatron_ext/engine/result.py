@@ -30,6 +30,7 @@ class StepResult:
         failures: Error messages of requests whose scores found no memory.
         target_tokens: Target tokens after each draft of a chunk; the one after the last known token is in `tokens`.
         target_scores: Scores of the target tokens, if requested.
+        graph_rows: Rows of the CUDA graph that computed the step, dummy requests included; None for an eager step.
     """
 
     tokens: dict[int, int]
@@ -38,6 +39,7 @@ class StepResult:
     failures: dict[int, str]
     target_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+    graph_rows: int | None = None
 
     def of(self, names: Container[int]) -> StepResult:
         """Return the result for some of the requests only."""
@@ -48,6 +50,7 @@ class StepResult:
             failures=_only(self.failures, names),
             target_tokens=_only(self.target_tokens, names),
             target_scores=_only(self.target_scores, names),
+            graph_rows=self.graph_rows,
         )
 
 

@@ -25,7 +25,7 @@ def print_report(
     Args:
         passes: Passes that ran.
         console: Console to print on.
-        where: Path of the file with all requests.
+        where: Clause that says which requests are in which file; None if none are.
         prompt_text: Text of a prompt.
         lost: See `EngineStatistics.prefix_cache_lost`.
     """

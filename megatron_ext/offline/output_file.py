@@ -1,4 +1,4 @@
-"""Writing of `--output-path`: whole or not at all, over regular files only, never through a link (SE-4).
+"""Writing of results: whole or not at all, over regular files only, never through a link (SE-4).
 
 New results are written to a file next to the target, created under an unused name, and replace the target once they are
 complete and on disk. While requests run, ended requests are kept in a second file next to the target, a line each, so
@@ -17,14 +17,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
-from megatron_ext.offline.prompt_texts import PromptText, submitted_text
-from megatron_ext.offline.results import request_results, to_json
+from megatron_ext.offline.request_entries import RequestEntries
+from megatron_ext.offline.results import to_json
 from megatron_ext.scheduling.record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
 PARTIAL_SUFFIX = ".partial.jsonl"
+OUTPUT_FLAG = "--output-path"
+RUN_OUTPUT_FLAG = "--run-output-path"
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a symbolic link",
@@ -42,44 +45,61 @@ def partial_path(path: str) -> Path:
     return Path(path + PARTIAL_SUFFIX)
 
 
-def check_output_path(path: str) -> None:
+def check_output_paths(run: RunConfig) -> None:
+    """Check that all results can be written, by writing next to each target, before anything is loaded.
+
+    Raises:
+        ConfigError: See `check_output_path`.
+    """
+    if run.output_path is not None:
+        check_output_path(run.output_path, partial_path(run.output_path))
+    if run.run_results_path is not None:
+        check_output_path(run.run_results_path, flag=RUN_OUTPUT_FLAG)
+
+
+def check_output_path(path: str, *others: Path, flag: str = OUTPUT_FLAG) -> None:
     """Check that results can be written, by writing next to the target, before anything is loaded.
+
+    Args:
+        path: The target.
+        others: Further files that are written during the run.
+        flag: Flag of the path, for the message.
 
     Raises:
         ConfigError: The folder is missing or not writable, or the target exists and is not a regular file.
     """
     target = Path(path)
-    _require_folder(target)
-    for place in (target, partial_path(path)):
+    _require_folder(target, flag)
+    for place in (target, *others):
         try:
             kind = _foreign_kind(place)
         except OSError as error:
-            raise ConfigError(f"--output-path {path}: {place} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{flag} {path}: {place} cannot be written: {error.strerror}") from None
         if kind is not None:
             folder = target if place == target and target.is_dir() else target.parent
             raise ConfigError(
-                f"--output-path {path}: {place} is {kind}, and only a regular file is replaced; give a file, such as "
+                f"{flag} {path}: {place} is {kind}, and only a regular file is replaced; give a file, such as "
                 f"{folder / 'results.json'}"
             )
     if target.exists() and not os.access(target, os.W_OK):
-        raise ConfigError(f"--output-path {path} is not writable; check its permissions")
+        raise ConfigError(f"{flag} {path} is not writable; check its permissions")
     try:
         scratch, descriptor = _new_file(target)
         os.close(descriptor)
         scratch.unlink()
     except OSError as error:
-        raise ConfigError(f"--output-path {path}: its folder is not writable: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: its folder is not writable: {error.strerror}") from None
 
 
-def _require_folder(target: Path) -> None:
+def _require_folder(target: Path, flag: str) -> None:
     if not target.name or "\0" in target.name:
-        raise ConfigError(f"--output-path {str(target)!r} is not a file name; give one, such as results.json")
+        raise ConfigError(f"{flag} {str(target)!r} is not a file name; give one, such as results.json")
     if not target.parent.is_dir():
         what = "is no folder" if target.parent.exists() else "does not exist; create it first"
-        raise ConfigError(f"--output-path {target}: the folder {target.parent} {what}")
+        raise ConfigError(f"{flag} {target}: the folder {target.parent} {what}")
 
 
-def write_results(path: str, results: dict[str, object]) -> None:
+def write_results(path: str, results: dict[str, object], flag: str = OUTPUT_FLAG) -> None:
     """Write the JSON whole or not at all: a reader never sees a partial file.
 
     Raises:
@@ -102,7 +122,7 @@ def write_results(path: str, results: dict[str, object]) -> None:
                 scratch.unlink()
             raise
     except OSError as error:
-        raise OutputError(f"--output-path {path} could not be written: {error.strerror or error}") from error
+        raise OutputError(f"{flag} {path} could not be written: {error.strerror or error}") from error
 
 
 class PartialResults:
@@ -112,18 +132,12 @@ class PartialResults:
 
     Args:
         path: Path of the JSON; this file is next to it. An existing file is overwritten.
-        with_events: Whether requests have the key `events`.
-        prompt_text: Text of `input_prompt`.
-        with_drafts: Whether drafts are counted.
+        entries: Builder of the requests' entries; counts of a pass, which has not ended, are left out.
     """
 
-    def __init__(
-        self, path: str, *, with_events: bool, prompt_text: PromptText = submitted_text, with_drafts: bool = False
-    ) -> None:
+    def __init__(self, path: str, entries: RequestEntries) -> None:
         self.path = partial_path(path)
-        self._with_events = with_events
-        self._prompt_text = prompt_text
-        self._with_drafts = with_drafts
+        self._entries = entries
         self._file: BinaryIO | None = None
         self._stat: os.stat_result | None = None
         try:
@@ -147,9 +161,7 @@ class PartialResults:
             return
         try:
             for record in records:
-                entry = {"request_id": record.request_id} | request_results(
-                    record, self._with_events, self._prompt_text, with_drafts=self._with_drafts
-                )
+                entry = {"request_id": record.request_id} | self._entries.entry(record)
                 self._file.write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config import RunConfig
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import StepOutput
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.scheduling.record import RequestRecord
@@ -19,11 +20,11 @@ _LONGEST_SLEEP = 0.1  # seconds
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the prompts: records in order of submission, seconds, and the engine's steps."""
+    """One pass over the prompts: records in order of submission, seconds (zero if it never began), and the steps."""
 
     records: tuple[RequestRecord, ...]
     seconds: float
-    steps: int = 0
+    steps: StepCounts = field(default_factory=StepCounts)
 
     @property
     def throughput(self) -> float:
@@ -64,6 +65,7 @@ def run_passes(
     passes = []
     for _ in range(run.inference_repeat_n):
         one = _PassRun(client, prompts, run, on_step)
+        before = client.step_counts()
         start = time.monotonic()
         seconds = 0.0
         if not is_stopped():
@@ -71,7 +73,7 @@ def run_passes(
             seconds = time.monotonic() - start
         if is_stopped():
             one.abort()
-        passes.append(Pass(one.records(), seconds, one.steps))
+        passes.append(Pass(one.records(), seconds, client.step_counts() - before))
     return passes
 
 

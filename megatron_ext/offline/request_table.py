@@ -33,7 +33,7 @@ def print_requests(
     Args:
         records: All requests.
         console: Console of any width.
-        where: Path of the file with all requests, if there is one.
+        where: Clause that says which requests are in which file; None if none are.
         prompt_text: Text of a prompt that is shown.
     """
     first, left_out, last = first_and_last(records)
@@ -90,8 +90,7 @@ def _left_out(records: Sequence[RequestRecord], where: str | None) -> list[str]:
     if failed:
         rest = ", ..." if len(failed) > AT_EACH_END else ""
         lines.append(f"{_INDENT}... among them failed: {', '.join(failed[:AT_EACH_END])}{rest}")
-    place = f"all are in {printable(where)}" if where else "--output-path FILE.json writes all requests"
-    return [*lines, f"{_INDENT}... {place}"]
+    return [*lines, f"{_INDENT}... {where or '--output-path FILE.json writes all requests'}"]
 
 
 def _print(console: Console, line: str, style: str) -> None:

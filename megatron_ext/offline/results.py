@@ -1,4 +1,8 @@
-"""JSON results of a run. Their keys are an interface: scripts and golden values rely on them."""
+"""JSON results of a run. Their keys are an interface: scripts and golden values rely on them.
+
+The file of `--output-path` is what Megatron's checker of golden values takes: beside request ids it has Megatron's keys
+alone. Counts of the run are in a second file, or with `--output-format full` all is in one.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,25 @@ import torch
 
 import megatron_ext
 from megatron_ext.config import RunConfig
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.offline.passes import Pass
-from megatron_ext.offline.prompt_texts import PromptText, submitted_text
+from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.scheduling.record import RequestRecord
 
 _THROUGHPUT = "throughput"
 
-
-def written(one: Pass, every: int) -> Iterator[tuple[int, RequestRecord]]:
-    """Yield each `every`th request of a pass and the last one, with its index in the pass."""
-    last = len(one.records) - 1
-    return ((index, record) for index, record in enumerate(one.records) if index % every == 0 or index == last)
-
-
-def selected(results: Mapping[str, object], run: RunConfig) -> dict[str, object]:
-    """Return the keys of the file that are written."""
-    if run.throughput_check_only:
-        return {_THROUGHPUT: results[_THROUGHPUT]}
-    return {key: value for key, value in results.items() if run.record_throughput or key != _THROUGHPUT}
-
-
-# Top-level keys that are not requests. A checker takes every other key for a request id.
-SYSTEM_KEYS = (
-    "throughput",
+# Top-level keys that are not requests. Megatron's checker takes every other key for a request id.
+MEGATRON_KEYS = (
+    _THROUGHPUT,
     "mem-max-allocated-bytes",
     "lifetime_prefill_token_count",
+    "async_sched_step_count",
+    "async_sched_compaction_step_count",
+)
+# Keys of the counts of a run.
+RUN_KEYS = (
+    *MEGATRON_KEYS,
     "lifetime_skipped_token_count",
     "model",
     "version",
@@ -49,31 +46,32 @@ SYSTEM_KEYS = (
 _UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
 
 
-def build_results(
-    engine: InferenceEngine,
-    passes: Sequence[Pass],
-    *,
-    model: str,
-    with_events: bool,
-    prompt_text: PromptText = submitted_text,
-    every: int = 1,
-) -> dict[str, object]:
-    """Return the contents of `--output-path`.
+def megatron_results(passes: Sequence[Pass], entries: RequestEntries, every: int = 1) -> dict[str, object]:
+    """Return the file of `--output-path` as Megatron's scripts write it: the last pass, ids from 0, its counts.
+
+    Args:
+        passes: All passes in order. After an interruption the last one that began counts.
+        entries: Builder of the requests' entries.
+        every: Number n; each nth request is in, and the last one.
+    """
+    last = next((one for one in reversed(passes) if one.seconds), passes[-1])
+    prefilled = sum(one.computed_prefill_token_count + one.recomputed_token_count for one in last.records)
+    counts = entries.counts(last)
+    requests = {str(index): entries.entry(record) | counts for index, record in _selected(last, every)}
+    return requests | _megatron_counts(passes, prefilled, last.steps)
+
+
+def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> dict[str, object]:
+    """Return the counts of the run, over all passes.
 
     Args:
         engine: Engine that ran the passes.
         passes: All passes in order.
         model: Name of the model.
-        with_events: Whether requests have the key `events`.
-        prompt_text: Text of `input_prompt`.
-        every: See `written`.
     """
     statistics = engine.statistics()
     speculation = statistics.speculation
-    system = {
-        "throughput": [one.throughput for one in passes],
-        "mem-max-allocated-bytes": peak_memory(),
-        "lifetime_prefill_token_count": engine.lifetime_prefill_token_count,
+    counts = _megatron_counts(passes, engine.lifetime_prefill_token_count, engine.core.step_counts()) | {
         "lifetime_skipped_token_count": engine.lifetime_skipped_token_count,
         "model": model,
         "version": megatron_ext.__version__,
@@ -82,73 +80,50 @@ def build_results(
         "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),
     }
-    assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
-    records = [record for one in passes for _, record in written(one, every)]
-    has_drafts = speculation is not None
-    requests = {
-        str(record.request_id): request_results(record, with_events, prompt_text, with_drafts=has_drafts)
-        for record in records
-    }
-    return requests | system
+    assert tuple(counts) == RUN_KEYS, "a key of the run is missing from RUN_KEYS"
+    return counts
 
 
-def request_results(
-    record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text, *, with_drafts: bool = False
+def full_results(
+    run: Mapping[str, object], passes: Sequence[Pass], entries: RequestEntries, every: int = 1
 ) -> dict[str, object]:
-    """Return the object of one request. Log-prob keys exist if log-probs were requested, null where not computed.
+    """Return everything in one object: the requests of all passes by their ids, and the counts of the run.
 
     Args:
-        record: Record of the request.
-        with_events: Whether its events are included.
-        prompt_text: Text of `input_prompt`.
-        with_drafts: Whether drafts are counted, i.e. speculation is on.
+        run: Counts of the run, from `run_results`.
+        passes: All passes in order.
+        entries: Builder of the requests' entries.
+        every: See `megatron_results`.
     """
-    entry: dict[str, object] = {
-        "input_prompt": prompt_text(record),
-        "generated_text": record.generated_text,
-        "generated_tokens": list(record.generated_tokens),
-        "latency": record.latency,
-        "ttft": record.ttft,
-        "step_count": record.step_count,
-        "status": record.status.name,
-        "error": record.error,
-        "finish_reason": record.finish_reason,
-        "prompt_token_count": record.prompt_token_count,
-        "matched_block_count": record.matched_block_count,
-        "skipped_prefill_token_count": record.skipped_prefill_token_count,
-        "computed_prefill_token_count": record.computed_prefill_token_count,
-        "recomputed_token_count": record.recomputed_token_count,
-        "prefill_reasons": record.prefill_reasons,
+    requests = {
+        str(record.request_id): entries.entry(record) | entries.counts(one)
+        for one in passes
+        for _, record in _selected(one, every)
     }
-    if with_drafts:
-        entry |= {
-            "draft_token_count": record.draft_token_count,
-            "accepted_token_count": record.accepted_token_count,
-        }
-    if record.prefix_cache_explanation is not None:
-        entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
-    if record.generated_log_probs is not None:
-        entry |= _log_probs(record)
-    if with_events:
-        entry["events"] = [event.to_dict() for event in record.events]
-    return entry
+    return requests | dict(run)
 
 
-def _log_probs(record: RequestRecord) -> dict[str, object]:
-    prompt, generated = record.prompt_log_probs, record.generated_log_probs or ()
-    return {
-        "prompt_logprobs": None if prompt is None else list(prompt),
-        "generated_logprobs": list(generated),
-        "logprobs": [*(prompt or ()), *generated],
-        "top_n_logprobs": _top_n(record.generated_top_n_log_probs),
-        "prompt_top_n_logprobs": _top_n(record.prompt_top_n_log_probs),
-    }
+def written(results: Mapping[str, object], run: RunConfig) -> dict[str, object]:
+    """Return what is written of the results, as the flags on the throughput say."""
+    if run.throughput_check_only:
+        return {_THROUGHPUT: results[_THROUGHPUT]}
+    return without_throughput(results, run)
 
 
-def _top_n(positions: Sequence[dict[int, float]] | None) -> list[dict[str, float]] | None:
-    if positions is None:
-        return None
-    return [{str(token): log_prob for token, log_prob in position.items()} for position in positions]
+def without_throughput(results: Mapping[str, object], run: RunConfig) -> dict[str, object]:
+    """Return the results, without the throughput if it is not recorded."""
+    return {key: value for key, value in results.items() if run.record_throughput or key != _THROUGHPUT}
+
+
+def _megatron_counts(passes: Sequence[Pass], prefilled: int, steps: StepCounts) -> dict[str, object]:
+    counts = [one.throughput for one in passes], peak_memory(), prefilled, steps.asynchronous, steps.discarding
+    return dict(zip(MEGATRON_KEYS, counts, strict=True))
+
+
+def _selected(one: Pass, every: int) -> Iterator[tuple[int, RequestRecord]]:
+    """Yield each `every`th request of a pass and the last one, with its index in the pass."""
+    last = len(one.records) - 1
+    return ((index, record) for index, record in enumerate(one.records) if index % every == 0 or index == last)
 
 
 def peak_memory() -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_ext.config import MEGATRON_FORMAT, InferenceSettings
+from megatron_ext.config import FULL_FORMAT, InferenceSettings
 from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
@@ -30,13 +30,13 @@ from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.console_report import print_report
-from megatron_ext.offline.megatron_results import build_megatron_results
-from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
+from megatron_ext.offline.output_file import RUN_OUTPUT_FLAG, PartialResults, check_output_paths, write_results
 from megatron_ext.offline.passes import Pass, check_schedule, run_passes
 from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
-from megatron_ext.offline.results import build_results, selected
+from megatron_ext.offline.request_entries import RequestEntries
+from megatron_ext.offline.results import full_results, megatron_results, run_results, without_throughput, written
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -99,8 +99,7 @@ def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
             check_drafts(prompt.params, settings.speculation.num_speculative_tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
-    if run.output_path is not None:
-        check_output_path(run.output_path)
+    check_output_paths(run)
     return prompts
 
 
@@ -128,6 +127,13 @@ class _Offline:
         self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._prompt_text = PromptTexts(self._vocabulary.detokenize)
+        self._entries = RequestEntries(
+            self._prompt_text,
+            lambda token: self._vocabulary.detokenize([token], skip_special_tokens=False),
+            with_events=settings.run.output_request_events,
+            with_drafts=settings.speculation.is_on,
+            with_graphs=settings.batching.has_input_buffers,
+        )
         self._output = Output(sys.stdout)
         self._console = make_console(quiet=False, output=self._output)
         self._partial: PartialResults | None = None
@@ -180,12 +186,7 @@ class _Offline:
         self._start_up.ready()
         self._remove_partial()  # left by the previous run, whose results are not written
         if run.output_path is not None:
-            self._partial = PartialResults(
-                run.output_path,
-                with_events=run.output_request_events,
-                prompt_text=self._prompt_text,
-                with_drafts=self._settings.speculation.is_on,
-            )
+            self._partial = PartialResults(run.output_path, self._entries)
 
         def after_step(output: StepOutput, bar: Bar) -> None:
             if self._partial is not None:
@@ -216,42 +217,35 @@ class _Offline:
             self._partial = None
 
     def _write(self, engine: InferenceEngine, passes: Sequence[Pass]) -> str | None:
-        """Write the JSON if requested. Return the error, or None."""
-        run = self._settings.run
-        if run.output_path is None:
-            return None
+        """Write the files that are requested. Return the error, or None."""
+        run, run_path = self._settings.run, self._settings.run.run_results_path
+        counts = run_results(engine, passes, self._loaded.name)
         try:
-            write_results(run.output_path, selected(self._results(engine, passes), run))
+            if run.output_path is not None:
+                write_results(run.output_path, written(self._results(counts, passes), run))
+                self._remove_partial()
+            if run_path is not None:
+                write_results(run_path, without_throughput(counts, run), RUN_OUTPUT_FLAG)
         except OutputError as error:
-            assert self._partial is not None, "the signal arrived before the results"
+            if self._partial is None:  # the requests are written
+                return str(error)
             return f"{error}; {self._partial.path} has the part that could be written"
-        self._remove_partial()
         return None
 
-    def _results(self, engine: InferenceEngine, passes: Sequence[Pass]) -> dict[str, object]:
-        """Return the results in the requested format."""
+    def _results(self, counts: Mapping[str, object], passes: Sequence[Pass]) -> dict[str, object]:
+        """Return the contents of `--output-path` in the requested format."""
         run = self._settings.run
-        with_events, every = run.output_request_events, run.output_every_n_results
-        if run.output_format == MEGATRON_FORMAT:
-            return build_megatron_results(
-                passes,
-                with_events=with_events,
-                prompt_text=self._prompt_text,
-                token_text=lambda token: self._vocabulary.detokenize([token], skip_special_tokens=False),
-                every=every,
-            )
-        return build_results(
-            engine,
-            passes,
-            model=self._loaded.name,
-            with_events=with_events,
-            prompt_text=self._prompt_text,
-            every=every,
-        )
+        if run.output_format == FULL_FORMAT:
+            return full_results(counts, passes, self._entries, run.output_every_n_results)
+        return megatron_results(passes, self._entries, run.output_every_n_results)
 
     def _where(self, problem: str | None) -> str | None:
-        """Return the path of the file with all results, if there is one."""
-        return None if problem else self._settings.run.output_path
+        """Say which results are in a file; None if none are."""
+        run = self._settings.run
+        if problem or run.output_path is None:
+            return None
+        is_all = run.inference_repeat_n == 1 or run.output_format == FULL_FORMAT
+        return f"{'all' if is_all else 'those of the last pass'} are in {printable(run.output_path)}"
 
     def _end_if_asked(self, passes: Sequence[Pass], problem: str | None, what: str = "") -> None:
         """End here if a signal has come; from now on a signal ends the program at once, since all results are saved.
@@ -264,9 +258,9 @@ class _Offline:
                 print_report(passes, self._console, prompt_text=self._prompt_text)
             counts = Counter(record.status for record in _records(passes))
             ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
-            place = f"all are in {where}" if where else problem or "without --output-path they are printed only"
+            place = where or problem or "without --output-path they are printed only"
             self._interruption.release(f"{what}requests: {ends}; {place}")
-        self._interruption.release(f"all are in {where}" if where else "the signal arrived while results were printed")
+        self._interruption.release(where or "the signal arrived while results were printed")
 
     def _end(self, problem: str | None) -> None:
         """Raise the error of writing or printing, if there is one."""

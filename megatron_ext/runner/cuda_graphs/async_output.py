@@ -70,11 +70,12 @@ class Launched:
     def result(self) -> StepResult:
         """Wait for the tokens of the step and return its result."""
         numbers = self._answer.read()
-        tokens = numbers[: self._layout.shapes["tokens"][0]].tolist()
+        rows = self._layout.shapes["tokens"][0]
+        tokens = numbers[:rows].tolist()
         asked = [one for one in self._asked if one.top_n is not None]
         scores = _scores(self._layout.parts(numbers), asked) if asked else {}
         drawn = {one.request_id: tokens[one.row] for one in self._asked}
-        return StepResult(drawn, scores, {}, {})
+        return StepResult(drawn, scores, {}, {}, graph_rows=rows)
 
 
 def _scores(parts: dict[str, Tensor], asked: Sequence[OutputRow]) -> dict[int, Score]:

@@ -68,7 +68,7 @@ OPTIONS = """
 --speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration
 --ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
---output-path --output-format --output-every-n-results --record-throughput --no-record-throughput
+--output-path --run-output-path --output-format --output-every-n-results --record-throughput --no-record-throughput
 --throughput-check-only --no-throughput-check-only --output-request-events --no-output-request-events
 --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import StepOutput
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request_events import Event, EventType
 
@@ -89,6 +90,9 @@ class FakeEngine:
             del self.living[request_id]
             self.requests[request_id].record.set_result(records[-1])
         return StepOutput([], records, 0.0)
+
+    def step_counts(self) -> StepCounts:
+        return StepCounts(self.log.count("step"))
 
     def suspend(self) -> None:
         self.log.append("suspend")

@@ -111,7 +111,15 @@ def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number
     """Several signals within a second are one. The step that runs is finished, so no token is lost."""
     interrupt(10, number, signal.SIGTERM, signal.SIGINT)
     output = tmp_path / "out.json"
-    argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--output-request-events"]
+    argv = [
+        "--prompt-file",
+        prompt_file,
+        "--output-path",
+        str(output),
+        "--output-request-events",
+        "--output-format",
+        "full",
+    ]
     assert main([*TINY, *argv, "--incoming-requests-per-step", "1", "--inference-repeat-n", "2"]) == code
     captured = capfd.readouterr()
     (line,) = [line for line in captured.err.splitlines() if line.startswith("run_inference.py")]
@@ -127,6 +135,18 @@ def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number
     assert results["prefix_cache"]["blocks_in_use"] == 0
     assert len(results["throughput"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
+
+
+def test_without_the_full_format_the_last_pass_that_began_is_kept(prompt_file, tmp_path, capfd, interrupt):
+    """The signal comes in the second of three passes; the line says what is in the file."""
+    interrupt(45, signal.SIGINT)
+    output = tmp_path / "out.json"
+    assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output), "--inference-repeat-n", "3"]) == 130
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.endswith(f"requests: 6 completed, 6 aborted; those of the last pass are in {output}")
+    results = json.loads(output.read_text())
+    assert [results[key]["status"] for key in "0123"] == ["COMPLETED"] * 2 + ["ABORTED"] * 2
+    assert len(results["3"]["generated_tokens"]) > 0
 
 
 def test_the_tokens_are_those_of_a_run_to_the_end(prompt_file, tmp_path, interrupt):
@@ -158,7 +178,15 @@ def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
     """An interrupt in the first run, with the cache off, or in the second, keeps the results of that run."""
     interrupt(step, signal.SIGINT)
     output = tmp_path / "out.json"
-    argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--prefix-cache-compare"]
+    argv = [
+        "--prompt-file",
+        prompt_file,
+        "--output-path",
+        str(output),
+        "--prefix-cache-compare",
+        "--output-format",
+        "full",
+    ]
     assert main([*TINY, *argv]) == 130
     captured = capfd.readouterr()
     line = captured.err.splitlines()[-1]
@@ -209,7 +237,7 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
     assert [line["request_id"] for line in lines] == [0, 1]
     for line in lines:
         whole = results[str(line["request_id"])]
-        assert list(line)[1:] == list(whole)
+        assert [*list(line)[1:], "step_count", "cuda_graph_request_count_map"] == list(whole)
         assert line["generated_tokens"] == whole["generated_tokens"]
     assert not Path(f"{output}.partial.jsonl").exists()
 

@@ -193,16 +193,16 @@ def test_as_a_command_line_and_as_yaml(run, tmp_path, caplog):
         assert any("nccl needs CUDA" in line for line in caplog.messages) != torch.cuda.is_available()
         results.append(json.loads((tmp_path / "o").read_text("utf-8")))
     one, other = results
-    passes = 8 if name == "A" else 3
     assert ("throughput" in one) == (name == "A")
-    for index in range(passes):
-        request = one[str(index)]
-        assert request["status"] == "COMPLETED"
-        assert len(request["generated_tokens"]) == 30
-        assert request["generated_tokens"] == one["0"]["generated_tokens"] == other[str(index)]["generated_tokens"]
-        assert request["logprobs"] == pytest.approx(one["0"]["logprobs"], abs=0.05)
-        assert request["input_prompt"] == PROMPT
-    assert one["0"]["logprobs"] == other["0"]["logprobs"]
+    if name == "A":
+        assert len(one["throughput"]) == 8, "passes"
+    assert [key for key in one if key.isdigit()] == ["0"]
+    request = one["0"]
+    assert request["status"] == "COMPLETED"
+    assert len(request["generated_tokens"]) == 30
+    assert request["generated_tokens"] == other["0"]["generated_tokens"]
+    assert request["input_prompt"] == PROMPT
+    assert request["logprobs"] == other["0"]["logprobs"]
 
 
 def test_the_file_says_what_the_line_says(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config import RunConfig
 from megatron_ext.errors import ConfigError, OutputError
-from megatron_ext.offline import output_file
-from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
+from megatron_ext.offline.output_file import PartialResults, check_output_path, check_output_paths, write_results
+from megatron_ext.offline.prompt_texts import submitted_text
+from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.scheduling.record import Status
+
+ENTRIES = RequestEntries(submitted_text, str)
 
 
 @pytest.fixture
@@ -90,9 +95,9 @@ def test_only_regular_files_are_replaced(target, kind, suffix):
     KINDS[kind](place)
     mode = place.lstat().st_mode
     with pytest.raises(ConfigError, match=f"{place.name} is {kind.removesuffix(' to nothing')}, and only a regular"):
-        check_output_path(str(target))
+        check_output_paths(RunConfig(output_path=str(target)))
     if suffix:
-        PartialResults(str(target), with_events=False).add([])
+        PartialResults(str(target), ENTRIES).add([])
     else:
         with pytest.raises(OutputError, match="has become"):
             write_results(str(target), {})
@@ -121,8 +126,23 @@ def test_impossible_paths_are_refused_at_the_start(tmp_path, monkeypatch, path, 
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        check_output_path(path)
+        check_output_paths(RunConfig(output_path=path))
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_path_of_the_runs_counts_is_checked(tmp_path):
+    """By default it is beside the requests; it is another file than theirs, and empty for none."""
+    (tmp_path / "out.run.json").mkdir()
+    (tmp_path / "counts").mkdir()
+    beside = RunConfig(output_path=str(tmp_path / "out.json"))
+    with pytest.raises(ConfigError, match=r"^--run-output-path .*out\.run\.json is a folder"):
+        check_output_paths(beside)
+    with pytest.raises(ConfigError, match=r"^--run-output-path .*counts: .* is a folder"):
+        check_output_paths(dataclasses.replace(beside, run_output_path=str(tmp_path / "counts")))
+    check_output_paths(dataclasses.replace(beside, run_output_path=""))
+    check_output_paths(dataclasses.replace(beside, output_format="full"))
+    with pytest.raises(ConfigError, match=r"--run-output-path .*out\.json is the file of --output-path"):
+        dataclasses.replace(beside, run_output_path=beside.output_path)
 
 
 def test_a_folder_that_takes_nothing_is_found_before_anything_runs(target, monkeypatch):
@@ -144,7 +164,7 @@ def test_the_check_leaves_nothing(target):
 def test_the_permissions_of_the_file_stay(target):
     target.touch(0o600)
     target.chmod(0o600)
-    partial = PartialResults(str(target), with_events=False)
+    partial = PartialResults(str(target), ENTRIES)
     write_results(str(target), {})
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(partial.path.stat().st_mode) == 0o600
 
@@ -162,7 +182,7 @@ class TestPartial:
         return [json.loads(line) for line in Path(f"{target}.partial.jsonl").read_text().splitlines()]
 
     def test_a_line_a_request_at_once(self, target, record):
-        partial = PartialResults(str(target), with_events=True)
+        partial = PartialResults(str(target), dataclasses.replace(ENTRIES, with_events=True))
         partial.add([record(3), record(1, status=Status.ABORTED, ttft=None)])
         assert [line["request_id"] for line in self.lines(target)] == [3, 1]
         partial.add([record(2, prompt_text="a\nb\udce9")])
@@ -175,22 +195,22 @@ class TestPartial:
 
     def test_an_old_one_is_overwritten_and_that_is_said_once(self, target, record, caplog):
         Path(f"{target}.partial.jsonl").write_text("old\n" * 9)
-        PartialResults(str(target), with_events=False).add([record(0)])
+        PartialResults(str(target), ENTRIES).add([record(0)])
         assert [line["request_id"] for line in self.lines(target)] == [0]
         (message,) = caplog.messages
         assert message.endswith("out.json.partial.jsonl, left by an interrupted run, is overwritten")
 
     def test_files_of_another_run_stay(self, target, record):
-        mine = PartialResults(str(target), with_events=False)
-        PartialResults(str(target), with_events=False).add([record(7)])
+        mine = PartialResults(str(target), ENTRIES)
+        PartialResults(str(target), ENTRIES).add([record(7)])
         mine.add([record(0)])
         mine.remove()
         assert [line["request_id"] for line in self.lines(target)] == [7]
 
     def test_it_ends_no_run(self, target, record, caplog, monkeypatch):
-        partial = PartialResults(str(target), with_events=False)
+        partial = PartialResults(str(target), ENTRIES)
         partial.add([record(0)])
-        monkeypatch.setattr(output_file, "request_results", full_device)
+        monkeypatch.setattr(RequestEntries, "entry", full_device)
         for _ in range(3):
             partial.add([record(1)])
         (message,) = caplog.messages

@@ -74,6 +74,7 @@ def test_repeats_go_on_counting(fake_engine):
     assert [[record.request_id for record in one.records] for one in passes] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert fake_engine.log.index("add 4") > max(i for i, line in enumerate(fake_engine.log[:6]) if line == "step")
     assert seen == [0, 4, 4, 8]
+    assert [one.steps.steps for one in passes] == [2, 2]
 
 
 def test_throughput_counts_generated_tokens(fake_engine, monkeypatch):

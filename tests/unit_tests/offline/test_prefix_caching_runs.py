@@ -47,7 +47,7 @@ def run(prompt_file, tmp_path):
     def run_lines(*lines: dict, flags: tuple[str, ...] = ()) -> dict:
         output = tmp_path / "out.json"
         batches = ["--drain-between-batches", "--batch-boundaries", ",".join(str(i) for i in range(len(lines)))]
-        files = ["--prompt-file", prompt_file(*lines), "--output-path", str(output)]
+        files = ["--prompt-file", prompt_file(*lines), "--output-path", str(output), "--output-format", "full"]
         assert main([*ATTENTION_ONLY, *flags, *files, *batches]) == DONE
         return json.loads(output.read_text())
 
@@ -255,7 +255,7 @@ class TestComparison:
 
     def test_results_are_those_of_the_cached_run(self, compare, tmp_path):
         path = tmp_path / "out.json"
-        assert compare("--output-path", str(path))[0] == DONE
+        assert compare("--output-path", str(path), "--output-format", "full")[0] == DONE
         results = json.loads(path.read_text())
         assert skipped(results) == [0, 0, 8]
         assert results["prefix_cache"]["blocks_cached"] > 0

@@ -83,7 +83,7 @@ def test_few_requests_are_all_shown(record, count):
 @pytest.mark.parametrize("count", [14, 200])
 def test_of_many_the_first_and_last_are_shown(record, count):
     records = [record(i, **(FAILED if i in (7, 8) else {})) for i in range(count)]
-    lines = printed(records, where="out.json")
+    lines = printed(records, where="all are in out.json")
     ids = [int(line.split()[0]) for line in lines[1:] if line.split()[0].isdigit()]
     assert ids == [0, 1, 2, 3, 4, *range(count - 5, count)]
     assert [line.strip() for line in lines if "..." in line] == [

@@ -1,34 +1,51 @@
-"""KV-11: the JSON's keys, frozen, and their values."""
+"""KV-11, MF-6: keys of the results, frozen, and their values; Megatron's checker takes the requests' file."""
 
 from __future__ import annotations
 
+import copy
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 import megatron_ext
+from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.passes import Pass
-from megatron_ext.offline.results import SYSTEM_KEYS, build_results, request_results, to_json
+from megatron_ext.offline.prompt_texts import submitted_text
+from megatron_ext.offline.request_entries import RequestEntries
+from megatron_ext.offline.results import MEGATRON_KEYS, RUN_KEYS, full_results, megatron_results, run_results, to_json
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_events import Event, EventType
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
+from tests.functional_tests import megatron_rules
+from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
+from tools.run_inference import DONE, main
 
-REQUEST_KEYS = """
-input_prompt generated_text generated_tokens latency ttft step_count status error finish_reason prompt_token_count
-matched_block_count skipped_prefill_token_count computed_prefill_token_count recomputed_token_count prefill_reasons
+BATCHING = "--inference-dynamic-batching"
+MEGATRONS = "input_prompt generated_text generated_tokens latency ttft top_n_logprobs prompt_top_n_logprobs".split()
+LOG_PROBS = "prompt_logprobs generated_logprobs logprobs".split()
+OURS = """
+status error finish_reason request_step_count prompt_token_count matched_block_count skipped_prefill_token_count
+computed_prefill_token_count recomputed_token_count prefill_reasons
 """.split()
-LOG_PROB_KEYS = "prompt_logprobs generated_logprobs logprobs top_n_logprobs prompt_top_n_logprobs".split()
+OF_PASS = ["step_count", "cuda_graph_request_count_map"]
 GEOMETRY_KEYS = """
 block_size_tokens block_bytes state_bytes state_in_kv_tokens blocks snapshot_slots live_states kernel_chunk
 shortest_prompt_that_can_hit
 """.split()
+RUN = ["--prompts", "What does a generator do?", "The import statement", "def", "--num-tokens-to-generate", "8"]
+RUN += ["--return-log-probs", f"{BATCHING}-block-count", "64", f"{BATCHING}-prefix-caching-mamba-slots", "4"]
+FULL = ("--output-format", "full")
+ENTRIES = RequestEntries(submitted_text, lambda token: "ab"[token // 7])
 
 
 @pytest.fixture
 def engine():
     geometry = KVCacheConfig(64, 1024, 512, 32, 10, 0, 64, 64, None)
     return SimpleNamespace(
+        core=SimpleNamespace(step_counts=lambda: StepCounts(9, Counter({4: 2}), 3, 1)),
         lifetime_prefill_token_count=6,
         lifetime_skipped_token_count=5,
         geometry=geometry,
@@ -38,48 +55,118 @@ def engine():
 
 
 @pytest.fixture
-def results(engine, record):
-    passes = [Pass((record(0), record(1)), 2.0), Pass((record(2), record(3)), 1.0)]
-    return build_results(engine, passes, model="a model", with_events=False)
+def passes(record) -> list[Pass]:
+    last = StepCounts(7, Counter({8: 2, 4: 3}), 2, 1)
+    return [Pass((record(0), record(1)), 2.0, StepCounts(5)), Pass((record(2), record(3)), 1.0, last)]
 
 
-def test_top_level_keys_are_frozen(results):
-    assert SYSTEM_KEYS == (
-        "throughput",
-        "mem-max-allocated-bytes",
-        "lifetime_prefill_token_count",
-        "lifetime_skipped_token_count",
-        "model",
-        "version",
-        "prefix_cache",
-        "prefix_cache_lost",
-        "speculation",
-        "geometry",
-    )
-    assert list(results) == ["0", "1", "2", "3", *SYSTEM_KEYS]
-    assert list(results["geometry"]) == GEOMETRY_KEYS
+class TestKeys:
+    """The keys are an interface."""
+
+    def test_of_the_requests_file(self, passes):
+        assert list(megatron_results(passes, ENTRIES)) == ["0", "1", *MEGATRON_KEYS]
+        assert set(MEGATRON_KEYS) == megatron_rules.RUN_KEYS
+
+    def test_of_the_run(self, engine, passes):
+        assert (
+            *MEGATRON_KEYS,
+            "lifetime_skipped_token_count",
+            "model",
+            "version",
+            "prefix_cache",
+            "prefix_cache_lost",
+            "speculation",
+            "geometry",
+        ) == RUN_KEYS
+        run = run_results(engine, passes, "a model")
+        assert list(run) == list(RUN_KEYS)
+        assert list(run["geometry"]) == GEOMETRY_KEYS
+        assert list(full_results(run, passes, ENTRIES)) == ["0", "1", "2", "3", *RUN_KEYS]
+
+    def test_of_a_request(self, record):
+        assert list(ENTRIES.entry(record())) == [*MEGATRONS, *OURS]
+        assert list(RequestEntries(submitted_text, str, with_events=True).entry(record()))[-1] == "events"
+        with_log_probs = ENTRIES.entry(record(generated_log_probs=(-0.5, -1.0)))
+        assert list(with_log_probs) == [*MEGATRONS, *LOG_PROBS, *OURS]
+        assert list(ENTRIES.counts(Pass((), 1.0))) == OF_PASS
 
 
-def test_top_level_values(results):
-    assert results["throughput"] == [2.0, 4.0]
-    assert results["mem-max-allocated-bytes"] > 1_000_000
-    assert results["lifetime_prefill_token_count"] == 6
-    assert results["model"] == "a model"
-    assert results["version"] == megatron_ext.__version__
-    assert results["lifetime_skipped_token_count"] == 5
-    assert results["prefix_cache"] == {"blocks_total": 10}
+class TestValues:
+    def test_of_the_run(self, engine, passes):
+        run = run_results(engine, passes, "a model")
+        assert run["throughput"] == [2.0, 4.0]
+        assert run["mem-max-allocated-bytes"] > 1_000_000
+        assert run["lifetime_prefill_token_count"] == 6
+        assert run["lifetime_skipped_token_count"] == 5
+        assert (run["async_sched_step_count"], run["async_sched_compaction_step_count"]) == (3, 1)
+        assert (run["model"], run["version"]) == ("a model", megatron_ext.__version__)
+        assert run["prefix_cache"] == {"blocks_total": 10}
+        assert run["speculation"] is None
+
+    def test_of_the_last_pass(self, passes):
+        results = megatron_results(passes, RequestEntries(submitted_text, str, with_graphs=True))
+        assert results["lifetime_prefill_token_count"] == 6
+        assert (results["async_sched_step_count"], results["async_sched_compaction_step_count"]) == (2, 1)
+        for key in "01":
+            assert (results[key]["step_count"], results[key]["request_step_count"]) == (7, 2)
+            assert results[key]["cuda_graph_request_count_map"] == {"4": 3, "8": 2}
+        assert results["throughput"] == [2.0, 4.0]
+
+    def test_without_graphs_there_is_no_map(self, passes):
+        assert megatron_results(passes, ENTRIES)["0"]["cuda_graph_request_count_map"] is None
+
+    def test_the_last_pass_is_the_last_that_began(self, passes, record):
+        interrupted = [*passes, Pass((record(4), record(5)), 0.0)]
+        assert megatron_results(interrupted, ENTRIES)["0"]["step_count"] == 7
+        assert megatron_results(interrupted[2:], ENTRIES)["0"]["step_count"] == 0
+
+    def test_every_pass_in_the_full_format_has_its_steps(self, engine, passes):
+        results = full_results(run_results(engine, passes, "a model"), passes, ENTRIES)
+        assert [results[key]["step_count"] for key in "0123"] == [5, 5, 7, 7]
+
+    def test_of_a_request(self, record):
+        entry = RequestEntries(submitted_text, str, with_events=True).entry(record())
+        assert entry["generated_tokens"] == [7, 8]
+        assert entry["status"] == "COMPLETED"
+        assert entry["prompt_token_count"] == 3
+        assert sum(entry["prefill_reasons"].values()) == entry["computed_prefill_token_count"]
+        assert entry["events"] == [
+            {"type": "ADD_ENGINE", "timestamp": 1e9, "payload": None},
+            {"type": "FINISH", "timestamp": 1e9 + 1, "payload": None},
+        ]
+        assert Event(EventType.GENERATED_TOKEN, 0.0, {"token_id": 4}).to_dict()["payload"] == {"token_id": 4}
+
+    def test_of_a_failed_request(self, record):
+        failed = {"status": Status.FAILED, "error": "too long", "finish_reason": None}
+        entry = ENTRIES.entry(record(**failed, ttft=None, generated_tokens=()))
+        assert (entry["status"], entry["error"], entry["finish_reason"]) == ("FAILED", "too long", None)
+        assert entry["ttft"] is None
+
+    def test_log_probs_of_prompt_and_generation(self, record):
+        scores = {"prompt_log_probs": (-3.0, -4.0), "generated_log_probs": (-0.5, -1.0)}
+        entry = ENTRIES.entry(record(**scores))
+        assert entry["logprobs"] == [-3.0, -4.0, -0.5, -1.0]
+        assert entry["top_n_logprobs"] is entry["prompt_top_n_logprobs"] is None
+
+    def test_log_probs_of_the_generation_only(self, record):
+        entry = ENTRIES.entry(record(generated_log_probs=(-0.5, -1.0)))
+        assert entry["prompt_logprobs"] == []
+        assert entry["logprobs"] == entry["generated_logprobs"] == [-0.5, -1.0]
+
+    def test_best_tokens_of_one_text_are_one_key(self, record):
+        """The best of them counts."""
+        best = ({1: -0.5, 2: -3.0, 8: -1.0},)
+        entry = ENTRIES.entry(record(generated_log_probs=(-0.5,), generated_top_n_log_probs=best))
+        assert entry["top_n_logprobs"] == [{"a": -0.5, "b": -1.0}]
 
 
-def test_drafts_are_told_where_there_are_some(engine, results, record):
-    """SP-7: no key of a request and no part of the geometry speaks of drafts without `--speculative-method`."""
-    assert results["speculation"] is None
+def test_drafts_are_counted_where_there_are_some(engine, passes, record):
+    """SP-7: no key of a request speaks of drafts without `--speculative-method`."""
     counts = DraftCounts(3)
     for drafted, accepted in ((3, 3), (3, 1), (2, 0)):
         counts.note(drafted, accepted)
     engine.statistics = lambda: SimpleNamespace(prefix_cache_lost=lambda: None, speculation=counts.use())
-    drafted = record(0, draft_token_count=8, accepted_token_count=4)
-    with_drafts = build_results(engine, [Pass((drafted,), 1.0)], model="a model", with_events=False)
-    assert with_drafts["speculation"] == {
+    assert run_results(engine, passes, "a model")["speculation"] == {
         "num_speculative_tokens": 3,
         "verification_count": 3,
         "draft_token_count": 8,
@@ -87,69 +174,158 @@ def test_drafts_are_told_where_there_are_some(engine, results, record):
         "draft_tokens_by_position": [3, 3, 2],
         "accepted_tokens_by_position": [2, 1, 1],
     }
-    assert list(with_drafts["0"]) == [*REQUEST_KEYS, "draft_token_count", "accepted_token_count"]
-    assert (with_drafts["0"]["draft_token_count"], with_drafts["0"]["accepted_token_count"]) == (8, 4)
+    drafted = record(0, draft_token_count=8, accepted_token_count=4)
+    entry = RequestEntries(submitted_text, str, with_drafts=True).entry(drafted)
+    assert list(entry) == [*MEGATRONS, *OURS, "draft_token_count", "accepted_token_count"]
+    assert (entry["draft_token_count"], entry["accepted_token_count"]) == (8, 4)
     both = SpeculationUse.total([counts.use(), counts.use()])
     assert (both.verifications, both.drafted, both.accepted) == (6, (6, 6, 4), (4, 2, 2))
 
 
-def test_request_keys_are_frozen(record):
-    assert list(request_results(record(), with_events=False)) == REQUEST_KEYS
-    assert list(request_results(record(), with_events=True)) == [*REQUEST_KEYS, "events"]
-    with_log_probs = record(generated_log_probs=(-0.5, -1.0))
-    assert list(request_results(with_log_probs, with_events=False)) == [*REQUEST_KEYS, *LOG_PROB_KEYS]
-
-
-def test_values_of_a_request(record):
-    entry = request_results(record(), with_events=True)
-    assert entry["generated_tokens"] == [7, 8]
-    assert entry["status"] == "COMPLETED"
-    assert entry["prompt_token_count"] == 3
-    assert sum(entry["prefill_reasons"].values()) == entry["computed_prefill_token_count"]
-    assert entry["events"][0] == {"type": "ADD_ENGINE", "timestamp": 1.0, "payload": None}
-
-
-def test_a_failed_request(record):
-    entry = request_results(
-        record(status=Status.FAILED, error="too long", finish_reason=None, ttft=None, generated_tokens=()), False
-    )
-    assert (entry["status"], entry["error"], entry["finish_reason"], entry["ttft"]) == (
-        "FAILED",
-        "too long",
-        None,
-        None,
-    )
-
-
-def test_log_probs_of_prompt_and_generation(record):
-    entry = request_results(
-        record(
-            prompt_log_probs=(-3.0, -4.0),
-            generated_log_probs=(-0.5, -1.0),
-            prompt_top_n_log_probs=({5: -0.25}, {6: -0.5}),
-            generated_top_n_log_probs=({7: -0.5}, {9: -0.75}),
-        ),
-        with_events=False,
-    )
-    assert entry["logprobs"] == [-3.0, -4.0, -0.5, -1.0]
-    assert entry["prompt_top_n_logprobs"] == [{"5": -0.25}, {"6": -0.5}]
-    assert entry["top_n_logprobs"] == [{"7": -0.5}, {"9": -0.75}]
-
-
-def test_log_probs_of_the_generation_only(record):
-    entry = request_results(record(generated_log_probs=(-0.5, -1.0)), with_events=False)
-    assert entry["prompt_logprobs"] is None
-    assert entry["logprobs"] == entry["generated_logprobs"] == [-0.5, -1.0]
-    assert entry["top_n_logprobs"] is None
-
-
-def test_json_reads_back_and_is_reviewable(results, record):
-    results["0"] = request_results(record(prompt_text='"ü"\n'), with_events=True)
+def test_json_reads_back_and_is_reviewable(passes, record):
+    results = megatron_results(passes, ENTRIES)
+    results["0"] = ENTRIES.entry(record(prompt_text='"ü"\n'))
     text = to_json(results)
     assert json.loads(text) == results
     assert '  "generated_tokens": [7, 8],\n' in text
-    assert '\n   {"type": "FINISH", "timestamp": 2.0, "payload": null}\n' in text
 
 
-def test_json_of_nothing():
-    assert json.loads(to_json({"a": {}, "b": [], "c": [{}]})) == {"a": {}, "b": [], "c": [{}]}
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A function: the requests' file of a run of the embedded model with more flags, and its counts (None: no file)."""
+    folder = tmp_path_factory.mktemp("results")
+
+    def run(*flags: str) -> tuple[dict, dict | None]:
+        output, counts = folder / "out.json", folder / "out.run.json"
+        counts.unlink(missing_ok=True)
+        assert main([*RUN, "--output-path", str(output), *flags]) == DONE
+        return json.loads(output.read_text("utf-8")), json.loads(counts.read_text("utf-8")) if counts.exists() else None
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def once(written) -> tuple[dict, dict]:
+    """Results of one pass."""
+    return written("--top-n-logprobs", "2")
+
+
+@pytest.fixture(scope="module")
+def thrice(written) -> dict:
+    """Requests' file of three passes with events."""
+    return written("--inference-repeat-n", "3", "--top-n-logprobs", "2", "--output-request-events")[0]
+
+
+class TestRuns:
+    """What `tools/run_inference.py` writes."""
+
+    def test_the_checker_takes_it(self, once, thrice, tmp_path):
+        """MF-6: three passes as well as one, since the ids of the last pass begin at 0."""
+        golden = {key: once[0][key] for key in "012"} | {"throughput": [1.0]}
+        assert problems(golden, thrice, megatron_rules.COMPARED) == []
+        run_megatrons_checker(golden, thrice, megatron_rules.COMPARED, tmp_path)
+        assert len(thrice["throughput"]) == 3
+
+    def test_the_checker_can_fail(self, once, written):
+        golden = {key: once[0][key] for key in "012"}
+        extra = [f"unexpected {key}" for key in sorted(set(RUN_KEYS) - set(MEGATRON_KEYS))]
+        assert problems(golden, written(*FULL)[0], megatron_rules.COMPARED) == extra
+        for change in (
+            lambda entry: entry["generated_tokens"].append(3),
+            lambda entry: entry["logprobs"].append(-1.0),
+            lambda entry: entry["logprobs"].__setitem__(0, entry["logprobs"][0] + 0.002),
+            lambda entry: entry.update(generated_text="X" + entry["generated_text"]),
+            lambda entry: entry.update(step_count=None),
+            lambda entry: entry.update(prompt_logprobs=None),
+            lambda entry: entry.pop("ttft"),
+        ):
+            broken = copy.deepcopy(once[0])
+            change(broken["1"])
+            assert len(problems(golden, broken, megatron_rules.COMPARED)) == 1
+
+    def test_the_full_format_is_both_files(self, once, written):
+        full, counts = written(*FULL, "--top-n-logprobs", "2")
+        assert counts is None
+        assert set(full) == set(once[0]) | set(once[1])
+        assert full["geometry"] == once[1]["geometry"]
+        assert full["0"]["generated_tokens"] == once[0]["0"]["generated_tokens"]
+
+    def test_the_counts_go_where_they_are_asked_for(self, written, tmp_path):
+        elsewhere = tmp_path / "counts"
+        assert written("--run-output-path", str(elsewhere))[1] is None
+        assert list(json.loads(elsewhere.read_text())) == list(RUN_KEYS)
+        elsewhere.unlink()
+        assert written("--run-output-path", "")[1] is None
+        results, counts = written("--run-output-path", str(elsewhere), *FULL)
+        assert counts is None
+        assert json.loads(elsewhere.read_text()).items() <= results.items()
+
+    def test_the_counts_cover_all_passes(self, written, thrice, once):
+        counts = written("--inference-repeat-n", "3")[1]
+        prefilled = once[0]["lifetime_prefill_token_count"]
+        assert thrice["lifetime_prefill_token_count"] == once[1]["lifetime_prefill_token_count"] == prefilled
+        assert counts["lifetime_prefill_token_count"] == 3 * prefilled
+        assert thrice["0"]["step_count"] == once[0]["0"]["step_count"]
+
+    def test_prompt_log_probs(self, thrice, once, written):
+        """Log-probs cover P - 1 prompt tokens, or none if they are skipped."""
+        for key in "012":
+            assert thrice[key]["logprobs"] == thrice[key]["prompt_logprobs"] + thrice[key]["generated_logprobs"]
+            assert len(thrice[key]["prompt_logprobs"]) == thrice[key]["prompt_token_count"] - 1
+        skipped, _ = written("--skip-prompt-log-probs")
+        assert [skipped[key]["prompt_logprobs"] for key in "012"] == [[]] * 3
+        assert skipped["0"]["logprobs"] == skipped["0"]["generated_logprobs"]
+        assert skipped["0"]["prompt_top_n_logprobs"] is skipped["0"]["top_n_logprobs"] is None
+
+    def test_the_best_tokens_by_their_texts(self, once):
+        positions = once[0]["0"]["top_n_logprobs"]
+        assert {len(position) for position in positions} == {2}
+        best = "".join(max(position, key=position.__getitem__) for position in positions)
+        assert once[0]["0"]["generated_text"] in best, "greedy tokens are the best ones"
+
+    def test_events(self, thrice, written):
+        """Events have wall clock times; those of generated tokens are there if tracked."""
+        events = thrice["0"]["events"]
+        assert [event["type"] for event in events] == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]
+        assert all(event["timestamp"] > 1.7e9 for event in events)
+        first, tokens = events[0]["timestamp"], thrice["0"]["ttft"]
+        assert events[2]["timestamp"] - first == pytest.approx(tokens, abs=1e-5)
+        tracked, _ = written("--output-request-events", f"{BATCHING}-track-generated-token-events")
+        events = tracked["0"]["events"]
+        ids = [event["payload"]["token_id"] for event in events if event["type"] == "GENERATED_TOKEN"]
+        assert ids == tracked["0"]["generated_tokens"]
+        times = [event["timestamp"] for event in events]
+        assert times == sorted(times)
+
+    def test_captured_steps_and_those_launched_ahead_are_counted(self, written):
+        """A prefill, which is eager, and seven decodes of one graph, all but the first launched ahead."""
+        flags = ("--cuda-graph-impl", "local", "--prompts", "The import statement", "--ignore-eos")
+        one, counts = written(*flags)
+        assert one["0"]["step_count"] == 8
+        (steps,) = one["0"]["cuda_graph_request_count_map"].values()
+        assert (steps, one["async_sched_step_count"]) == (7, 6)
+        assert one["async_sched_compaction_step_count"] == 0
+        assert counts["async_sched_step_count"] == 6
+        flags = (*flags[:-1], "--termination-id", str(one["0"]["generated_tokens"][3]))
+        ended, _ = written(*flags)
+        assert len(ended["0"]["generated_tokens"]) == ended["0"]["step_count"] == 4
+        assert ended["async_sched_step_count"] == 2
+        assert ended["async_sched_compaction_step_count"] == 1, "the fifth step had been launched"
+
+    @pytest.mark.parametrize("form", ["full", "megatron"])
+    def test_every_nth_result_and_the_last(self, written, form):
+        """Results keep their ids; throughput counts all requests."""
+        more = ("--output-format", form, "--inference-repeat-n", "2", "--output-every-n-results", "2")
+        every, _ = written(*more)
+        ids = {key for key in every if key.isdigit()}
+        assert ids == ({"0", "2"} if form == "megatron" else {"0", "2", "3", "5"})
+        assert len(every["throughput"]) == 2
+
+    def test_throughput_alone_or_not_at_all(self, written):
+        only, counts = written("--throughput-check-only")
+        assert list(only) == ["throughput"]
+        assert "throughput" in counts
+        without, counts = written("--no-record-throughput")
+        assert "throughput" not in without
+        assert "throughput" not in counts
+        assert "throughput" not in written("--no-record-throughput", *FULL)[0]

@@ -53,7 +53,16 @@ def error_line(capfd):
 def test_prompts_to_table_and_json(prompt_file, tmp_path, capfd):
     path = prompt_file('{"token_ids": [1, 2, 3]}', '{"token_ids": [4], "num_tokens_to_generate": 2}')
     output = tmp_path / "out.json"
-    argv = ["--prompt-file", path, "--num-tokens-to-generate", "5", "--output-path", str(output)]
+    argv = [
+        "--prompt-file",
+        path,
+        "--num-tokens-to-generate",
+        "5",
+        "--output-path",
+        str(output),
+        "--output-format",
+        "full",
+    ]
     assert main([*TINY, *argv, "--output-request-events", "--inference-repeat-n", "2"]) == DONE
     assert "4 requests: 14 tokens generated" in capfd.readouterr().out
     results = json.loads(output.read_text())
@@ -194,7 +203,7 @@ def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
     assert main(["--load", saved, *common, "--output-path", str(outputs[1])]) == DONE
     one, two = (json.loads(output.read_text()) for output in outputs)
     assert one["0"]["logprobs"] == pytest.approx(two["0"]["logprobs"], rel=1e-4, abs=1e-4)
-    assert two["model"] == saved
+    assert json.loads((tmp_path / "two.run.json").read_text())["model"] == saved
 
 
 def test_a_process_of_its_own_reads_standard_input():

@@ -22,8 +22,9 @@ PROMPT = [5, 6, 7, 8] * 4
 def run(tmp_path, capfd):
     def run_lines(*flags: str, expected: int = DONE, **fields: object) -> dict | str:
         prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+        results = ("--output-path", str(output), "--output-format", "full")
         prompts.write_text("".join(json.dumps({"token_ids": PROMPT} | one) + "\n" for one in ({}, fields)))
-        assert main([*TINY, *flags, "--prompt-file", str(prompts), "--output-path", str(output)]) == expected
+        assert main([*TINY, *flags, "--prompt-file", str(prompts), *results]) == expected
         return json.loads(output.read_text()) if expected == DONE else capfd.readouterr().err
 
     return run_lines

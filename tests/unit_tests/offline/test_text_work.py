@@ -54,8 +54,9 @@ def run(folder: Path, lines: list[dict], *flags: str) -> None:
 def test_a_prompt_is_tokenized_once(tmp_path, tokenized, detokenized, flags):
     """However often it runs; the JSON has the text that was submitted, and nothing is read back for it."""
     output = tmp_path / "out.json"
+    results = ("--output-path", str(output), "--output-format", "full")
     batches = ("--drain-between-batches", "--batch-boundaries", "0,1")
-    run(tmp_path, [{"text": text} for text in TEXTS], "--output-path", str(output), *batches, *flags)
+    run(tmp_path, [{"text": text} for text in TEXTS], *results, *batches, *flags)
     assert tokenized == Counter(TEXTS)
     results = json.loads(output.read_text())
     passes = 3 if "--inference-repeat-n" in flags else 1
@@ -66,7 +67,8 @@ def test_a_prompt_is_tokenized_once(tmp_path, tokenized, detokenized, flags):
 def test_ids_are_read_once_for_the_json(tmp_path, detokenized):
     """The lines of ended requests, the table, and every repetition reuse the texts."""
     output = tmp_path / "out.json"
-    run(tmp_path, [{"token_ids": ids} for ids in IDS], "--output-path", str(output), "--inference-repeat-n", "2")
+    flags = ("--output-path", str(output), "--output-format", "full", "--inference-repeat-n", "2")
+    run(tmp_path, [{"token_ids": ids} for ids in IDS], *flags)
     results = json.loads(output.read_text())
     assert [results[str(i)]["input_prompt"] for i in range(4)] == [" ".join(map(str, ids)) for ids in IDS] * 2
     assert [detokenized[ids] for ids in IDS] == [1, 1]

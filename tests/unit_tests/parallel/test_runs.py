@@ -57,7 +57,7 @@ def run(tmp_path: Path, size: int, flags: Sequence[str]) -> tuple[dict, list[str
     """The JSON, and what the ranks have on standard output."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / f"out{size}.json"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    files = ["--prompt-file", str(prompts), "--output-path", str(output)]
+    files = ["--prompt-file", str(prompts), "--output-path", str(output), "--output-format", "full"]
     outcomes = run_world(run_tool, size, [*files, *SIZES, *flags], 0, "nothing")
     assert set(exit_codes(outcomes)) <= {0, 1}, [one.describe() for one in outcomes]
     return json.loads(output.read_text()), [one.stdout for one in outcomes]
