@@ -1,6 +1,7 @@
 """Functional test cases: what they run, and how.
 
-A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml`, `golden_values.json` and the prompts. The YAML
+A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml`, `golden_values.json`,
+`golden_values.run.json` and the prompts. The YAML
 file has the flags of one run as typed (`flags`), the metrics to compare (`metrics`, see `checker.METRICS`) and whether
 the run must see the cache (`must_see_cache`, true unless said otherwise). Nothing here fails where a folder is
 incomplete: that is the business of this folder's own tests.
@@ -16,12 +17,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tests.forked import fork
-from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, OUTCOME
+from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, OUTCOME, Results
 
 CASES = Path(__file__).resolve().parent / "test_cases"
 STATE_ROUNDING = 5e-3  # of log-probs: a tenth of what 95 of 100 tokens may differ by with the cache on and off
@@ -76,41 +76,59 @@ class Case:
 
     @property
     def golden_path(self) -> Path:
-        """Path of the golden values, which may not exist yet."""
+        """Path of the requests' golden values, which may not exist yet."""
         return self.folder / "golden_values.json"
 
-    def golden_values(self) -> dict[str, Any]:
+    @property
+    def golden_run_path(self) -> Path:
+        """Path of the golden counts of the run, which may not exist yet."""
+        return self.folder / "golden_values.run.json"
+
+    def golden_values(self) -> Results:
         """Golden values of the case.
 
         Raises:
-            FileNotFoundError: If the file does not exist; the message names the command that makes it.
+            FileNotFoundError: If a file does not exist; the message names the command that makes it.
         """
-        if not self.golden_path.is_file():
-            raise FileNotFoundError(f"{self.name} has no {self.golden_path.name}; `{self.regenerate}` writes it")
-        return json.loads(self.golden_path.read_text(encoding="utf-8"))
+        paths = self.golden_path, self.golden_run_path
+        for path in paths:
+            if not path.is_file():
+                raise FileNotFoundError(f"{self.name} has no {path.name}; `{self.regenerate}` writes it")
+        return Results(*(json.loads(path.read_text(encoding="utf-8")) for path in paths))
 
     @property
     def regenerate(self) -> str:
         """The command that writes its golden values."""
         return f"make golden ARGS={self.name}"
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Results:
         """Run the tool in a process of its own, as `python tools/run_inference.py` does after its imports.
 
         Returns:
-            The JSON that it writes, with events.
+            Both files that it writes, with events.
 
         Raises:
             RuntimeError: If it does not end with exit code 0; has what it wrote on standard error.
         """
         with tempfile.TemporaryDirectory() as folder:
-            output, errors = Path(folder) / "results.json", Path(folder) / "stderr"
-            arguments = [*self.flags, "--output-path", str(output), "--output-request-events"]
+            errors = Path(folder) / "stderr"
+            arguments = [*self.flags, *output_flags(Path(folder))]
             process = fork(_run_tool, arguments, self.folder, errors)
             process.join()
             if process.exitcode != 0:
                 raise RuntimeError(f"{self.name}: exit code {process.exitcode}: {errors.read_text(encoding='utf-8')}")
-            return json.loads(output.read_text(encoding="utf-8"))
+            return read_results(Path(folder))
+
+
+def output_flags(folder: Path) -> list[str]:
+    """Flags that make a run write both files, with events, into a folder."""
+    return ["--output-path", str(folder / "results.json"), "--output-request-events"]
+
+
+def read_results(folder: Path) -> Results:
+    """Read both files that a run with `output_flags` has written."""
+    names = "results.json", "results.run.json"
+    return Results(*(json.loads((folder / name).read_text(encoding="utf-8")) for name in names))
 
 
 def _run_tool(arguments: list[str], folder: Path, errors: Path) -> None:

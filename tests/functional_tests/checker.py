@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.offline.results import SYSTEM_KEYS
+from megatron_ext.offline.results import MEGATRON_KEYS
 
 LOG_PROB_TOLERANCE = 1e-3  # absolute, fp32
 OUTCOME = ("generated_tokens", "generated_text", "logprobs")  # metrics that the cache must not change
 _NEIGHBOURS = 3  # tokens shown on each side of a difference
 _DECIMALS = 6  # of stored log-probs
 _TIMES = ("latency", "ttft")
-_NOT_STORED = ("throughput", "mem-max-allocated-bytes", "version", "speculation")
+_NOT_STORED = ("throughput", "mem-max-allocated-bytes", "version")
 _LOG_PROBS = ("prompt_logprobs", "generated_logprobs", "logprobs")
 _TOP_N = ("top_n_logprobs", "prompt_top_n_logprobs")
 _COUNTS = (
@@ -21,6 +22,7 @@ _COUNTS = (
     "error",
     "finish_reason",
     "step_count",
+    "request_step_count",
     "prompt_token_count",
     "matched_block_count",
     "skipped_prefill_token_count",
@@ -28,35 +30,59 @@ _COUNTS = (
     "recomputed_token_count",
     "prefill_reasons",
 )
-_SYSTEM_VALUES = ("model", "lifetime_prefill_token_count", "lifetime_skipped_token_count", "prefix_cache", "geometry")
+_PASS_VALUES = tuple(key for key in MEGATRON_KEYS if key not in _NOT_STORED)
+_SYSTEM_VALUES = (
+    "model",
+    "lifetime_prefill_token_count",
+    "lifetime_skipped_token_count",
+    "prefix_cache",
+    "speculation",
+    "geometry",
+)
 
 
-def golden_values(results: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Results:
+    """Both files of a run.
+
+    Attributes:
+        requests: Entries by request id, and Megatron's counts, as `--output-path` has them.
+        run: Counts of the run, as in the file beside it.
+    """
+
+    requests: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """The entries of requests alone."""
+        return {key: entry for key, entry in self.requests.items() if key not in MEGATRON_KEYS}
+
+
+def golden_values(results: Results) -> Results:
     """Stored part of a run: no times, no memory, no version."""
-    system = {key: results[key] for key in SYSTEM_KEYS if key not in _NOT_STORED}
-    return {key: _golden_request(entry) for key, entry in requests(results).items()} | system
+    counts = {key: results.requests[key] for key in _PASS_VALUES}
+    return Results(
+        {key: _golden_request(entry) for key, entry in results.entries.items()} | counts,
+        {key: value for key, value in results.run.items() if key not in _NOT_STORED},
+    )
 
 
-def without_rounding(fresh: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+def without_rounding(fresh: Results, stored: Results) -> Results:
     """`fresh` golden values with the stored log-probs where these are within the tolerance: no diff by another CPU."""
-    settled = dict(fresh)
-    for key, entry in requests(fresh).items():
-        known = stored.get(key, {})
+    settled = dict(fresh.requests)
+    for key, entry in fresh.entries.items():
+        known = stored.entries.get(key, {})
         settled[key] = entry | {
             name: known[name]
             for name in (*_LOG_PROBS, *_TOP_N)
             if name in entry and name in known and not any(_apart(name, known[name], entry[name]))
         }
-    return settled
-
-
-def requests(results: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are requests."""
-    return {key: entry for key, entry in results.items() if key not in SYSTEM_KEYS}
+    return Results(settled, fresh.run)
 
 
 def differences(
-    golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence[str], tolerance: float = LOG_PROB_TOLERANCE
+    golden: Results, fresh: Results, metrics: Sequence[str], tolerance: float = LOG_PROB_TOLERANCE
 ) -> list[str]:
     """Differences of a fresh run from the golden values, a line each, requests in golden order; empty if equal.
 
@@ -72,7 +98,7 @@ def differences(
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown or not metrics:
         raise ValueError(f"metrics {unknown or 'missing'}; known are {', '.join(METRICS)}")
-    expected, got = requests(golden), requests(fresh)
+    expected, got = golden.entries, fresh.entries
     found = [f"request {key} is missing" for key in expected if key not in got]
     found += [f"request {key} has no golden values" for key in got if key not in expected]
     for key in (key for key in expected if key in got):
@@ -82,7 +108,8 @@ def differences(
             elif name in _REQUEST_METRICS:
                 found += _REQUEST_METRICS[name](f"request {key}", expected[key], got[key])
     if "system" in metrics:
-        found += _unequal("the run", golden, fresh, _SYSTEM_VALUES)
+        found += _unequal("the last pass", golden.requests, fresh.requests, _PASS_VALUES)
+        found += _unequal("the run", golden.run, fresh.run, _SYSTEM_VALUES)
     return found
 
 

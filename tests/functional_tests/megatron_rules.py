@@ -5,10 +5,11 @@ Its own file, if the environment variable `MEGATRON_CHECKER` names it, is run be
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
+import runpy
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,13 @@ _COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], list[str]]] = {
 COMPARED = tuple(_COMPARED)
 
 
-def run_megatrons_checker(
-    golden: dict[str, Any], current: dict[str, Any], metrics: Sequence[str], folder: Path
-) -> None:
+def run_megatrons_checker(golden: dict[str, Any], current: dict[str, Any], metrics: Sequence[str]) -> None:
     """Run Megatron's own checker, if `MEGATRON_CHECKER` names its file or the folder with it; else do nothing.
 
     Args:
         golden: Golden values.
         current: Results of a run.
         metrics: As in `problems`.
-        folder: Folder for the files that it reads.
 
     Raises:
         AssertionError: It found a difference.
@@ -118,13 +116,9 @@ def run_megatrons_checker(
         return
     path = Path(os.environ[CHECKER_VARIABLE])
     path = path / "test_inference_regular_pipeline.py" if path.is_dir() else path
-    spec = importlib.util.spec_from_file_location("megatrons_checker", path)
-    assert spec is not None, f"{path} is no Python file"
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    files = [folder / name for name in ("golden.json", "current.json", "model_config.yaml")]
     texts = json.dumps(golden), json.dumps(current), yaml.safe_dump({"METRICS": list(metrics)})
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
-    module.test_inference_pipeline(*map(str, files))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("golden.json", "current.json", "model_config.yaml")]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text, encoding="utf-8")
+        runpy.run_path(str(path))["test_inference_pipeline"](*map(str, files))

@@ -21,10 +21,11 @@ def main() -> None:
     for name in names:
         case = read_case(folders[name])
         values = golden_values(case.run())
-        if case.golden_path.is_file():
+        if case.golden_path.is_file() and case.golden_run_path.is_file():
             values = without_rounding(values, case.golden_values())
-        case.golden_path.write_text(to_json(values), encoding="utf-8")
-        print(f"wrote {case.golden_path}")
+        for path, content in ((case.golden_path, values.requests), (case.golden_run_path, values.run)):
+            path.write_text(to_json(content), encoding="utf-8")
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.scheduling.step import ScheduledStep
-from tests.functional_tests.cases import Case, find_cases
-from tests.functional_tests.checker import OUTCOME, differences, requests
+from tests.functional_tests.cases import Case, find_cases, output_flags, read_results
+from tests.functional_tests.checker import OUTCOME, Results, differences
 from tests.priority import TestPriority
 from tools.run_inference import main
 
@@ -27,27 +26,26 @@ each_caching_case = pytest.mark.parametrize("case", CACHING, ids=lambda case: ca
 
 
 @pytest.fixture
-def run_here(tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
+def run_here(tmp_path, monkeypatch) -> Callable[..., Results]:
     """A function: the results of a case with more flags, run in this process."""
 
-    def run(case: Case, *flags: str) -> dict[str, Any]:
+    def run(case: Case, *flags: str) -> Results:
         monkeypatch.chdir(case.folder)
-        output = tmp_path / "results.json"
-        assert main([*case.flags, *flags, "--output-path", str(output), "--output-request-events"]) == 0
-        return json.loads(output.read_text(encoding="utf-8"))
+        assert main([*case.flags, *flags, *output_flags(tmp_path)]) == 0
+        return read_results(tmp_path)
 
     return run
 
 
 @functools.cache
-def golden_of(name: str) -> dict[str, Any]:
+def golden_of(name: str) -> Results:
     """Golden values of a case: read when a test needs them, so that one without any fails alone."""
     return CASES[name].golden_values()
 
 
 def entries(name: str) -> list[dict[str, Any]]:
     """Golden values of a case's requests, in order of submission."""
-    return list(requests(golden_of(name)).values())
+    return list(golden_of(name).entries.values())
 
 
 def token_ids(entry: dict[str, Any]) -> list[int]:
@@ -66,11 +64,11 @@ def test_there_are_caching_cases():
 def test_something_was_skipped(case: Case):
     """KV-11, EX-2: every prompt token is skipped or computed, with a reason, and some are skipped."""
     golden = golden_of(case.name)
-    assert golden["prefix_cache"] is not None, "its cache is off: let it say must_see_cache: false"
-    assert golden["lifetime_skipped_token_count"] > 0
-    assert golden["prefix_cache"]["hits"] > 0
+    assert golden.run["prefix_cache"] is not None, "its cache is off: let it say must_see_cache: false"
+    assert golden.run["lifetime_skipped_token_count"] > 0
+    assert golden.run["prefix_cache"]["hits"] > 0
     skipped = computed = recomputed = 0
-    for entry in requests(golden).values():
+    for entry in golden.entries.values():
         assert sum(entry["prefill_reasons"].values()) == entry["computed_prefill_token_count"]
         assert (
             entry["skipped_prefill_token_count"] + entry["computed_prefill_token_count"] == entry["prompt_token_count"]
@@ -78,13 +76,13 @@ def test_something_was_skipped(case: Case):
         skipped += entry["skipped_prefill_token_count"]
         computed += entry["computed_prefill_token_count"]
         recomputed += entry["recomputed_token_count"]
-    assert golden["lifetime_skipped_token_count"] == skipped
-    assert golden["lifetime_prefill_token_count"] == computed + recomputed
+    assert golden.run["lifetime_skipped_token_count"] == skipped
+    assert golden.run["lifetime_prefill_token_count"] == computed + recomputed
 
 
-def assert_within_16_bits(golden: dict[str, Any], off: dict[str, Any]) -> None:
+def assert_within_16_bits(golden: Results, off: Results) -> None:
     """States of 16 bits are rounded where a prefill begins and ends, so log-probs depend on where that is."""
-    pairs = zip(requests(golden).values(), requests(off).values(), strict=True)
+    pairs = zip(golden.entries.values(), off.entries.values(), strict=True)
     both = [zip(a["generated_logprobs"], b["generated_logprobs"], strict=True) for a, b in pairs]
     apart = sorted(abs(one - other) for request in both for one, other in request)
     assert apart[int(0.95 * (len(apart) - 1))] <= math.log(1.05)
@@ -101,9 +99,9 @@ def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
     else:
         assert differences(golden, off, case.outcome) == []
     assert differences(golden, off, ["counts"])
-    assert off["prefix_cache"] is None
-    assert off["lifetime_skipped_token_count"] == 0
-    for entry in requests(off).values():
+    assert off.run["prefix_cache"] is None
+    assert off.run["lifetime_skipped_token_count"] == 0
+    for entry in off.entries.values():
         assert set(entry["prefill_reasons"]) <= {"caching_off", "opted_out"}
 
 
@@ -159,19 +157,19 @@ def test_a_shared_prefix_is_computed_once():
     system, new = others[:3] + others[-1:], others[3:6]
     assert [entry["skipped_prefill_token_count"] for entry in system] == [40] * 4
     assert [entry["skipped_prefill_token_count"] for entry in new] == [0, 32, 32]
-    assert golden_of("attention/shared_prefix")["prefix_cache"]["coordination_waits"] == 2
+    assert golden_of("attention/shared_prefix").run["prefix_cache"]["coordination_waits"] == 2
 
 
 def test_each_policy_evicts_in_its_own_way():
     """KV-4: `lru` keeps what fits and evicts the ends of sequences first; `ref_zero` keeps no unused block."""
     lru, ref_zero = (golden_of(f"attention/eviction_{policy}") for policy in ("lru", "ref_zero"))
     assert differences(lru, ref_zero, ["generated_tokens"]) == []
-    assert lru["prefix_cache"]["blocks_evicted"] > 0
-    assert lru["prefix_cache"]["blocks_cached"] > 0
-    assert ref_zero["prefix_cache"]["blocks_cached"] == 0
-    first, *later = [entry["matched_block_count"] for entry in requests(lru).values()]
+    assert lru.run["prefix_cache"]["blocks_evicted"] > 0
+    assert lru.run["prefix_cache"]["blocks_cached"] > 0
+    assert ref_zero.run["prefix_cache"]["blocks_cached"] == 0
+    first, *later = [entry["matched_block_count"] for entry in lru.entries.values()]
     assert (first, later) == (0, [3, 0, 4, 0, 4, 3, 3, 0, 0])
-    assert [entry["matched_block_count"] for entry in requests(ref_zero).values()] == [0, 3, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert [entry["matched_block_count"] for entry in ref_zero.entries.values()] == [0, 3, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_an_evicted_request_finds_its_own_blocks():
@@ -190,7 +188,7 @@ def test_a_cached_prefix_is_skipped_in_one_go():
     """FX-3: prefill takes as many steps as what is not cached needs, however long the prompt is."""
     for entry in entries("attention/chunked_warm")[:4]:  # the last two share a step's tokens
         prefill_steps = -(-entry["computed_prefill_token_count"] // 20)
-        assert entry["step_count"] == prefill_steps + len(entry["generated_tokens"]) - 1
+        assert entry["request_step_count"] == prefill_steps + len(entry["generated_tokens"]) - 1
     warm = entries("attention/chunked_warm")[1:]
     assert min(entry["skipped_prefill_token_count"] for entry in warm) > 20
 
@@ -217,7 +215,7 @@ def test_a_hybrid_resumes_in_its_own_answer():
 def test_blocks_outlive_snapshots():
     """HY-2, HY-5: few slots let blocks match beyond the resume position, from which the turn is computed."""
     got = entries("hybrid/evicted_snapshots")
-    assert golden_of("hybrid/evicted_snapshots")["prefix_cache"]["slots_evicted"] > 0
+    assert golden_of("hybrid/evicted_snapshots").run["prefix_cache"]["slots_evicted"] > 0
     assert any(entry["prefill_reasons"].get("no_snapshot", 0) > 16 for entry in got)
 
 
@@ -230,7 +228,7 @@ def test_the_second_sighting_resumes_and_leaves_states_where_prefixes_part():
     got = entries("hybrid/shared_prefix")
     assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384, 384, 256, 512]
     assert got[5]["prefill_reasons"]["no_snapshot"] == 96
-    counts = golden_of("hybrid/shared_prefix")["prefix_cache"]
+    counts = golden_of("hybrid/shared_prefix").run["prefix_cache"]
     assert [counts[f"provisional_{name}"] for name in ("taken", "consumed", "given_up", "slots")] == [4, 2, 0, 2]
 
 
@@ -238,4 +236,4 @@ def test_states_at_the_end_of_many_chunks_are_kept():
     """FX-2, FX-3: the boundary lay in the ninth chunk of the first; the others compute their ends in one step."""
     got = entries("hybrid/chunked_warm")
     assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384]
-    assert [entry["step_count"] - len(entry["generated_tokens"]) + 1 for entry in got] == [9, 1, 1, 1]
+    assert [entry["request_step_count"] - len(entry["generated_tokens"]) + 1 for entry in got] == [9, 1, 1, 1]

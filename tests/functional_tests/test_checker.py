@@ -8,10 +8,17 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, differences, golden_values, without_rounding
+from tests.functional_tests.checker import (
+    LOG_PROB_TOLERANCE,
+    METRICS,
+    Results,
+    differences,
+    golden_values,
+    without_rounding,
+)
 
 
-def fresh_run() -> dict:
+def fresh_run() -> Results:
     """A run of two requests as the tool writes it."""
     request = {
         "input_prompt": "1 2 3",
@@ -19,7 +26,8 @@ def fresh_run() -> dict:
         "generated_tokens": [7, 8],
         "latency": 2.0,
         "ttft": 0.5,
-        "step_count": 2,
+        "step_count": 4,
+        "request_step_count": 2,
         "status": "COMPLETED",
         "error": None,
         "finish_reason": "length",
@@ -29,7 +37,7 @@ def fresh_run() -> dict:
         "computed_prefill_token_count": 3,
         "recomputed_token_count": 0,
         "prefill_reasons": {"caching_off": 3},
-        "prompt_logprobs": None,
+        "prompt_logprobs": [],
         "generated_logprobs": [-0.25, -0.5],
         "logprobs": [-0.25, -0.5],
         "top_n_logprobs": [{"7": -0.25, "9": -2.0}, {"8": -0.5, "4": -3.0}],
@@ -40,35 +48,40 @@ def fresh_run() -> dict:
             {"type": "FINISH", "timestamp": 3.0, "payload": None},
         ],
     }
-    return {
-        "0": request,
-        "1": copy.deepcopy(request),
+    counts = {
         "throughput": [2.0],
         "mem-max-allocated-bytes": 1000,
         "lifetime_prefill_token_count": 6,
+        "async_sched_step_count": 0,
+        "async_sched_compaction_step_count": 0,
+    }
+    run = {
         "lifetime_skipped_token_count": 0,
         "model": "a model",
         "version": "0.1.0",
         "prefix_cache": None,
         "prefix_cache_lost": None,
+        "speculation": None,
         "geometry": {"blocks": 10},
     }
+    return Results({"0": request, "1": copy.deepcopy(request)} | counts, counts | run)
 
 
-def set_to(*path_and_value) -> Callable[[dict], None]:
-    """A change to a run: the last argument goes where the others lead."""
+def set_to(*path_and_value) -> Callable[[Results], None]:
+    """A change to a request's entry or to a count of the run: the last argument goes where the others lead."""
     *path, last, value = path_and_value
 
-    def change(run: dict) -> None:
+    def change(results: Results) -> None:
+        place = results.requests if (*path, last)[0].isdigit() else results.run
         for key in path:
-            run = run[key]
-        run[last] = value
+            place = place[key]
+        place[last] = value
 
     return change
 
 
-def swap_events(run: dict) -> None:
-    events = run["1"]["events"]
+def swap_events(run: Results) -> None:
+    events = run.requests["1"]["events"]
     events[0]["type"], events[1]["type"] = events[1]["type"], events[0]["type"]
 
 
@@ -87,7 +100,7 @@ CHANGES = {
         set_to("0", "prompt_logprobs", [-1.0]),
         set_to("0", "top_n_logprobs", 1, "4", -2.5),
         set_to("0", "top_n_logprobs", 1, {"8": -0.5, "5": -3.0}),
-        lambda run: run["0"].pop("logprobs"),
+        lambda run: run.requests["0"].pop("logprobs"),
     ],
     "counts": [
         set_to("0", "matched_block_count", 1),
@@ -98,9 +111,9 @@ CHANGES = {
         set_to("0", "step_count", 3),
         set_to("0", "status", "FAILED"),
         set_to("0", "finish_reason", "stop"),
-        lambda run: run["0"].pop("recomputed_token_count"),
+        lambda run: run.requests["0"].pop("recomputed_token_count"),
     ],
-    "events": [swap_events, lambda run: run["0"]["events"].pop(), lambda run: run["0"].pop("events")],
+    "events": [swap_events, lambda run: run.requests["0"]["events"].pop(), lambda run: run.requests["0"].pop("events")],
     "times": [
         set_to("0", "ttft", 0.0),
         set_to("0", "ttft", 2.5),
@@ -109,26 +122,31 @@ CHANGES = {
     ],
     "system": [
         set_to("lifetime_prefill_token_count", 5),
+        lambda run: run.requests.update(lifetime_prefill_token_count=5),
+        lambda run: run.requests.pop("async_sched_step_count"),
         set_to("lifetime_skipped_token_count", 1),
         set_to("prefix_cache", {"hits": 1}),
         set_to("geometry", "blocks", 11),
         set_to("model", "another model"),
-        lambda run: run.pop("lifetime_prefill_token_count"),
+        lambda run: run.run.pop("lifetime_prefill_token_count"),
+        set_to("speculation", {"verification_count": 1}),
     ],
 }
 EACH_CHANGE = [(metric, change) for metric, changes in CHANGES.items() for change in changes]
 
 
 @pytest.fixture
-def golden() -> dict:
+def golden() -> Results:
     return golden_values(fresh_run())
 
 
 def test_an_equal_run_has_no_differences(golden):
     run = fresh_run()
-    run["throughput"], run["mem-max-allocated-bytes"], run["version"] = [9.0], 1, "9.9"
-    run["0"]["logprobs"][0] += 0.9 * LOG_PROB_TOLERANCE
-    run["0"]["latency"], run["0"]["ttft"] = 20.0, 20.0
+    for file in (run.requests, run.run):
+        file["throughput"], file["mem-max-allocated-bytes"] = [9.0], 1
+    run.run["version"] = "9.9"
+    run.requests["0"]["logprobs"][0] += 0.9 * LOG_PROB_TOLERANCE
+    run.requests["0"]["latency"], run.requests["0"]["ttft"] = 20.0, 20.0
     assert differences(golden, run, METRICS) == []
 
 
@@ -147,14 +165,14 @@ def test_a_change_is_seen_by_its_metric_alone(golden, metric, change):
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_missing_request_and_a_new_one_are_seen_whatever_is_compared(golden, metric):
     run = fresh_run()
-    run["2"] = run.pop("1")
+    run.requests["2"] = run.requests.pop("1")
     assert differences(golden, run, [metric]) == ["request 1 is missing", "request 2 has no golden values"]
 
 
 def test_a_difference_names_place_and_values(golden):
     run = fresh_run()
-    run["1"]["generated_tokens"] = [7, 9]
-    run["0"]["logprobs"][1] = -0.75
+    run.requests["1"]["generated_tokens"] = [7, 9]
+    run.requests["0"]["logprobs"][1] = -0.75
     assert differences(golden, run, METRICS) == [
         "request 0: logprobs[1] is -0.75, golden -0.5, 0.25 apart (tolerance 0.001)",
         "request 1: generated_tokens[1] is 7 >9<, golden 7 >8<",
@@ -173,15 +191,15 @@ def test_a_difference_names_place_and_values(golden):
 )
 def test_the_first_token_that_differs_is_shown_between_its_neighbours(golden, tokens, expected):
     run = fresh_run()
-    golden["0"]["generated_tokens"], run["0"]["generated_tokens"] = list(range(10)), tokens
+    golden.requests["0"]["generated_tokens"], run.requests["0"]["generated_tokens"] = list(range(10)), tokens
     assert differences(golden, run, ["generated_tokens"]) == [f"request 0: generated_tokens{expected}"]
 
 
 def test_of_the_cache_only_what_differs_is_shown(golden):
     run = fresh_run()
-    golden["prefix_cache"] = {"hits": 3, "blocks_total": 10, "slots_evicted": 8}
-    run["prefix_cache"] = {"hits": 1, "blocks_total": 10, "snapshots_replaced": 8}
-    run["0"]["prefill_reasons"] = {"caching_off": 2, "last_token": 1}
+    golden.run["prefix_cache"] = {"hits": 3, "blocks_total": 10, "slots_evicted": 8}
+    run.run["prefix_cache"] = {"hits": 1, "blocks_total": 10, "snapshots_replaced": 8}
+    run.requests["0"]["prefill_reasons"] = {"caching_off": 2, "last_token": 1}
     assert differences(golden, run, METRICS) == [
         "request 0: prefill_reasons: caching_off is 2, golden 3",
         "request 0: prefill_reasons: last_token is new: 1",
@@ -189,13 +207,13 @@ def test_of_the_cache_only_what_differs_is_shown(golden):
         "the run: prefix_cache: slots_evicted is missing",
         "the run: prefix_cache: snapshots_replaced is new: 8",
     ]
-    run["prefix_cache"] = None
+    run.run["prefix_cache"] = None
     assert differences(golden, run, ["system"]) == ["the run: prefix_cache is None, golden an object of 3 keys"]
 
 
 def test_of_many_log_probs_the_first_and_the_largest_are_shown(golden):
     run = fresh_run()
-    run["0"]["top_n_logprobs"] = [{"7": -0.26, "9": -2.0}, {"8": -0.5, "4": -3.5}]
+    run.requests["0"]["top_n_logprobs"] = [{"7": -0.26, "9": -2.0}, {"8": -0.5, "4": -3.5}]
     assert differences(golden, run, ["logprobs"]) == [
         "request 0: top_n_logprobs[0][7] is -0.26, golden -0.25, 0.01 apart; 1 more, the largest 0.5 (tolerance 0.001)"
     ]
@@ -210,18 +228,18 @@ def test_metrics_must_be_known_and_given(golden, metrics):
 
 def test_written_anew_golden_values_do_not_follow_the_rounding_of_a_cpu(golden):
     run = fresh_run()
-    run["0"]["logprobs"] = [-0.250002, -0.5]
-    run["0"]["top_n_logprobs"][0]["9"] = -2.000003
-    run["1"]["logprobs"] = [-0.252, -0.5]
-    run["1"]["finish_reason"] = "stop"
+    run.requests["0"]["logprobs"] = [-0.250002, -0.5]
+    run.requests["0"]["top_n_logprobs"][0]["9"] = -2.000003
+    run.requests["1"]["logprobs"] = [-0.252, -0.5]
+    run.requests["1"]["finish_reason"] = "stop"
     anew = without_rounding(golden_values(run), golden)
-    assert anew["0"] == golden["0"]
-    assert anew["1"] == golden["1"] | {"logprobs": [-0.252, -0.5], "finish_reason": "stop"}
-    assert without_rounding(golden_values(run), {}) == golden_values(run)
+    assert anew.requests["0"] == golden.requests["0"]
+    assert anew.requests["1"] == golden.requests["1"] | {"logprobs": [-0.252, -0.5], "finish_reason": "stop"}
+    assert without_rounding(golden_values(run), Results({}, {})) == golden_values(run)
 
 
 def test_golden_values_keep_no_times(golden):
-    assert "latency" not in golden["0"]
-    assert golden["0"]["events"][0] == {"type": "ADD_ENGINE", "payload": None}
-    assert not {"throughput", "mem-max-allocated-bytes", "version"} & golden.keys()
-    assert golden["model"] == "a model"
+    assert "latency" not in golden.requests["0"]
+    assert golden.requests["0"]["events"][0] == {"type": "ADD_ENGINE", "payload": None}
+    assert not {"throughput", "mem-max-allocated-bytes", "version"} & (golden.requests.keys() | golden.run.keys())
+    assert golden.run["model"] == "a model"

@@ -9,7 +9,8 @@ import pytest
 
 from tests.functional_tests.cases import CASES as CASES_FOLDER
 from tests.functional_tests.cases import Case, case_folders, find_cases, read_case
-from tests.functional_tests.checker import LOG_PROB_TOLERANCE, differences, golden_values, requests
+from tests.functional_tests.checker import LOG_PROB_TOLERANCE, differences, golden_values
+from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
@@ -28,15 +29,19 @@ def test_the_case_can_be_read(folder: Path):
 
 @each_case
 def test_fresh_run_equals_golden_values(case: Case):
-    found = differences(case.golden_values(), case.run(), case.metrics, case.tolerance)
+    """MF-6: a run has its golden values, and Megatron's checker takes both."""
+    golden, fresh = case.golden_values(), case.run()
+    found = differences(golden, fresh, case.metrics, case.tolerance)
+    found += problems(golden.requests, fresh.requests, case.outcome)
     assert not found, "\n".join([f"{case.name} (if it is meant to differ: `{case.regenerate}`)", *found])
+    run_megatrons_checker(golden.requests, fresh.requests, case.outcome)
 
 
 @each_case
 def test_golden_values_hold_no_times(case: Case):
     golden = case.golden_values()
-    assert not {"throughput", "mem-max-allocated-bytes", "version"} & golden.keys()
-    for entry in requests(golden).values():
+    assert not {"throughput", "mem-max-allocated-bytes", "version"} & (golden.requests.keys() | golden.run.keys())
+    for entry in golden.entries.values():
         assert not {"latency", "ttft"} & entry.keys()
         assert all(event.keys() == {"type", "payload"} for event in entry["events"])
 
@@ -46,13 +51,11 @@ def test_greedy_choices_are_clear(case: Case):
     """Greedy choices must be clear, since another CPU may choose the other of two close tokens.
 
     A case without log-probs is run with them.
-
-    A case without log-probs is run with them.
     """
     golden, margins = case.golden_values(), []
-    if any(not entry.get("top_n_logprobs") for entry in requests(golden).values()):
+    if any(not entry.get("top_n_logprobs") for entry in golden.entries.values()):
         golden = golden_values(dataclasses.replace(case, flags=(*case.flags, *SCORES)).run())
-    for entry in requests(golden).values():
+    for entry in golden.entries.values():
         for chosen, best in zip(entry["generated_logprobs"], entry["top_n_logprobs"], strict=True):
             first, second = sorted(best.values(), reverse=True)[:2]
             if chosen == first:  # not sampled
@@ -63,9 +66,9 @@ def test_greedy_choices_are_clear(case: Case):
 
 def test_pressure_really_pauses_and_evicts():
     (golden,) = (case.golden_values() for case in CASES if case.name.endswith("/pressure"))
-    types = {event["type"] for entry in requests(golden).values() for event in entry["events"]}
+    types = {event["type"] for entry in golden.entries.values() for event in entry["events"]}
     assert {"PAUSE", "EVICT"} <= types
-    assert sum(entry["recomputed_token_count"] for entry in requests(golden).values()) > 0
+    assert sum(entry["recomputed_token_count"] for entry in golden.entries.values()) > 0
 
 
 @each_case

@@ -219,11 +219,11 @@ def thrice(written) -> dict:
 class TestRuns:
     """What `tools/run_inference.py` writes."""
 
-    def test_the_checker_takes_it(self, once, thrice, tmp_path):
+    def test_the_checker_takes_it(self, once, thrice):
         """MF-6: three passes as well as one, since the ids of the last pass begin at 0."""
         golden = {key: once[0][key] for key in "012"} | {"throughput": [1.0]}
         assert problems(golden, thrice, megatron_rules.COMPARED) == []
-        run_megatrons_checker(golden, thrice, megatron_rules.COMPARED, tmp_path)
+        run_megatrons_checker(golden, thrice, megatron_rules.COMPARED)
         assert len(thrice["throughput"]) == 3
 
     def test_the_checker_can_fail(self, once, written):
