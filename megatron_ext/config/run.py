@@ -43,7 +43,7 @@ class RunConfig:
     output_every_n_results: int = 1  # every nth request, and the last one
     output_request_events: bool = False
     record_throughput: bool = True
-    throughput_check_only: bool = False  # the JSON output contains the throughput only
+    throughput_check_only: bool = False  # --output-path contains the throughput only
     inference_repeat_n: int = 1
     drain_between_batches: bool = False
     batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch

@@ -1,4 +1,4 @@
-"""Statistics of an engine, read once for the JSON output, metrics, status page and log."""
+"""Statistics of an engine, read once for results, metrics, status page and log."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EngineStatistics:
         )
 
     def prefix_cache(self) -> dict[str, int] | None:
-        """Return the `prefix_cache` object of the JSON output; None if caching is off."""
+        """Return the `prefix_cache` object of a run's counts; None if caching is off."""
         if not self.is_caching:
             return None
         use, counters = self.use, self.counters
@@ -100,7 +100,7 @@ class EngineStatistics:
         }
 
     def prefix_cache_lost(self) -> dict[str, int] | None:
-        """Return the `prefix_cache_lost` object of the JSON output (SI-6); None if caching is off."""
+        """Return the `prefix_cache_lost` object of a run's counts (SI-6); None if caching is off."""
         if not self.is_caching:
             return None
         counters = self.counters

@@ -37,7 +37,7 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """Effective sizes of the pools (EX-6), as printed at start-up and in the JSON output.
+    """Effective sizes of the pools (EX-6), as printed at start-up and in a run's counts.
 
     `live_states` counts the running state slots; with padded steps also two for padding (a running state and a
     snapshot), and with a cache four for snapshots of asynchronously launched steps until their hashes are known.

@@ -33,7 +33,7 @@ NO_DRAFT_MODEL = DraftMemory()
 
 @dataclass(frozen=True)
 class DraftKVCacheConfig:
-    """Sizes of the draft model's pools, as printed at start-up and in the JSON output.
+    """Sizes of the draft model's pools, as printed at start-up and in a run's counts.
 
     Attributes:
         block_bytes: Bytes of one block; the pool has as many as the target model's.

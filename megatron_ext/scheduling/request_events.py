@@ -40,5 +40,5 @@ class Event:
         return cls(event_type, time.monotonic(), payload)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the event as in the JSON output."""
+        """Return the event as in the results."""
         return {"type": self.type.name, "timestamp": self.timestamp, "payload": self.payload}

@@ -17,6 +17,7 @@ LISTS_OF_FIELDS = {
     "RequestParams": "the options of a request",
     "CoordinatorConfig": "the settings of a coordinator, those of its keys inherited",
     "RequestRecord": "all that is reported of a request",
+    "RunConfig": "all settings of an offline run",
     "GenerationRequest": "the body of a request",
     "CompletionRequest": "inherits its fields",
     "ChatRequest": "inherits its fields",

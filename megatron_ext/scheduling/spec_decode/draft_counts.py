@@ -34,7 +34,7 @@ class SpeculationUse:
         )
 
     def shown(self) -> dict[str, object]:
-        """Return the `speculation` object of the JSON output."""
+        """Return the `speculation` object of a run's counts."""
         return {
             "num_speculative_tokens": self.max_drafts,
             "verification_count": self.verifications,

@@ -131,7 +131,7 @@ def test_impossible_paths_are_refused_at_the_start(tmp_path, monkeypatch, path, 
 
 
 def test_the_path_of_the_runs_counts_is_checked(tmp_path):
-    """By default it is beside the requests; it is another file than theirs, and empty for none."""
+    """Default path beside the requests, another path, none, and the path of the requests, which is refused."""
     (tmp_path / "out.run.json").mkdir()
     (tmp_path / "counts").mkdir()
     beside = RunConfig(output_path=str(tmp_path / "out.json"))

@@ -217,7 +217,7 @@ def thrice(written) -> dict:
 
 
 class TestRuns:
-    """What `tools/run_inference.py` writes."""
+    """Files that `tools/run_inference.py` writes."""
 
     def test_the_checker_takes_it(self, once, thrice):
         """MF-6: three passes as well as one, since the ids of the last pass begin at 0."""
