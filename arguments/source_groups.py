@@ -22,6 +22,10 @@ SOURCE = FlagGroup(
         Flag("model_config", "YAML file of flags; flags on the command line override it", metavar="FILE.yaml"),
         Flag("use_checkpoint_args", "Let the checkpoint's model settings override flags, and log the differences"),
         Flag("model_provider", "Kind of model; the checkpoint or --num-layers must fit it", choices=MODEL_PROVIDERS),
+        Flag(
+            "moe_layer_freq",
+            "Layers of a GPT that have experts: every Nth from the first, or a list as in ([0]*1+[1]*3); default: all",
+        ),
         Flag("padded_vocab_size", "Rows of the embedding; default: the checkpoint's, else --vocab-size"),
         Flag(
             "generation_config",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config import MAX_LAYERS
+from megatron_ext.config.layers.moe_layers import EVERY_LAYER, moe_letters, parse_layer_freq
 from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, pattern_from_ratios, read_pattern
 from megatron_ext.errors import ConfigError
 
-_PATTERN, _COUNT, _PROVIDER = "hybrid-override-pattern", "num-layers", "model-provider"
+_PATTERN, _COUNT, _PROVIDER, _FREQ = "hybrid-override-pattern", "num-layers", "model-provider", "moe-layer-freq"
+_CHECKPOINTS = {"load", "load-hf"}
 _RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
 
 
@@ -37,8 +40,16 @@ def describe_layers(given: ParsedFlags) -> None:
                 given.without_effect.note(f"--{name}")
     elif any(ratios):
         values[_PATTERN] = _allocated(values.get(_COUNT), *ratios)
+    if _FREQ in values and not _uses_moe_layer_freq(values):
+        given.without_effect.note(f"--{_FREQ}")
     if values.get(_PROVIDER) == GPT:
         _describe_gpt(values)
+
+
+def _uses_moe_layer_freq(values: Mapping[str, object]) -> bool:
+    """Return whether --moe-layer-freq makes a pattern, or is compared with that of a checkpoint."""
+    makes_pattern = values.get(_PROVIDER) == GPT and "num-experts" in values and _PATTERN not in values
+    return makes_pattern or bool(_CHECKPOINTS & values.keys())
 
 
 def _set_recurrent_layer(values: dict[str, Any], kind: str) -> None:
@@ -50,21 +61,30 @@ def _set_recurrent_layer(values: dict[str, Any], kind: str) -> None:
 
 
 def _describe_gpt(values: dict[str, Any]) -> None:
-    if "num-experts" in values:
-        raise ConfigError(
-            f"--num-experts {values['num-experts']} with --model-provider {GPT} is refused: GPT models with experts "
-            "are not supported; use a hybrid pattern with E layers"
-        )
     if _PATTERN in values:
         if not is_gpt_pattern(values[_PATTERN]):
             raise ConfigError(
                 f"--model-provider {GPT} and --{_PATTERN} {values[_PATTERN]!r} contradict each other: each layer of a "
-                "GPT is an attention and an MLP; give --model-provider hybrid"
+                "GPT is an attention and an MLP or experts; give --model-provider hybrid"
             )
-    elif not {"load", "load-hf"} & values.keys():
+    elif not _CHECKPOINTS & values.keys():
         if _COUNT not in values:
             raise ConfigError(f"--model-provider {GPT} needs --{_COUNT}, or a checkpoint (--load, --load-hf)")
-        values[_PATTERN] = gpt_pattern(values.pop(_COUNT))
+        values[_PATTERN] = gpt_pattern(_mlps(values, _checked_count(values.pop(_COUNT))))
+
+
+def _mlps(values: dict[str, Any], count: int) -> str:
+    """Return - or E for each of the layers of a GPT."""
+    if "num-experts" not in values:
+        return "-" * count
+    text = values.get(_FREQ, str(EVERY_LAYER))
+    freq = parse_layer_freq(text)
+    try:
+        return moe_letters(freq, count)
+    except ValueError:
+        raise ConfigError(
+            f"--{_FREQ} {text} does not fit --{_COUNT} {count}; give a number of layers, or 0 or 1 for each of them"
+        ) from None
 
 
 def _allocated(count: int | None, attention: float, mlp: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import as_flag, differences
+from megatron_ext.config.layers.moe_layers import moe_letters, parse_layer_freq
 from megatron_ext.config.layers.pattern import GPT, gpt_layers, is_gpt_pattern
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
@@ -38,6 +39,7 @@ def fitting_overrides(
     """
     _check_provider(source, saved, directory, trained)
     _check_rows(source, saved, directory, trained)
+    _check_moe_layers(source, saved, directory)
     wanted = {name: value for name, value in overrides.items() if name != _COUNT}
     others = _count_that_differs(saved, overrides)
     if not source.use_checkpoint_args:
@@ -67,7 +69,29 @@ def _count_that_differs(saved: ModelConfig, overrides: FieldValues) -> dict[str,
 def _counts(saved: ModelConfig) -> str:
     pattern = saved.hybrid_override_pattern
     pairs = gpt_layers(pattern)
-    return f"{len(pattern)} layers" + (f", or {pairs} of an attention and an MLP each" if pairs else "")
+    return f"{len(pattern)} layers" + (f", or {pairs} layers of a GPT" if pairs else "")
+
+
+def _check_moe_layers(source: SourceConfig, saved: ModelConfig, directory: Path) -> None:
+    """Compare --moe-layer-freq with the layers of a GPT that have experts; other models have none to compare."""
+    pattern, text = saved.hybrid_override_pattern, source.moe_layer_freq
+    count = gpt_layers(pattern)
+    if text is None or count is None or not saved.is_moe:
+        return
+    stored = pattern[1::2]
+    try:
+        asked = moe_letters(parse_layer_freq(text), count)
+    except ValueError:
+        asked = ""
+    if asked == stored:
+        return
+    if not source.use_checkpoint_args:
+        raise ConfigError(
+            f"--moe-layer-freq {text} contradicts {directory}, whose layers are {pattern}; leave it out or load "
+            "another checkpoint"
+        )
+    if is_first_rank():
+        logger.warning("--use-checkpoint-args: %s decides over --moe-layer-freq %s", directory, text)
 
 
 def _check_provider(source: SourceConfig, saved: ModelConfig, directory: Path, trained: TrainingFacts | None) -> None:

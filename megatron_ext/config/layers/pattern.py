@@ -75,15 +75,19 @@ def _evenly(places: Iterable[int], gap: float) -> Iterator[int]:
             yield place
 
 
-def gpt_pattern(count: int) -> str:
-    """Return the pattern of a GPT of `count` layers."""
-    return "*-" * count
+def gpt_pattern(mlps: str) -> str:
+    """Return the pattern of a GPT.
+
+    Args:
+        mlps: For each layer - (an MLP) or E (experts).
+    """
+    return "".join(f"*{letter}" for letter in mlps)
 
 
 def is_gpt_pattern(pattern: str) -> bool:
-    """Return whether each pair of layers makes one GPT layer: attention or a replacement for it, and an MLP."""
+    """Return whether each pair of layers makes one GPT layer: attention or a replacement for it, and MLP or experts."""
     mixers, mlps = pattern[::2], pattern[1::2]
-    return len(mixers) == len(mlps) and set(mixers) <= {"*", "W", _RECURRENT} and set(mlps) <= {"-"}
+    return len(mixers) == len(mlps) and set(mixers) <= {"*", "W", _RECURRENT} and set(mlps) <= {"-", "E"}
 
 
 def gpt_layers(pattern: str) -> int | None:

@@ -13,7 +13,7 @@ class TrainingFacts:
     """Facts of a model that Megatron-LM trained.
 
     Attributes:
-        is_gpt: Whether the stored weights are a GPT's: each layer an attention and an MLP.
+        is_gpt: Whether the stored weights are a GPT's: each layer an attention and an MLP or experts.
         vocabulary_rows: Rows of the embedding, padding included.
         tokenizer_type: Tokenizer type of the run; None if absent or unknown here.
         tokenizer_model: Tokenizer file of the run, on any machine.

@@ -5,9 +5,9 @@ store the same tensors under other keys:
 
 - Local specs: a norm is a separate module, `decoder.layers.3.norm.weight` instead of
   `decoder.layers.3.mixer.in_proj.layer_norm_weight`. A model built from such a spec needs the reverse mapping.
-- GPT: a layer is an attention and an MLP, so layer n is our layers 2n and 2n + 1. The final norm has another name.
-  Often all layers are in one tensor [layers, ...], whose key has no number: `decoder.layers.mlp.linear_fc2.weight`. A
-  gated delta net in the place of attention is called attention, too.
+- GPT: a layer is an attention and an MLP or experts, so layer n is our layers 2n and 2n + 1. The final norm has another
+  name. Often all layers are in one tensor [layers, ...], or [layers, experts, ...], whose key has no number:
+  `decoder.layers.mlp.linear_fc2.weight`. A gated delta net in the place of attention is called attention, too.
 
 Only the description of the request changes; no tensor is copied.
 """
@@ -150,11 +150,13 @@ def _mapped(build: Callable[..., Any], change: Callable[[ShardedTensor], Sharded
 
 
 def _row_of_stack(shard: ShardedTensor, row: int, rows: int) -> ShardedTensor:
-    """Return one layer's tensor as a row of all layers' tensor, of which it is one fragment."""
-    assert shard.prepend_axis_num == 0, shard
+    """Return one layer's tensor as a row of all layers' tensor, of which it is one fragment.
+
+    An expert's tensor is a row of all experts' tensor already; in a stack the layers come before the experts.
+    """
     return dataclasses.replace(
         shard,
-        prepend_axis_num=1,
+        prepend_axis_num=shard.prepend_axis_num + 1,
         global_shape=(rows, *shard.global_shape),
         global_offset=(row, *shard.global_offset),
         axis_fragmentations=(rows, *shard.axis_fragmentations),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
+from megatron_ext.config.layers.moe_layers import EVERY_LAYER, moe_letters
 from megatron_ext.config.layers.pattern import pattern_from_ratios, read_pattern
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
@@ -48,6 +49,7 @@ _TAKEN_FOR_EXPERTS = (
     "moe_router_score_function",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
 )
@@ -71,7 +73,7 @@ _MUST_BE_OFF = (
 )
 # Megatron's hybrid models ignore the first; their patterns replace the others, which are for GPT.
 _MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "experimental_attention_variant", "linear_attention_freq")
-_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax")
+_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_router_force_load_balancing")
 _DELTA_NET = "gated_delta_net"
 _ALLOWED = {
     "position_embedding_type": POSITION_EMBEDDINGS,
@@ -90,7 +92,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     Args:
         args: The namespace that Megatron saved.
         where: Source of the arguments, for messages.
-        is_gpt: Whether the stored weights are a GPT model's: then each layer becomes an attention and an MLP.
+        is_gpt: Whether the stored weights are a GPT model's: then each layer becomes attention and an MLP or experts.
         vocab_size: Ids to keep of the padded vocabulary; None keeps the padding, as Megatron itself does.
 
     Raises:
@@ -117,7 +119,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     if is_gpt:
         fields |= known.given(("qk_layernorm",))
         fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
-    if "-" in pattern:
+    if "-" in pattern or ("E" in pattern and known.get("moe_ffn_hidden_size") is None):
         fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
     if "E" in pattern:
         _require_supported_experts(known)
@@ -178,7 +180,7 @@ class _Arguments:
             if self.get(name):
                 self.refuse(name, "off")
 
-    def refuse(self, name: str, supported: str) -> None:
+    def refuse(self, name: str, supported: str) -> NoReturn:
         raise CheckpointError(
             f"{self.where} has {name} = {self.get(name)!r}, which is not supported; supported is {supported}"
         )
@@ -195,8 +197,6 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
         known.refuse("experimental_attention_variant", _DELTA_NET)
     elif known.get("experimental_attention_variant") and not known.get("swiglu"):
         known.refuse("experimental_attention_variant", "gated_delta_net with swiglu, whose activation it shares")
-    if is_gpt and known.get("num_experts"):
-        known.refuse("num_experts", "a GPT model without experts; hybrid patterns may have E layers")
     spec = known.get("spec")
     if spec and not (_is_texts(spec) and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
         known.refuse("spec", f"Megatron's own, in {', '.join(MEGATRONS_MODULES)}")
@@ -212,7 +212,7 @@ def _require_supported_experts(known: _Arguments) -> None:
 def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
     """Return one letter a layer, and the kind of recurrent layers if the pattern determines it."""
     if is_gpt:
-        return "".join(f"{letter}-" for letter in _gpt_mixers(known)), None
+        return "".join(map("".join, zip(_gpt_mixers(known), _gpt_mlps(known), strict=True))), None
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
     if pattern is not None:
         if type(pattern) is not str:
@@ -238,6 +238,19 @@ def _gpt_mixers(known: _Arguments) -> str:
     if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
         known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
     return "".join("*M"[is_linear] for is_linear in every)
+
+
+def _gpt_mlps(known: _Arguments) -> str:
+    """Return E for each layer with experts, - for each with an MLP."""
+    count, freq = known.layers(), known.get("moe_layer_freq", EVERY_LAYER)
+    if not known.get("num_experts"):
+        return "-" * count
+    try:
+        if not isinstance(freq, int | list):
+            raise ValueError
+        return moe_letters(freq, count)
+    except ValueError:
+        known.refuse("moe_layer_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
 
 
 def _norm_epsilon(known: _Arguments, pattern: str) -> float:

@@ -21,7 +21,7 @@ from tests.unit_tests.support.source import ROOT
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
---padded-vocab-size --generation-config --transformer-impl --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--moe-layer-freq --padded-vocab-size --generation-config --transformer-impl --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer

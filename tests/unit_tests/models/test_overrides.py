@@ -34,7 +34,7 @@ def test_layers_are_counted_in_pairs_or_one_by_one(saved, count):
 @pytest.mark.parametrize(
     ("saved", "count", "message"),
     [
-        (GPT, 24, "--num-layers 24 contradicts there, which has 6 layers, or 3 of an attention and an MLP each; leave"),
+        (GPT, 24, "--num-layers 24 contradicts there, which has 6 layers, or 3 layers of a GPT; leave"),
         (HYBRID, 2, "--num-layers 2 contradicts there, which has 5 layers; leave it out"),
     ],
 )
@@ -62,6 +62,19 @@ def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
     caplog.clear()
     fitting(GPT, {"num_layers": 3, "hidden_size": 32}, use_checkpoint_args=True)
     assert caplog.messages == []
+
+
+def test_layers_with_experts_fit_the_checkpoint(caplog):
+    """MF-5: --moe-layer-freq is compared with the layers of a GPT."""
+    saved = dataclasses.replace(GPT, hybrid_override_pattern="*-*E*E", num_experts=4)
+    assert fitting(saved, {}, moe_layer_freq="[0,1,1]") == fitting(GPT, {}, moe_layer_freq="[0,1,1]") == {}
+    assert fitting(HYBRID, {}, moe_layer_freq="[0,1,1]") == {}
+    for freq in ("1", "[0,1]"):
+        with pytest.raises(ConfigError, match=r"--moe-layer-freq .* contradicts there, whose layers are \*-\*E\*E"):
+            fitting(saved, {}, moe_layer_freq=freq)
+    caplog.clear()
+    assert fitting(saved, {}, moe_layer_freq="1", use_checkpoint_args=True) == {}
+    assert caplog.messages == ["--use-checkpoint-args: there decides over --moe-layer-freq 1"]
 
 
 @pytest.mark.parametrize(

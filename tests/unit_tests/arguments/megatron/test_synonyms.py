@@ -9,6 +9,7 @@ from arguments import parse_arguments
 from megatron_ext.errors import ConfigError
 
 GPT = "--model-provider gpt"
+MOE_GPT = f"{GPT} --num-layers 4 --num-experts 4"
 
 
 def parse(argv: str):
@@ -54,6 +55,25 @@ def test_understood(argv, field, expected):
     assert value == expected
 
 
+@pytest.mark.parametrize(
+    ("freq", "pattern"),
+    [
+        (None, "*E*E*E*E"),
+        ("1", "*E*E*E*E"),
+        ("2", "*E*-*E*-"),
+        ("3", "*E*-*-*E"),
+        ("[0,1,1,0]", "*-*E*E*-"),
+        ("([0]*1+[1]*3)", "*-*E*E*E"),
+        ("3*[1]+[0]", "*E*E*E*-"),
+        ("([0]+[1])*2", "*-*E*-*E"),
+    ],
+)
+def test_layers_of_a_gpt_with_experts(freq, pattern):
+    """MF-1: --moe-layer-freq says which layers of a GPT have experts; by default all do."""
+    argv = MOE_GPT if freq is None else f"{MOE_GPT} --moe-layer-freq {freq}"
+    assert parse(argv).model_overrides == {"hybrid_override_pattern": pattern, "num_experts": 4}
+
+
 def test_a_spec_in_quotes_is_two_words():
     quoted = parse_arguments(["--spec", "my.specs my_stack"])
     assert quoted.model_overrides == {"spec": ("my.specs", "my_stack")}
@@ -78,7 +98,12 @@ def test_a_spec_in_quotes_is_two_words():
         ("--hybrid-layer-pattern MG", "pattern 'MG' has M and G; all recurrent layers of a model are of one kind"),
         ("--hybrid-layer-pattern G- --recurrent-layer mamba1", "--recurrent-layer mamba1 contradicts the pattern"),
         (GPT, "--model-provider gpt needs --num-layers, or a checkpoint"),
-        (f"{GPT} --num-layers 2 --num-experts 4", "--num-experts 4 with --model-provider gpt is refused: GPT models"),
+        (f"{MOE_GPT} --moe-layer-freq [0,1,1]", "--moe-layer-freq [0,1,1] does not fit --num-layers 4; give a number"),
+        (f"{MOE_GPT} --moe-layer-freq 0", "--moe-layer-freq 0 does not fit --num-layers 4"),
+        (f"{MOE_GPT} --moe-layer-freq [0]*2+[2]*2", "--moe-layer-freq [0]*2+[2]*2 does not fit --num-layers 4"),
+        (f"{MOE_GPT} --moe-layer-freq [0]*99999", "--moe-layer-freq '[0]*99999' is neither a number of layers nor"),
+        (f"{MOE_GPT} --moe-layer-freq open('x')", "is neither a number of layers nor a list of 0 and 1"),
+        (f"{MOE_GPT} --moe-layer-freq [1]*[2]", "is neither a number of layers nor a list of 0 and 1"),
         (f"{GPT} --hybrid-layer-pattern M*", "--model-provider gpt and --hybrid-override-pattern 'M*' contradict"),
         ("--hybrid-mlp-ratio 0.5", "are fractions of --num-layers; give that flag too"),
         (
@@ -126,6 +151,10 @@ def test_shares_of_layers_are_allocated_as_upstream_does(count, attention, mlp):
         ("--prompt-file-num-truncate 3", "--prompt-file-num-truncate"),
         ("--throughput-check-only", "--throughput-check-only"),
         ("--load a --pretrained-checkpoint b", "--pretrained-checkpoint"),
+        ("--moe-layer-freq 2", "--moe-layer-freq"),
+        (f"{GPT} --num-layers 4 --moe-layer-freq 2", "--moe-layer-freq"),
+        (f"{MOE_GPT} --moe-layer-freq 2", ""),
+        ("--load a --moe-layer-freq 2", ""),
     ],
 )
 def test_what_has_no_effect_beside_others_is_said(argv, idle):

@@ -169,7 +169,7 @@ REFUSED = {
     "norm_epsilon": 1e-6,
     "rotary_base": 10000.5,
     "spec": ["my_layers", "my_spec"],
-    "moe_router_pre_softmax": True,
+    "moe_expert_capacity_factor": 1.25,
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 4,
     "moe_router_load_balancing_type": "sinkhorn",
@@ -209,9 +209,36 @@ def test_other_refusals(changes: dict, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_gpt_with_experts() -> None:
-    with pytest.raises(CheckpointError, match="num_experts = 8, which is not supported"):
-        converted(arguments(), is_gpt=True)
+GPT_WITH_EXPERTS = {"num_layers": 4, "hybrid_override_pattern": None, "spec": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, "*E*E*E*E"),
+        ({"moe_layer_freq": 1}, "*E*E*E*E"),
+        ({"moe_layer_freq": 3}, "*E*-*-*E"),
+        ({"moe_layer_freq": [0, 1, 1, 0]}, "*-*E*E*-"),
+        ({"moe_layer_freq": [0, 1, 1, 0], "num_experts": None}, "*-*-*-*-"),
+    ],
+    ids=str,
+)
+def test_gpt_with_experts(changes: dict, pattern: str) -> None:
+    """MF-1: the layers of a GPT that have experts are those of moe_layer_freq."""
+    config = converted(arguments(**(GPT_WITH_EXPERTS | changes)), is_gpt=True)
+    assert config.hybrid_override_pattern == pattern
+    assert config.moe_router_topk == (3 if config.is_moe else 2)
+
+
+@pytest.mark.parametrize("freq", [0, [0, 1], [0, 1, 2, 0], "2", [True, False, True, True]], ids=str)
+def test_other_layer_frequencies_are_refused(freq: object) -> None:
+    with pytest.raises(CheckpointError, match=r"moe_layer_freq = .*, which is not supported; supported is a number"):
+        converted(arguments(**GPT_WITH_EXPERTS, moe_layer_freq=freq), is_gpt=True)
+
+
+def test_width_of_experts_that_is_the_width_of_mlps() -> None:
+    args = arguments(**GPT_WITH_EXPERTS, moe_ffn_hidden_size=None)
+    assert converted(args, is_gpt=True).expert_ffn_size == HYBRID.ffn_size
 
 
 @pytest.mark.parametrize("args", [None, 3, "text"])

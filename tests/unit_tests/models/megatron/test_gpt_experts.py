@@ -1,0 +1,189 @@
+"""GPT models with experts that Megatron-LM trained: upstream's own models, as they describe themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config.layers.moe_layers import moe_letters
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.models.build import transformer_config
+from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
+from tests.priority import TestPriority
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.support import layouts
+from tests.unit_tests.support.layouts import sizes
+from tests.unit_tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.priority(TestPriority.LOW)
+
+CPU = torch.device("cpu")
+LAYERS = 4
+TOKENS = oracle.prompt(40, seed=0, vocab_size=50)
+BASE = dataclasses.replace(
+    megatron_lm.GPT,
+    swiglu=True,
+    hybrid_override_pattern="*E" * LAYERS,
+    num_experts=8,
+    moe_ffn_hidden_size=24,
+    moe_router_topk=3,
+)
+# Fields of each model, and the frequency of its layers with experts.
+MODELS = {
+    "sigmoid, shared experts, first layer dense": (
+        {"moe_router_score_function": "sigmoid", "moe_shared_expert_intermediate_size": 40},
+        [0, 1, 1, 1],
+    ),
+    "sigmoid, expert bias, groups, scaling factor": (
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk": 4,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        2,
+    ),
+    "softmax of the chosen, stacked layers": ({"untie_embeddings_and_output_weights": True}, 1),
+    "softmax of all, shared expert gate": (
+        {
+            "moe_router_pre_softmax": True,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_shared_expert_gate": True,
+            "swiglu": False,
+            "squared_relu": True,
+        },
+        [1, 0, 0, 1],
+    ),
+}
+
+
+def configured(name: str) -> ModelConfig:
+    fields, freq = MODELS[name]
+    pattern = "".join(f"*{letter}" for letter in moe_letters(freq, LAYERS))
+    return dataclasses.replace(BASE, **fields, hybrid_override_pattern=pattern)
+
+
+def arguments(name: str, **changes: object) -> Namespace:
+    config = configured(name)
+    fields = {field: value for field, value in config.to_dict().items() if field.startswith("moe_")}
+    fields |= {"num_experts": config.num_experts, "moe_layer_freq": MODELS[name][1]}
+    return megatron_lm.gpt_arguments(config, **(fields | changes))
+
+
+def upstream_model(name: str) -> GPTModel:
+    """Upstream's GPT, of its own layers; only the product of its router is replaced, which needs CUDA there."""
+    platform.initialize()
+    config = configured(name)
+    settings = dataclasses.replace(
+        transformer_config(config, torch.float32), num_layers=LAYERS, moe_layer_freq=MODELS[name][1]
+    )
+    model = GPTModel(
+        settings,
+        get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization=config.normalization),
+        config.vocab_size,
+        config.max_position_embeddings,
+        position_embedding_type=config.position_embedding_type,
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+    ).eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter[0].numel() ** -0.5 * (3 if "embedding" in key else 1))
+            else:
+                parameter.copy_(0.3 * noise + ("norm" in key))
+        for module in model.modules():
+            if not isinstance(module, TopKRouter):
+                continue
+            module.gating = lambda hidden, router=module: F.linear(hidden, router.weight)
+            if module.expert_bias is not None:
+                module.expert_bias.uniform_(-0.3, 0.3, generator=generator)
+    return model
+
+
+def their_logits(model: GPTModel) -> Tensor:
+    length = len(TOKENS)
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS]), torch.arange(length)[None], mask)[0]
+
+
+def save(model: GPTModel, args: Namespace, directory: Path, **how: object) -> None:
+    state = {"model": model.sharded_state_dict(metadata=how), "args": args}
+    dist_checkpointing.save(state, str(directory), InProcessSave(), content_metadata=how)
+
+
+@pytest.mark.parametrize("singleton", [False, True], ids=["one tensor of all experts", "one tensor an expert"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_upstreams(name: str, singleton: bool, tmp_path: Path) -> None:
+    """MF-1: the logits of upstream's own model are computed from its own checkpoint."""
+    model = upstream_model(name)
+    save(model, arguments(name), tmp_path, singleton_local_shards=singleton)
+    loaded, config = load_dist_checkpoint(tmp_path, device=CPU)
+    assert config.hybrid_override_pattern == configured(name).hybrid_override_pattern
+    theirs = their_logits(model)
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(oracle.our_logits(loaded, TOKENS), theirs, atol=oracle.ATOL, rtol=oracle.RTOL)
+
+
+def test_norms_of_their_own(tmp_path: Path) -> None:
+    """Transformer Engine fuses the norm before an MLP into it, and keeps that before experts separate."""
+    name = "sigmoid, shared experts, first layer dense"
+    model = upstream_model(name)
+    layer_with_experts = model.decoder.layers[1]  # all of them share one spec
+    del layer_with_experts.submodules_config.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    save(model, arguments(name), tmp_path)
+    keys = dist_checkpointing.load_tensors_metadata(str(tmp_path)).keys()
+    assert {"decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.1.pre_mlp_layernorm.weight"} <= keys
+    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    torch.testing.assert_close(
+        oracle.our_logits(loaded, TOKENS), their_logits(model), atol=oracle.ATOL, rtol=oracle.RTOL
+    )
+
+
+LAYOUTS = {
+    "TP 2 of layers, EP 2 of experts": sizes(tp=2, ep=2, etp=1),
+    "TP 2": sizes(tp=2),
+    "PP 2": sizes(pp=2),
+    "EP 2": sizes(ep=2),
+}
+
+
+def logits_at(directories: list[Path], parallel: ParallelConfig) -> list[Tensor | None]:
+    models = (layouts.load(directory, parallel) for directory in directories)
+    return [layouts.logits(model, TOKENS) for model in models]
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, tmp_path: Path) -> None:
+    """MR-4: a checkpoint of one rank loads at every layout, with the logits of upstream's model on one rank."""
+    parallel, directories, expected = LAYOUTS[layout], [], []
+    for name in MODELS:
+        model = upstream_model(name)
+        (tmp_path / name).mkdir()
+        save(model, arguments(name), tmp_path / name)
+        directories.append(tmp_path / name)
+        expected.append(their_logits(model))
+    ranks = run_ranks(logits_at, 2, directories, parallel)
+    for index, theirs in enumerate(expected):
+        computed = [rank[index] for rank in ranks if rank[index] is not None]
+        assert computed
+        for ours in computed:
+            torch.testing.assert_close(ours, theirs, atol=oracle.ATOL, rtol=oracle.RTOL)
