@@ -203,6 +203,10 @@ BATCHING = FlagGroup(
             "With --cuda-graph-impl local: number of decode batch sizes, up to the maximum of requests; -1: default",
             name=f"{_BATCHING}-num-cuda-graphs",
         ),
+        Flag(
+            "moe_enable_routing_replay",
+            "Record the experts of each token, routing_indices in the JSON; steps are no CUDA graphs then",
+        ),
     ),
 )
 

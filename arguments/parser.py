@@ -166,6 +166,11 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         ),
         start=_start(given),
     )
+    if settings.batching.moe_enable_routing_replay:
+        raise ConfigError(
+            "--moe-enable-routing-replay is refused: answers of the server have no routing indices; leave it out, or "
+            "use tools/run_inference.py, which writes them"
+        )
     _check_model(settings)
     return settings
 

@@ -45,12 +45,6 @@ QUANTIZED = group(
     bare="--fp8-param-gather --first-last-layers-bf16",
     one="--fp8-format --fp8-recipe",
 )
-ROUTING = group(
-    "routing replay",
-    Effect.REFUSED,
-    "the experts of each token are not recorded; leave it out",
-    bare="--moe-enable-routing-replay",
-)
 SERVING = group(
     "several engines behind one address",
     Effect.REFUSED,
@@ -71,4 +65,4 @@ OLD = group(
     one=f"{_MAX_REQUESTS}-override {BATCHING}-buffer-guaranteed-fraction {BATCHING}-buffer-overflow-factor",
 )
 
-REFUSED = (ATTENTION, QUANTIZED, ROUTING, SERVING, PARSERS, OLD)
+REFUSED = (ATTENTION, QUANTIZED, SERVING, PARSERS, OLD)

@@ -57,6 +57,7 @@ class BatchingConfig:
     ssm_states_dtype: str = "fp32"
     operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
+    moe_enable_routing_replay: bool = False  # records have the experts of each token
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
 
     def __post_init__(self) -> None:

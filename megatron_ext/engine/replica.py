@@ -13,6 +13,7 @@ from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.routing_recorder import RoutingRecorder
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import RestoreError
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -73,6 +74,7 @@ class Replica:
         self._in_flight: InFlightStep | None = None  # the next step, if it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
+        self._routing = RoutingRecorder(scheduler.limits.block_size)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
@@ -140,6 +142,8 @@ class Replica:
             self._abandon(plan.chunks, in_flight, error)
             raise
         self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
+        with self._error_isolation.guard("the record of routing indices"):
+            self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
         self._last_seconds = time.perf_counter() - planned
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):

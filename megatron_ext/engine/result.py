@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megatron_ext.scheduling.record import TopN
+from megatron_ext.scheduling.routing_indices import RoutingIndices
 
 Value = TypeVar("Value")
 
@@ -31,6 +32,7 @@ class StepResult:
         target_tokens: Target tokens after each draft of a chunk; the one after the last known token is in `tokens`.
         target_scores: Scores of the target tokens, if requested.
         graph_rows: Rows of the CUDA graph that computed the step, dummy requests included; None for an eager step.
+        routing: Routing indices of each chunk's tokens, if they are recorded.
     """
 
     tokens: dict[int, int]
@@ -40,6 +42,7 @@ class StepResult:
     target_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     graph_rows: int | None = None
+    routing: dict[int, RoutingIndices] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
         """Return the result for some of the requests only."""
@@ -51,6 +54,7 @@ class StepResult:
             target_tokens=_only(self.target_tokens, names),
             target_scores=_only(self.target_scores, names),
             graph_rows=self.graph_rows,
+            routing=_only(self.routing, names),
         )
 
 

@@ -17,6 +17,7 @@ from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_cost
 from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
+from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
@@ -164,6 +165,11 @@ def _build_controller(
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
+    if batching.moe_enable_routing_replay:
+        check_routing_is_recorded(model)
+        controller.records_routing = True
+        if parallel_context is not None:
+            parallel_context.records_routing = True
     context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=parallel_context is None)
     return controller
 

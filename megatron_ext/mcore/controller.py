@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
     AbstractModelInferenceWrapper,
@@ -16,6 +19,7 @@ from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.step_output import choose_tokens
+from megatron_ext.runner.step_routing import recorded_routing, routing_by_request
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import begin_once, tokenize_prompt
@@ -56,6 +60,7 @@ class InferenceController(Controller):
         vocabulary_size: V.
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
+        records_routing: Whether results have the routing indices of their tokens.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, vocabulary_size: int) -> None:
@@ -64,6 +69,7 @@ class InferenceController(Controller):
         self.vocabulary = Vocabulary(tokenizer, vocabulary_size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None
+        self.records_routing = False
         self.grammars = Grammars(self.tokenizer, vocabulary_size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
@@ -101,11 +107,13 @@ class InferenceController(Controller):
         """
         context = self.inference_wrapped_model.inference_context
         with torch.inference_mode(), preferring(self.operators):
-            logits = self.forward()
+            with recorded_routing() if self.records_routing else contextlib.nullcontext(()) as recorded:
+                logits = self.forward()
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
-            return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
+            result = choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
+            return dataclasses.replace(result, routing=routing_by_request(recorded, context.step))
 
     def forward(self) -> Tensor | None:
         """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.mcore.context import InferenceContext
@@ -35,7 +35,7 @@ def cuda_graph_runner_for(
     """
     if not batching.has_input_buffers:
         return None
-    problem = _problem(controller.inference_wrapped_model.model, is_alone=is_alone)
+    problem = _problem(controller, is_alone=is_alone)
     if problem is not None:
         logger.warning("--cuda-graph-impl local: every step is eager, since %s", problem)
         return None
@@ -93,8 +93,11 @@ class _ContextModel:
         return logits[0]
 
 
-def _problem(model: nn.Module, *, is_alone: bool) -> str | None:
+def _problem(controller: InferenceController, *, is_alone: bool) -> str | None:
     if not is_alone:
         return "messages between several ranks are not captured"
+    if controller.records_routing:
+        return "--moe-enable-routing-replay reads the experts of each token after a step"
+    model = controller.inference_wrapped_model.model
     problems = (problem_of(module.experts) for module in model.modules() if isinstance(module, MoELayer))
     return next((one for one in problems if one is not None), None)

@@ -48,6 +48,8 @@ class RequestEntries:
         if record.generated_log_probs is not None:
             prompt, generated = list(record.prompt_log_probs or ()), list(record.generated_log_probs)
             entry |= {"prompt_logprobs": prompt, "generated_logprobs": generated, "logprobs": [*prompt, *generated]}
+        if record.routing_indices is not None:
+            entry["routing_indices"] = record.routing_indices.to_lists()
         entry |= {
             "status": record.status.name,
             "error": record.error,

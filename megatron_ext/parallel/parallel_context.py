@@ -50,12 +50,16 @@ class ParallelContext:
     Args:
         here: Rank info of this rank.
         parallel: Timeout of the ranks, and whether they are checked.
+
+    Attributes:
+        records_routing: Whether results have routing indices; set before executors are made.
     """
 
     def __init__(self, here: RankInfo, parallel: ParallelConfig) -> None:
         self.here = here
         self._minutes = parallel.distributed_timeout_minutes
         self._checks = parallel.check_ranks
+        self.records_routing = False
         timeout = timedelta(minutes=self._minutes)
         self._all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         self.places = tuple(self._gather(here))
@@ -97,7 +101,7 @@ class ParallelContext:
 
     def _results(self, replica: int) -> Results:
         (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)
-        return Results(self._groups[replica], self.here.rank, source)
+        return Results(self._groups[replica], self.here.rank, source, has_routing=self.records_routing)
 
     def _checked(self, executor: Executor, replica: int) -> Executor:
         return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor

@@ -10,27 +10,36 @@ import torch
 from torch.distributed import ProcessGroup, broadcast, recv, send
 
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 _LEADER = 0
-Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str], dict[int, tuple[Score, ...]]]
+Scores = tuple[
+    dict[int, Score],
+    dict[int, tuple[Score, ...]],
+    dict[int, str],
+    dict[int, tuple[Score, ...]],
+    dict[int, RoutingIndices],
+]
 
 
 class Results:
     """Results of one replica's steps. All ranks know from the step's message what follows, so it is not announced.
 
-    m tokens are 8 m bytes; scores are pickled, and sent only if a request asked for them.
+    m tokens are 8 m bytes; scores are pickled, and sent only if a request asked for them or routing is recorded.
 
     Args:
         group: The replica's ranks, and rank 0.
         rank: This rank.
         source: The rank that samples.
+        has_routing: Whether results have routing indices.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, source: int) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, source: int, *, has_routing: bool = False) -> None:
         self._group = group
         self._rank = rank
         self._source = source
+        self._has_routing = has_routing
 
     def share(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
         """Return the result of a step on every rank; scores on the source and rank 0 only.
@@ -47,11 +56,19 @@ class Results:
         if self._group.size() == 1:
             return given
         tokens, target_tokens = self._share_tokens(yielding, given) if yielding else ({}, {})
-        scores: Scores = given.generated, given.prompt, given.failures, given.target_scores
-        if self._source != _LEADER and _wants_scores(step):
+        scores: Scores = given.generated, given.prompt, given.failures, given.target_scores, given.routing
+        if self._source != _LEADER and (self._has_routing or _wants_scores(step)):
             scores = self._hand_over(scores)
-        generated, prompt, failures, target_scores = scores
-        return StepResult(tokens, generated, prompt, failures, target_tokens=target_tokens, target_scores=target_scores)
+        generated, prompt, failures, target_scores, routing = scores
+        return StepResult(
+            tokens,
+            generated,
+            prompt,
+            failures,
+            target_tokens=target_tokens,
+            target_scores=target_scores,
+            routing=routing,
+        )
 
     def _share_tokens(
         self, chunks: Sequence[ScheduledChunk], given: StepResult

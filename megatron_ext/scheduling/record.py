@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event
+from megatron_ext.scheduling.routing_indices import RoutingIndices
 
 TopN = dict[int, float]
 """Token id -> log-prob of the best alternatives."""
@@ -22,6 +23,8 @@ class Output:
         prompt_top_n: Top-n alternatives to the prompt's tokens.
         generated_log_probs: Log-probs of the generated tokens.
         generated_top_n: Top-n alternatives to the generated tokens.
+        routing: Routing indices of the tokens computed so far; None if they are not recorded. Only the routing recorder
+            writes them.
     """
 
     generated_text: str | None = None
@@ -29,6 +32,7 @@ class Output:
     prompt_top_n: list[TopN] = field(default_factory=list)
     generated_log_probs: list[float] = field(default_factory=list)
     generated_top_n: list[TopN] = field(default_factory=list)
+    routing: RoutingIndices | None = None
 
 
 class Status(enum.Enum):
@@ -75,6 +79,9 @@ class RequestRecord:
     generated_log_probs: tuple[float, ...] | None = None  # one entry per generated token
     prompt_top_n_log_probs: tuple[TopN, ...] | None = None
     generated_top_n_log_probs: tuple[TopN, ...] | None = None
+
+    # Experts of every token but the last; None if they are not recorded
+    routing_indices: RoutingIndices | None = None
 
     # Times, in seconds
     events: tuple[Event, ...]

@@ -259,4 +259,5 @@ class Request:
             generated_log_probs=tuple(output.generated_log_probs) if has_generated else None,
             prompt_top_n_log_probs=tuple(output.prompt_top_n) if has_top_n and has_prompt else None,
             generated_top_n_log_probs=tuple(output.generated_top_n) if has_top_n else None,
+            routing_indices=None if output.routing is None else output.routing.up_to(len(self.tokens) - 1),
         )

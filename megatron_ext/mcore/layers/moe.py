@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -29,10 +30,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.layers.dense_moe import compute_experts, has_fixed_shapes
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
 from megatron_ext.mcore.versions import builder
+from megatron_ext.runner.step_routing import record_routing
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -50,6 +53,12 @@ class EagerRouter(TopKRouter):
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def routing(self, logits: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor]:
+        """Choose the experts of [s, b, experts] logits as upstream does, and record them if the step asks for it."""
+        probs, routing_map = super().routing(logits, *args, **options)
+        record_routing(probs, routing_map, self.topk)
+        return probs, routing_map
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count each expert's tokens in training; a trainer updates `expert_bias` from these counts.
@@ -150,6 +159,26 @@ class LocalMoELayer(MoELayer):
             output, _ = super().routed_experts_compute(hidden_states, probs)
             return output, None
         return compute_experts(self.experts, hidden_states, probs, self.token_dispatcher.routing_map), None
+
+
+def check_routing_is_recorded(model: MegatronModule) -> None:
+    """Check that all routers of a model are on this rank, and that each records its choices.
+
+    Raises:
+        ConfigError: The model has no MoE layers, pipeline stages, or MoE layers of a user's own.
+    """
+    flag = "--moe-enable-routing-replay"
+    if model.config.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"{flag} with --pipeline-model-parallel-size {model.config.pipeline_model_parallel_size} is not supported: "
+            "the routers are on several ranks; give 1, or leave the flag out"
+        )
+    routers = [module.router for module in model.modules() if isinstance(module, MoELayer)]
+    if not routers:
+        raise ConfigError(f"{flag} records the experts of tokens, and this model has none; leave it out")
+    others = [type(router).__name__ for router in routers if not isinstance(router, EagerRouter)]
+    if others:
+        raise ConfigError(f"{flag} is not supported with routers of class {others[0]}; leave it or --spec out")
 
 
 def _submodules(latent_size: int | None) -> MoESubmodules:

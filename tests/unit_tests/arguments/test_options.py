@@ -57,6 +57,7 @@ OPTIONS = """
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
 --operator-backend --cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
+--moe-enable-routing-replay --no-moe-enable-routing-replay
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy

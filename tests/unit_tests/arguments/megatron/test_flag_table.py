@@ -54,7 +54,7 @@ ONLY = {
 }
 REFUSED = """
 --activation-func-clamp-value --rotary-scaling-factor --quick-geglu --fp8-format --fp8-recipe --fp8-param-gather
---first-last-layers-bf16 --moe-enable-routing-replay --parsers --inference-shards --disagg-role
+--first-last-layers-bf16 --parsers --inference-shards --disagg-role
 --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path ...max-requests-override
 ...buffer-guaranteed-fraction ...buffer-overflow-factor
 """.replace("...", BATCHING + "-").split()
