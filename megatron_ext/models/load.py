@@ -23,6 +23,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     is_dist_checkpoint,
     load_dist_weights,
     read_dist_config,
+    require_intact,
     resolve_iteration,
     save_dist_checkpoint,
     training_facts_of,
@@ -101,6 +102,8 @@ def load_model(
         config, tokenizer = _without_checkpoint(source, overrides)
         model = _build(config, parallel, dtype=dtype, device=device, **_options(source))
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
+    if source.load:
+        require_intact(directory)
     trained = training_facts_of(directory) if source.load else None
     config = checkpoint_config(source, directory, overrides, trained)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)

@@ -2,7 +2,8 @@
 
 megatron-core reads `.metadata`, `common.pt` and, for a checkpoint with objects, parts of `*.distcp` as pickles, which
 are programs. None of its readers is used here: `.metadata` says where each tensor is (checkpoint_metadata.py),
-`common.pt` provides plain values, and torch_files.py reads the parts that hold tensors. Objects stay unread.
+torch_files.py reads the parts that hold tensors, and the common state provides plain values. The common state is
+`common.pt` up to 0.18; 0.19 writes an object with the key `common_state` instead. Other objects stay unread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -26,9 +28,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -38,20 +40,27 @@ from torch.distributed import checkpoint
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import open_regular, read_bytes
-from megatron_ext.mcore.checkpoint.checkpoint_metadata import Part, StoredState, StoredTensor
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, Part, StoredState, StoredTensor
 from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
 from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
 
 BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"
-_LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM writes a few kilobytes
+COMMON_OBJECT = "common_state"
+_COMMON_KEY = f"{COMMON_OBJECT}/shard_0_1"
+_LONGEST_COMMON_STATE = 64 * 1024**2  # bytes; Megatron-LM writes a few kilobytes
 _MAX_VALUES = 1_000_000  # in the arguments of a run
 _ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part in addition to its tensor's; about a thousand for torch
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
-# Classes that common.pt may name; except for namespaces, their contents stay unread.
+# Enumerations that only later versions than 0.16.1 have; they are not pickled by name, as they need Python 3.12.
+_LATER_ENUMERATIONS = tuple(
+    f"megatron.core.transformer.enums.{name}" for name in ("CudaGraphModule", "InferenceCudaGraphScope")
+)
+# Classes that the common state may name; except for namespaces, their contents stay unread.
 _COMMON = frozenset(
     (
         *(f"{kind.__module__}.{kind.__qualname__}" for kind in SAFE_GLOBALS),
+        *_LATER_ENUMERATIONS,
         *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
         *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
         *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("set", "frozenset", "complex")),
@@ -72,27 +81,35 @@ _ENUMERATIONS = {
 }
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """Upstream's `torch_dist` format without its writer processes.
+def write_state(state: ShardedStateDict, directory: Path) -> None:
+    """Write a sharded state in the `torch_dist` format of any megatron-core from 0.16.1 on, by this process alone.
+
+    Every rank calls this: `.metadata`, one `.distcp` file per rank, `common.pt`, and `metadata.json` last. 0.19 reads
+    `common.pt`, too; earlier versions read nothing else.
 
     Upstream's writer forks a process for each file, with threads and devices open, and spawns one more that imports the
-    main module again (seconds); without psutil `save` never returns. That writer is meant for saving during training.
+    main module again (seconds); without psutil it never returns. That writer is meant for saving during training.
+
+    Args:
+        state: Tensors and objects that are sharded, and the common state; changed as upstream's `save` does.
+        directory: An empty directory that all ranks share.
+
+    Raises:
+        CheckpointingException: The ranks' parts do not fit together.
+        CheckpointException: A rank cannot write its part.
+        OSError: The first rank cannot write the common state.
     """
-
-    can_handle_sharded_objects = True
-
-    def __init__(self) -> None:
-        super().__init__(BACKEND, 1)
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write `.metadata` and one `.distcp` file per rank; every rank calls this."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        with _without_deprecations():
-            checkpoint.save(
-                mcore_to_pyt_state_dict(by_key),
-                storage_writer=checkpoint.FileSystemWriter(str(checkpoint_dir), thread_count=1),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            )
+    sharded, common = save_preprocess(state)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    with _without_deprecations():
+        checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=checkpoint.FileSystemWriter(str(directory), thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+    if torch.distributed.get_rank() == 0:
+        torch.save(common, directory / COMMON_FILE)
+        save_config(CheckpointingConfig(BACKEND), str(directory))
 
 
 def read_tensors(state: Mapping[str, ShardedStateDict], stored: StoredState, directory: Path) -> dict[str, Tensor]:
@@ -151,16 +168,17 @@ class _PartReader:
 
     def _part(self, key: str, part: Part, stored: StoredTensor, box: _Box) -> Tensor:
         """Return a box of a stored part; whole rows of the part are read."""
-        where = f"{self._directory / part.file}: tensor {key}"
-        file, size = self._open(part.file)
+        place = part.place
+        where = f"{self._directory / place.file}: tensor {key}"
+        file, size = self._open(place.file)
         needed = math.prod(part.sizes) * stored.dtype.itemsize
-        if part.start + part.length > size or not needed <= part.length <= needed + _ARCHIVE_OVERHEAD:
+        if place.start + place.length > size or not needed <= place.length <= needed + _ARCHIVE_OVERHEAD:
             raise CheckpointError(
-                f"{where} cannot be read: {part.length} bytes from byte {part.start} on of a file of {size} are not "
+                f"{where} cannot be read: {place.length} bytes from byte {place.start} on of a file of {size} are not "
                 f"what {needed} bytes of tensor take"
             )
         try:
-            found = read_tensor(FileSlice(file, part.start, part.length), stored.dtype, part.sizes, *box[:1])
+            found = read_tensor(FileSlice(file, place.start, place.length), stored.dtype, part.sizes, *box[:1])
             whole_rows = (slice(None), *box[1:])
             return found[whole_rows] if box else found
         except PlainPickleError as error:
@@ -188,26 +206,61 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
     return tuple(ours), tuple(foreign)
 
 
-def read_common(directory: Path) -> dict[str, object]:
+def read_common(directory: Path, stored: StoredState) -> dict[str, object]:
     """Read the values that are not tensors: arguments, iteration, scheduler state. Namespaces are `SimpleNamespace`s.
 
     A value of any other class, or a tensor, becomes a `Made` that names its class and nothing else.
 
+    Args:
+        directory: Directory of the files.
+        stored: Result of `read_metadata` for the directory.
+
     Raises:
-        CheckpointError: The file is missing or damaged, or names a class that is not allowed.
+        CheckpointError: There is no common state, or it is damaged, or names a class that is not allowed.
     """
-    path = directory / COMMON_FILE
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{directory} has no {COMMON_FILE}")
-    content = read_bytes(path, _LONGEST_COMMON_FILE, CheckpointError)
+    is_file = common_source(directory) != directory
+    path, content = _common_file(directory) if is_file else _common_object(directory, stored)
     try:
         common = Archive(io.BytesIO(content)).pickle(_COMMON, _ENUMERATIONS)
+        if not is_file and type(common) is list and len(common) == 1:
+            common = common[0]
         if type(common) is not dict:
             raise CheckpointError(f"{path} does not hold a dictionary")
         count = _Count(_MAX_VALUES)
         return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
     except PlainPickleError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def common_source(directory: Path) -> Path:
+    """Return what to name in messages about values of the common state: its file, else the checkpoint."""
+    path = directory / COMMON_FILE
+    return path if os.path.lexists(path) else directory
+
+
+def _common_file(directory: Path) -> tuple[str, bytes]:
+    """Return the name and the bytes of the file with the common state."""
+    path = directory / COMMON_FILE
+    return str(path), read_bytes(path, _LONGEST_COMMON_STATE, CheckpointError)
+
+
+def _common_object(directory: Path, stored: StoredState) -> tuple[str, bytes]:
+    """Return the name and the bytes of the object with the common state."""
+    place = stored.objects.get(_COMMON_KEY)
+    if place is None:
+        raise CheckpointError(f"{directory} has no {COMMON_FILE}, and no {COMMON_OBJECT} in {METADATA_FILE}")
+    where = f"{directory / place.file}: object {COMMON_OBJECT}"
+    if place.length > _LONGEST_COMMON_STATE:
+        raise CheckpointError(f"{where} has {place.length} bytes; it may have {_LONGEST_COMMON_STATE}")
+    with open_regular(directory / place.file, CheckpointError) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(min(place.start, size))
+        content = file.read(place.length)
+    if len(content) < place.length:
+        raise CheckpointError(
+            f"{where} cannot be read: {place.length} bytes from byte {place.start} on are not in a file of {size}"
+        )
+    return where, content
 
 
 class _Count:

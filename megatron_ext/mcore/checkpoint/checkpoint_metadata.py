@@ -2,7 +2,7 @@
 
 torch writes this file as a pickle of its own classes and reads it back as a program. Here it is read as data
 (plain_pickle.py), and only the fields below, of exactly these types, are used; other fields that a planner or trainer
-wrote stay unread. Objects such as `_extra_state` stay unread too: only their keys are known.
+wrote stay unread. Of objects such as `_extra_state` only the keys and the locations are known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -75,14 +75,21 @@ _UNREAD_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_
 
 
 @dataclass(frozen=True)
-class Part:
-    """Box of a tensor, and the bytes of a file that hold it."""
+class Place:
+    """Bytes of a file that hold something."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: str  # a name in the checkpoint's directory
     start: int
     length: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Box of a tensor, and the bytes that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class StoredState:
     """Tensors and objects of a checkpoint, by key."""
 
     tensors: Mapping[str, StoredTensor]
-    objects: frozenset[str]  # keys only; never read
+    objects: Mapping[str, Place | None]  # None if no file has it
 
 
 def read_metadata(directory: Path) -> StoredState:
@@ -123,18 +130,18 @@ def _state(root: Any) -> StoredState:
     fields = _fields(root, root.name, {"state_dict_metadata", "storage_data"}, _UNREAD_FIELDS)
     described, places = fields["state_dict_metadata"], _places(fields["storage_data"])
     _require(type(described) is dict, "it has no dictionary of tensors")
-    tensors, objects = {}, set()
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Place | None] = {}
     for key, value in described.items():
         _require(type(key) is str, f"it has a key of type {type(key).__name__}")
         if type(value) is Made and value.name == f"{_DCP}.metadata.BytesStorageMetadata":
-            objects.add(key)
+            objects[key] = places.get((key, None))
         else:
             tensors[key] = _tensor(key, value, places)
-    return StoredState(tensors, frozenset(objects))
+    return StoredState(tensors, objects)
 
 
-_Place = tuple[str, int, int]  # file, start, length
-_Places = Mapping[tuple[str, tuple[int, ...] | None], _Place]
+_Places = Mapping[tuple[str, tuple[int, ...] | None], Place]
 
 
 def _places(stored: Any) -> _Places:
@@ -154,10 +161,10 @@ def _places(stored: Any) -> _Places:
         if place.get("transform_descriptors"):
             raise PlainPickleError(f"{_shown(key)} is compressed or otherwise transformed")
         file = place["relative_path"]
-        if not _is_file_name(file):
+        if not is_file_name(file):
             raise PlainPickleError(f"{_shown(key)} is in {_shown(file)}, which is not a file name")
         start, length = _size(place["offset"], "the offset", key), _size(place["length"], "the length", key)
-        places[key, None if offset is None else _shape(offset, key)] = (file, start, length)
+        places[key, None if offset is None else _shape(offset, key)] = Place(file, start, length)
     return places
 
 
@@ -177,7 +184,7 @@ def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part
     )
     if not inside or (key, offsets) not in places:
         raise PlainPickleError(f"a part of {_shown(key)} is {'nowhere' if inside else 'outside of it'}")
-    return Part(offsets, sizes, *places[key, offsets])
+    return Part(offsets, sizes, places[key, offsets])
 
 
 def _dtype(properties: Any, key: str) -> torch.dtype:
@@ -206,7 +213,8 @@ def _is_made(value: Any, name: str) -> bool:
     return type(value) is Made and value.name == name
 
 
-def _is_file_name(name: Any) -> bool:
+def is_file_name(name: Any) -> TypeGuard[str]:
+    """Return whether a value of a checkpoint names a file in the checkpoint's directory."""
     return type(name) is str and name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
 

@@ -1,8 +1,8 @@
 """Checkpoints in the format of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
 
 Ours is a directory as native/directory.py describes, with megatron's files in it: `metadata.json`, `common.pt`,
-`.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files, whose common state holds the run's
-arguments, beside `latest_checkpointed_iteration.txt`. Either can be read on any number of ranks.
+`.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files (0.19 writes no `common.pt`), whose common
+state holds the run's arguments, beside `latest_checkpointed_iteration.txt`. Either can be read on any number of ranks.
 
 Every tensor of the model must exist in its shape, and no other tensor may, except those that stored_keys.py ignores:
 state of the optimizer, random generators, and Transformer Engine's `_extra_state`.
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
@@ -30,11 +29,13 @@ from megatron_ext.files import read_json, read_text
 from megatron_ext.mcore.checkpoint.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
-    InProcessSave,
+    common_source,
     read_common,
     read_tensors,
+    write_state,
 )
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
+from megatron_ext.mcore.checkpoint.integrity import verify_files
 from megatron_ext.mcore.checkpoint.weight_shards import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
@@ -107,6 +108,17 @@ def is_dist_checkpoint(directory: Path) -> bool:
     return False
 
 
+def require_intact(directory: Path) -> None:
+    """Verify the files of a checkpoint that has a manifest of SHA-256 digests. Each rank calls this and reads a share.
+
+    Raises:
+        CheckpointError: A file is damaged or missing, on any rank.
+    """
+    is_alone = not torch.distributed.is_initialized()
+    share = (0, 1) if is_alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    done_by_all(lambda: verify_files(directory, *share))
+
+
 def save_dist_checkpoint(
     directory: str | Path,
     model: HybridModel,
@@ -150,8 +162,8 @@ def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype:
     state = {name: _as_saved(name, one, dtype) for name, one in described if not _is_padding(one, model.entries)}
     state = {name: _without_padding(one, model.entries) for name, one in state.items()}
     try:
-        dist_checkpointing.save(state, str(staging), InProcessSave())
-    except (CheckpointingException, CheckpointException) as error:
+        write_state(state, staging)
+    except (CheckpointingException, CheckpointException, OSError) as error:
         raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
 
 
@@ -175,6 +187,7 @@ def load_dist_checkpoint(
         CheckpointError: A part is missing, unknown, of the wrong shape, or not supported; the message names it.
     """
     found = resolve_iteration(Path(directory))
+    require_intact(found)
     config = read_dist_config(found, vocab_size)
     model = build_model(config, dtype=dtype, device=device, perform_initialization=False)
     load_dist_weights(model, found)
@@ -194,18 +207,20 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
     """
     if has_header(directory):
         return read_header(directory, spec_is_given=spec_is_given).model
-    args = _arguments(directory, read_common(directory))
-    in_gpt = is_gpt(_read_stored(directory).tensors)
-    return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
+    stored = _read_stored(directory)
+    args = _arguments(directory, read_common(directory, stored))
+    in_gpt = is_gpt(stored.tensors)
+    return config_from_args(args, str(common_source(directory)), is_gpt=in_gpt, vocab_size=vocab_size)
 
 
 def training_facts_of(directory: Path) -> TrainingFacts | None:
     """Return the facts of a Megatron-LM checkpoint outside the model's configuration; None for ours."""
     if has_header(directory) or not is_dist_checkpoint(directory):
         return None
-    args = _arguments(directory, read_common(directory))
+    stored = _read_stored(directory)
+    args = _arguments(directory, read_common(directory, stored))
     rows = padded_vocabulary(args, str(directory))
-    return training_facts(args, is_gpt=is_gpt(_read_stored(directory).tensors), vocabulary_rows=rows)
+    return training_facts(args, is_gpt=is_gpt(stored.tensors), vocabulary_rows=rows)
 
 
 def load_dist_weights(model: HybridModel, directory: Path) -> None:
@@ -220,7 +235,8 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
     Raises:
         CheckpointError: A tensor is missing, unknown, of the wrong shape or of a non-floating type.
     """
-    stored, common = _read_stored(directory), read_common(directory)
+    stored = _read_stored(directory)
+    common = read_common(directory, stored)
     if any(map(is_prediction, stored.tensors)) and is_first_rank():
         logger.warning(
             "%s: layers of multi-token prediction are not read; --speculative-method drafts without them", directory
@@ -268,7 +284,7 @@ def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sh
 def _arguments(directory: Path, common: Mapping[str, object]) -> object:
     if "args" not in common:
         raise CheckpointError(
-            f"{directory} has neither our {CONFIG_FILE} nor Megatron-LM's arguments in {COMMON_FILE}; "
+            f"{directory} has neither our {CONFIG_FILE} nor Megatron-LM's arguments in its common state; "
             "the model's configuration is unknown"
         )
     return common["args"]

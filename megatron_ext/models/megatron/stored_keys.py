@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from megatron_ext.mcore.checkpoint.checkpoint_files import COMMON_OBJECT
+
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -35,9 +37,9 @@ _NORMS = (
 # Prefixes of a recurrent layer's parts, and of the same parts in a layer of GPT.
 _GPT_NAMES = (("mixer.", "self_attention."), ("norm.", "input_layernorm."))
 _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_layernorm."
-# Training state in a checkpoint: the optimizer's tensors, and objects of these names.
+# Training state in a checkpoint: the optimizer's tensors, and objects of these names. The common state is read apart.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-_TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state"))
+_TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state", COMMON_OBJECT))
 _PREDICTION = "mtp."  # layers of multi-token prediction, after the model's
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; a norm's follow its key's prefix
 

@@ -22,7 +22,12 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
-from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
+from megatron_ext.models.megatron.dist_checkpoint import (
+    is_dist_checkpoint,
+    require_intact,
+    resolve_iteration,
+    training_facts_of,
+)
 from megatron_ext.models.native.directory import has_header
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint
@@ -130,6 +135,7 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
     new = dataclasses.replace(
         source, load=where if ours else None, load_hf=None if ours else where, save=None, use_checkpoint_args=False
     )
+    require_intact(directory)
     trained = training_facts_of(directory) if ours else None
     config = checkpoint_config(new, directory, overrides, trained)
     _require_same(loaded.config, config, directory)

@@ -17,7 +17,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, SourceConfig
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
@@ -115,7 +115,7 @@ def filled(kind: str, mixer: RecurrentMixer) -> RecurrentMixer:
 
 def save(kind: str, ranks: int, directory: Path) -> Path:
     state = {str(index): sharded_state(filled(kind, mixer_of_rank(kind, index, ranks))) for index in range(ranks)}
-    dist_checkpointing.save(state, str(directory), InProcessSave())
+    write_state(state, directory)
     return directory
 
 
@@ -148,7 +148,7 @@ def test_without_the_split_another_layout_reads_interleaved_rows(tmp_path: Path)
             state[str(index)] = make_tp_sharded_tensor_for_checkpoint(
                 weight, "w", 0, tp_group=groups.tp, dp_cp_group=None
             )
-    dist_checkpointing.save(state, str(tmp_path), InProcessSave())
+    write_state(state, tmp_path)
     whole = whole_parameters("mamba2")["in_proj.weight"]
     with as_rank(0, 1) as groups:
         target = make_tp_sharded_tensor_for_checkpoint(torch.empty_like(whole), "w", 0, tp_group=groups.tp)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import ParallelConfig, SourceConfig
@@ -164,7 +163,7 @@ def test_checkpoints_of_megatron_lm(layout, stacked, tmp_path):
     config = dataclasses.replace(megatron_lm.GPT, vocab_size=51, swiglu=True)
     gpt = megatron_lm.gpt_model(config).sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})
     state = {"model": gpt, "args": megatron_lm.gpt_arguments(config)}
-    dist_checkpointing.save(state, str(tmp_path), checkpoint_files.InProcessSave())
+    checkpoint_files.write_state(state, tmp_path)
     model = load(tmp_path, sizes())
     parts = run_ranks(load_gpt, 2, tmp_path, LAYOUTS[layout])
     assert_parts_of(held(model), parts)

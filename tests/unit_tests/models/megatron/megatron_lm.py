@@ -6,6 +6,8 @@ The keys and the cuts are spelled out here once more, so that they do not follow
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,10 +19,12 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config
 
 GPT = ModelConfig(
@@ -160,7 +164,28 @@ def write(directory: Path, tensors: Mapping[str, Tensor], args: object, **more: 
 def write_files(directory: Path, tensors: Mapping[str, Tensor], common: Mapping[str, object]) -> None:
     """Write megatron's files."""
     directory.mkdir(parents=True, exist_ok=True)
-    dist_checkpointing.save({**common, "model": _sharded(tensors)}, str(directory), InProcessSave())
+    write_state({**common, "model": _sharded(tensors)}, directory)
+
+
+def as_later_versions_write(directory: Path, content: bytes | None = None) -> None:
+    """Move the common state of a checkpoint to where megatron-core 0.19 has it: an object in a `.distcp` file.
+
+    Args:
+        directory: Directory of megatron's files.
+        content: Content of the object; the default is the list of one dictionary that 0.19 pickles.
+    """
+    if content is None:
+        stored = io.BytesIO()
+        torch.save([torch.load(directory / "common.pt", weights_only=False)], stored)
+        content = stored.getvalue()
+    (directory / "common.pt").unlink()
+    file = directory / "__0_0.distcp"
+    before = file.read_bytes()
+    file.write_bytes(before + content)
+    metadata, key = pickle.loads((directory / ".metadata").read_bytes()), "common_state/shard_0_1"
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file.name, len(before), len(content))
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

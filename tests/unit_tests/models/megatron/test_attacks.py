@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.mcore.checkpoint import checkpoint_files
 from megatron_ext.mcore.checkpoint.checkpoint_files import read_common, read_tensors
 from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint, save_dist_checkpoint
@@ -192,24 +193,27 @@ COMMON: dict[str, Callable[[Path], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("place", ["common.pt", "object common_state"])
 @pytest.mark.parametrize("attack", COMMON)
 def test_common_state_runs_nothing(
-    attack: str, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
+    attack: str, place: str, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
 ) -> None:
-    """The control: Python's own reader, or torch's without its limits, runs it."""
+    """SE-1: a file of 0.18 and an object of 0.19. The control: Python's own reader, or torch's, runs it."""
     tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
-    megatron_lm.write(tmp_path / "run", tensors, megatron_lm.arguments(tiny_config))
+    directory = megatron_lm.write(tmp_path / "run", tensors, megatron_lm.arguments(tiny_config)) / "iter_0000100"
     data = COMMON[attack](tmp_path / "made")
-    common = tmp_path / "run" / "iter_0000100" / "common.pt"
-    common.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read: ") as caught:
+    if place == "common.pt":
+        (directory / place).write_bytes(data)
+    else:
+        megatron_lm.as_later_versions_write(directory, data)
+    with pytest.raises(CheckpointError, match=f"{place} cannot be read: ") as caught:
         load_dist_checkpoint(tmp_path / "run", device=CPU)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists()
     if attack == "a bare pickle":
         pickle.loads(data)
     elif attack != "attributes of a class":
-        torch.load(common, weights_only=False)
+        torch.load(io.BytesIO(data), weights_only=False)
     assert (tmp_path / "made").exists() == (attack != "attributes of a class")
 
 
@@ -260,7 +264,7 @@ def test_objects_stay_unread_and_cannot_be_asked_for(
     for name, value in tiny_model.named_parameters():
         assert torch.equal(dict(loaded.named_parameters())[name], value), name
     stored = read_metadata(directory)
-    assert stored.objects == {f"{key}/shard_0_1"}
+    assert stored.objects.keys() == {f"{key}/shard_0_1"}
     with pytest.raises(CheckpointError, match=f"object {key} is a pickle, and pickles are not loaded"):
         read_tensors(extra, stored, directory)
     assert not (tmp_path / "made").exists()
@@ -323,19 +327,76 @@ def test_refuses_invalid_metadata(message: str, saved: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_common_state_takes_no_more_than_it_is_long(saved: Path) -> None:
-    """Lists that hold one another many times over, and an archive that is compressed."""
+def compressed(value: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("common/data.pkl", value)
+    return file.getvalue()
+
+
+def doubled_lists(times: int) -> list:
     doubled: list = []
-    for _ in range(40):
+    for _ in range(times):
         doubled = [doubled, doubled]
-    (saved / "common.pt").write_bytes(zipped({"args": doubled}))
-    with pytest.raises(CheckpointError, match="too deep nesting"):
-        read_common(saved)
-    wide: list = [0] * 1000
-    (saved / "common.pt").write_bytes(zipped({"args": [[wide] * 1000] * 1000}))
-    with pytest.raises(CheckpointError, match="it has more than 1000000 values"):
-        read_common(saved)
-    with zipfile.ZipFile(saved / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("common/data.pkl", b"\x80\x02}." + bytes(10**6))
-    with pytest.raises(CheckpointError, match="it has compressed"):
-        read_common(saved)
+    return doubled
+
+
+LARGE: dict[str, Callable[[], bytes]] = {
+    "too deep nesting": lambda: zipped({"args": doubled_lists(40)}),
+    "it has more than 1000000 values": lambda: zipped({"args": [[[0] * 1000] * 1000] * 1000}),
+    "it has compressed": lambda: compressed(b"\x80\x02}." + bytes(10**6)),
+    "has more than 1048576 bytes|may have 1048576": lambda: zipped({"args": "a" * 2**21}),
+}
+
+
+@pytest.mark.parametrize("place", ["file", "object"])
+@pytest.mark.parametrize("message", LARGE)
+def test_common_state_takes_no_more_than_it_is_long(
+    message: str, place: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SE-1: lists that hold one another many times over, a compressed archive, and a long one."""
+    monkeypatch.setattr(checkpoint_files, "_LONGEST_COMMON_STATE", 2**20)
+    content = LARGE[message]()
+    if place == "file":
+        (saved / "common.pt").write_bytes(content)
+    else:
+        megatron_lm.as_later_versions_write(saved, content)
+    with pytest.raises(CheckpointError, match=message):
+        read_common(saved, read_metadata(saved))
+
+
+def without_place(metadata: Metadata) -> None:
+    for index in [index for index in metadata.storage_data if index.fqn.startswith("common_state")]:
+        del metadata.storage_data[index]
+
+
+MISPLACED: dict[str, Callable[[Metadata], object]] = {
+    r"has no common\.pt, and no common_state in \.metadata": without_place,
+    r"__0_0\.distcp: object common_state cannot be read: .* from byte 4611686018427387904 on are not": set_place(
+        offset=2**62
+    ),
+    r"object common_state has 4611686018427387904 bytes; it may have": set_place(length=2**62),
+    r"__9_9\.distcp: No such file": set_place(relative_path="__9_9.distcp"),
+    r"is in '/etc/passwd', which is not a file name": set_place(relative_path="/etc/passwd"),
+    r"object common_state cannot be read: ": set_place(offset=1),
+}
+
+
+@pytest.mark.parametrize("message", MISPLACED)
+def test_a_misplaced_common_state(message: str, saved: Path) -> None:
+    megatron_lm.as_later_versions_write(saved)
+    change(saved, MISPLACED[message])
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_common(saved, read_metadata(saved))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [{"args": 1}, [], [{}, {}], [1]], ids=str)
+def test_a_common_state_in_another_form(value: object, saved: Path) -> None:
+    """megatron-core 0.19 writes a list with one dictionary."""
+    megatron_lm.as_later_versions_write(saved, zipped(value))
+    if value == {"args": 1}:
+        assert read_common(saved, read_metadata(saved)) == value
+        return
+    with pytest.raises(CheckpointError, match="object common_state does not hold a dictionary"):
+        read_common(saved, read_metadata(saved))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
@@ -119,7 +119,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> GPTModel:
 
 def save(model: GPTModel, directory: Path) -> None:
     state = {"model": model.sharded_state_dict(), "args": arguments()}
-    dist_checkpointing.save(state, str(directory), InProcessSave())
+    write_state(state, directory)
 
 
 def test_logits_are_upstreams(model: GPTModel, tmp_path: Path) -> None:
@@ -149,6 +149,6 @@ def test_norms_of_their_own(model: GPTModel, tmp_path: Path) -> None:
 def test_a_missing_tensor_is_named(model: GPTModel, tmp_path: Path) -> None:
     state = model.sharded_state_dict()
     del state["decoder.layers.2.self_attention.A_log"]
-    dist_checkpointing.save({"model": state, "args": arguments()}, str(tmp_path), InProcessSave())
+    write_state({"model": state, "args": arguments()}, tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks decoder\.layers\.2\.self_attention\.A_log"):
         load_dist_checkpoint(tmp_path, device=torch.device("cpu"))

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model, save_model
+from megatron_ext.models.megatron import dist_checkpoint
 from megatron_ext.models.megatron.dist_checkpoint import (
     _is_padding,
     _without_padding,
@@ -157,7 +158,7 @@ def test_tensor_parallel_layouts(changes: dict, tiny_config: ModelConfig, tmp_pa
     for path in (*tmp_path.glob("*.distcp"), tmp_path / ".metadata"):
         path.unlink()
     both = {str(index): rank_state(model) for index, model in enumerate(ranks)}
-    dist_checkpointing.save(both, str(tmp_path), InProcessSave())
+    write_state(both, tmp_path)
     assert same_state(load(tmp_path), whole)
 
 
@@ -196,7 +197,7 @@ def test_weights_that_do_not_fit(message: str, saved: Path) -> None:
 
 def test_objects_that_are_not_known(saved: Path, tiny_model: nn.Module) -> None:
     objects = {key: ShardedObject(key, 1, (1,), (0,)) for key in ("colour", "decoder.final_norm._extra_state")}
-    dist_checkpointing.save({**tiny_model.sharded_state_dict(), **objects}, str(saved), InProcessSave())
+    write_state({**tiny_model.sharded_state_dict(), **objects}, saved)
     with pytest.raises(CheckpointError, match=r"has unexpected colour$"):
         load(saved)
 
@@ -298,11 +299,11 @@ def test_failed_save_leaves_the_old_checkpoint(
     tiny_config: ModelConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: object, state: dict, directory: Path) -> None:
-        (Path(directory) / "__0_0.distcp").write_bytes(b"half")
+    def fail(state: dict, directory: Path) -> None:
+        (directory / "__0_0.distcp").write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(InProcessSave, "save", fail)
+    monkeypatch.setattr(dist_checkpoint, "write_state", fail)
     with pytest.raises(ConfigError, match=r"--save .*no space left on device"):
         save_dist_checkpoint(saved, build_model(tiny_config, device=CPU, seed=8), tiny_config)
     assert same_state(load(saved), tiny_model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
@@ -50,6 +52,7 @@ def written(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> 
     return megatron_lm.write(tmp_path / "run", tensors, megatron_lm.arguments(tiny_config))
 
 
+@pytest.mark.parametrize("version", ["0.18", "0.19"])
 @pytest.mark.parametrize("fused", [True, False], ids=["Transformer Engine", "local"])
 @pytest.mark.parametrize(
     "changes",
@@ -61,13 +64,15 @@ def written(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_hybrid(changes: dict, fused: bool, tiny_config: ModelConfig, tmp_path: Path) -> None:
-    """The hybrid loads from a checkpoint that holds training state too."""
+def test_hybrid(changes: dict, fused: bool, version: str, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    """The hybrid loads from a checkpoint that holds training state too; the common state is a file or an object."""
     config = ModelConfig(**(tiny_config.to_dict() | changes))
     model = perturbed(build_model(config, device=CPU, seed=3))
     tensors = megatron_lm.stored_tensors(model, config, fused=fused)
     args = megatron_lm.arguments(config)
     megatron_lm.write(tmp_path, tensors, args, **megatron_lm.training_state(tensors))
+    if version == "0.19":
+        megatron_lm.as_later_versions_write(tmp_path / "iter_0000100")
     loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
     assert same_parameters(loaded, model)
     assert_same_logits(oracle.our_logits(loaded, TOKENS), oracle.our_logits(model, TOKENS))
@@ -174,11 +179,27 @@ def test_directories_that_cannot_be_read(message: str, written: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_flipped_byte_of_a_checkpoint_with_digests(written: Path) -> None:
+    """The common state could be read as other arguments; the manifest is verified before anything is read."""
+    iteration = written / "iter_0000100"
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in iteration.iterdir()}
+    (iteration / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
+    load_model(SourceConfig(load=str(written)), {}, device=CPU)
+    for name in files:
+        content = (iteration / name).read_bytes()
+        middle = len(content) // 2
+        (iteration / name).write_bytes(content[:middle] + bytes((content[middle] ^ 4,)) + content[middle + 1 :])
+        for load in (load_dist_checkpoint, lambda path, device: load_model(SourceConfig(load=str(path)), {})):
+            with pytest.raises(CheckpointError, match=f"{name} is damaged: its SHA-256"):
+                load(written, device=CPU)
+        (iteration / name).write_bytes(content)
+
+
 def test_without_arguments(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
     tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
     megatron_lm.write_files(tmp_path / "bare", tensors, {"iteration": 1})
     with pytest.raises(
-        CheckpointError, match=r"has neither our config\.json nor Megatron-LM's arguments in common\.pt"
+        CheckpointError, match=r"has neither our config\.json nor Megatron-LM's arguments in its common state"
     ):
         load_dist_checkpoint(tmp_path / "bare", device=CPU)
 
@@ -216,7 +237,7 @@ def test_gpt(family: str, stacked: bool, tmp_path: Path) -> None:
     model = gpt_model(config)
     state = {"model": model.sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})}
     state["args"] = gpt_arguments(config)
-    dist_checkpointing.save(state, str(tmp_path), InProcessSave())
+    write_state(state, tmp_path)
     loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
     assert loaded_config.hybrid_override_pattern == "*-*-*-"
     assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(model))
@@ -230,7 +251,7 @@ def test_gpt_with_norms_of_their_own_and_singleton_shards(tmp_path: Path) -> Non
     state = {"model": model.sharded_state_dict(metadata=dict(how)), "args": gpt_arguments(config)}
     for name, sharded in state["model"].items():
         sharded.key = name if "layernorm" in name else sharded.key
-    dist_checkpointing.save(state, str(tmp_path), InProcessSave(), content_metadata=how)
+    write_state({**state, "content_metadata": how}, tmp_path)
     keys = dist_checkpointing.load_tensors_metadata(str(tmp_path))
     assert {"decoder.layers.0.input_layernorm.weight", "decoder.layers.2.mlp.linear_fc1.weight_v"} <= keys.keys()
     loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
@@ -239,7 +260,7 @@ def test_gpt_with_norms_of_their_own_and_singleton_shards(tmp_path: Path) -> Non
 
 def test_gpt_with_fewer_layers_than_its_arguments_say(tmp_path: Path) -> None:
     state = {"model": gpt_model(GPT).sharded_state_dict(), "args": gpt_arguments(GPT, num_layers=4)}
-    dist_checkpointing.save(state, str(tmp_path), InProcessSave())
+    write_state(state, tmp_path)
     with pytest.raises(CheckpointError, match=r"has shape \(3, .*, and the configuration requires \(4, "):
         load_dist_checkpoint(tmp_path, device=CPU)
 

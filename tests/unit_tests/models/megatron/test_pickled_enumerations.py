@@ -137,7 +137,7 @@ def test_a_checkpoint_of_those_pythons(tiny_model: nn.Module, tiny_config: Model
         read_metadata(saved)
     (saved / ".metadata").write_bytes(honest)
     torch.save({"args": {"backend": AttnBackend.flash, "layers": 3}}, saved / "common.pt", pickle_module=_OldModule)
-    common: Any = read_common(saved)
+    common: Any = read_common(saved, stored)
     assert (common["args"]["layers"], type(common["args"]["backend"])) == (3, Made)
 
 
