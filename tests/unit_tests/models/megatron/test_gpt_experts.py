@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.layers.moe_layers import moe_letters
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config
 from megatron_ext.models.megatron.dist_checkpoint import load_dist_checkpoint
 from tests.priority import TestPriority
@@ -125,8 +125,8 @@ def their_logits(model: GPTModel) -> Tensor:
 
 
 def save(model: GPTModel, args: Namespace, directory: Path, **how: object) -> None:
-    state = {"model": model.sharded_state_dict(metadata=how), "args": args}
-    dist_checkpointing.save(state, str(directory), InProcessSave(), content_metadata=how)
+    state = {"model": model.sharded_state_dict(metadata=how), "args": args, "content_metadata": how}
+    write_state(state, directory)
 
 
 @pytest.mark.parametrize("singleton", [False, True], ids=["one tensor of all experts", "one tensor an expert"])
