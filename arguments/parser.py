@@ -12,7 +12,7 @@ from arguments.megatron import options
 from arguments.megatron.flag_record import MegatronGroup
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.megatron.layer_flags import describe_layers
-from arguments.megatron.synonyms import SYNONYMS, translate
+from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint
 from arguments.no_effect import note_no_effect
 from arguments.parsed_flags import ParsedFlags
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
@@ -206,6 +206,7 @@ def _completed(
             given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
         except ConfigError as error:  # the file is on this machine
             raise MachineError(str(error)) from error
+    without_checkpoint(given)
     describe_layers(given)
     note_no_effect(given)
     return given

@@ -8,7 +8,7 @@ BATCHING = "--inference-dynamic-batching"
 
 _EAGER = "affects speed only; `--cuda-graph-impl` decides whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
-_ONE_ENGINE = "a server has one engine here; tools/run_coordinator.py routes between several servers"
+_ONE_ENGINE = "replicas of one run take turns here; tools/run_coordinator.py routes between several servers"
 
 TRAINING = group(
     "training",
@@ -54,16 +54,18 @@ GRAPHS = group(
     Effect.ACCEPTED,
     _EAGER,
     bare="--enable-cuda-graph --decode-only-cuda-graphs --inference-cuda-graph-all-prefills "
-    "--moe-pad-experts-for-cuda-graph-inference --no-rl-persist-cuda-graphs",
-    one=f"--inference-cuda-graph-scope {BATCHING}-cuda-graph-max-tokens",
-    many="--cuda-graph-scope",
+    "--moe-pad-experts-for-cuda-graph-inference --rl-persist-cuda-graphs --no-rl-persist-cuda-graphs",
+    one=f"--inference-cuda-graph-scope --inference-cuda-graph-max-tokens {BATCHING}-cuda-graph-max-tokens "
+    f"{BATCHING}-cuda-graph-mixed-prefill-count {BATCHING}-cuda-graph-sizing-distribution",
+    many="--cuda-graph-scope --cuda-graph-modules",
 )
 SCHEDULING = group(
     "scheduling",
     Effect.ACCEPTED,
     "has no counterpart: the engine itself decides when a step is launched before the tokens of "
     "the previous one are known, and pools keep their size",
-    bare=f"--async-mode --inference-use-synchronous-zmq-collectives {BATCHING}-track-paused-request-events",
+    bare=f"--async-mode --inference-use-synchronous-zmq-collectives {BATCHING}-track-paused-request-events "
+    "--inference-disable-ep-consensus --no-inference-disable-ep-consensus",
     one=f"{BATCHING}-async-sched-mode {BATCHING}-mamba-memory-ratio --max-tokens-to-oom --inference-max-requests "
     "--rl-kv-cache-management-mode --suspend-timeout --exit-duration-in-mins",
 )
@@ -74,6 +76,18 @@ COORDINATOR = group(
     bare="--use-coordinator",
     one=f"--inference-coordinator-port --coordinator-host --coordinator-port --frontend-replicas "
     f"{BATCHING}-prefix-caching-coordinator-policy {BATCHING}-prefix-caching-routing-alpha",
+)
+POOLS = group(
+    "older sizes of pools",
+    Effect.ACCEPTED,
+    "Megatron has removed it, too; a request waits, and is preempted if need be, when the pools are full",
+    one=f"{BATCHING}-buffer-guaranteed-fraction {BATCHING}-buffer-overflow-factor",
+)
+NUMBERS = group(
+    "numbers of a run",
+    Effect.ACCEPTED,
+    "nothing is sent to Weights & Biases; a server's /metrics has the numbers, and its log",
+    bare="--inference-wandb-logging --no-inference-wandb-logging --inference-text-gen-server-logging",
 )
 SPECULATION = group(
     "multi-token prediction",
@@ -120,9 +134,11 @@ ACCEPTED = (
     MEMORY,
     SCHEDULING,
     COORDINATOR,
+    POOLS,
     ROUTER,
     SPECULATION,
     CHECKPOINTS,
     TRAINING,
     LOGGING,
+    NUMBERS,
 )

@@ -40,16 +40,34 @@ def describe_layers(given: ParsedFlags) -> None:
                 given.without_effect.note(f"--{name}")
     elif any(ratios):
         values[_PATTERN] = _allocated(values.get(_COUNT), *ratios)
-    if _FREQ in values and not _uses_moe_layer_freq(values):
+    is_gpt = values.get(_PROVIDER) == GPT or _is_new_gpt(values)
+    if _FREQ in values and not _uses_moe_layer_freq(values, is_gpt):
         given.without_effect.note(f"--{_FREQ}")
-    if values.get(_PROVIDER) == GPT:
+    if is_gpt:
         _describe_gpt(values)
 
 
-def _uses_moe_layer_freq(values: Mapping[str, object]) -> bool:
+def _uses_moe_layer_freq(values: Mapping[str, object], is_gpt: bool) -> bool:
     """Return whether --moe-layer-freq makes a pattern, or is compared with that of a checkpoint."""
-    makes_pattern = values.get(_PROVIDER) == GPT and "num-experts" in values and _PATTERN not in values
+    makes_pattern = is_gpt and "num-experts" in values and _PATTERN not in values
     return makes_pattern or bool(_CHECKPOINTS & values.keys())
+
+
+def _is_new_gpt(values: Mapping[str, Any]) -> bool:
+    """Return whether flags without a checkpoint count layers but give no pattern: a GPT, as in Megatron.
+
+    Raises:
+        ConfigError: Another kind of model is requested, and that needs a pattern.
+    """
+    if _COUNT not in values or _PATTERN in values or _CHECKPOINTS & values.keys():
+        return False
+    provider = values.get(_PROVIDER)
+    if provider is not None:
+        raise ConfigError(
+            f"--{_PROVIDER} {provider} with --{_COUNT} {values[_COUNT]} needs the kinds of its layers; give "
+            "--hybrid-layer-pattern, or a checkpoint (--load, --load-hf)"
+        )
+    return True
 
 
 def _set_recurrent_layer(values: dict[str, Any], kind: str) -> None:

@@ -29,8 +29,6 @@ VALUES = MegatronGroup(
 RESTRICTED = (VALUES,)
 
 
-_MAX_REQUESTS = f"{BATCHING}-max-requests"
-
 ATTENTION = group(
     "attention and activations",
     Effect.REFUSED,
@@ -58,11 +56,12 @@ PARSERS = group(
     "the server parses tool calls by the model's chat template, and does not parse reasoning; leave it out",
     many="--parsers",
 )
-OLD = group(
-    "gone from Megatron",
+STRESS = group(
+    "prompts of Megatron's cache tests",
     Effect.REFUSED,
-    f"Megatron has removed it, too; {_MAX_REQUESTS} sets how many requests run at once",
-    one=f"{_MAX_REQUESTS}-override {BATCHING}-buffer-guaranteed-fraction {BATCHING}-buffer-overflow-factor",
+    "it makes prompts that are known to Megatron's tests; leave it out, and write prompts with common prefixes into a "
+    "--prompt-file",
+    one="--prefix-cache-stress-* --prefix-cache-compare-*",
 )
 
-REFUSED = (ATTENTION, QUANTIZED, SERVING, PARSERS, OLD)
+REFUSED = (ATTENTION, QUANTIZED, SERVING, PARSERS, STRESS)

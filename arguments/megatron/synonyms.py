@@ -10,6 +10,11 @@ from arguments.flags import Flag, FlagGroup
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
 
+_MAX_REQUESTS = "inference-dynamic-batching-max-requests"
+_CHECKPOINTS = ("load", "load-hf")
+# Flags that mean another one, unless that is given, too.
+_FALLBACKS = {"pretrained-checkpoint": "load", f"{_MAX_REQUESTS}-override": _MAX_REQUESTS}
+
 
 @dataclass(frozen=True)
 class Synonyms:
@@ -20,6 +25,7 @@ class Synonyms:
     use_rotary_position_embeddings: bool = False
     hybrid_attention_ratio: float = 0.0
     hybrid_mlp_ratio: float = 0.0
+    max_requests_override: int | None = None
 
 
 SYNONYMS = FlagGroup(
@@ -34,6 +40,11 @@ SYNONYMS = FlagGroup(
             "Fraction of --num-layers that are attention layers, evenly spaced; instead of a pattern",
         ),
         Flag("hybrid_mlp_ratio", "Fraction of --num-layers that are MLP layers, likewise"),
+        Flag(
+            "max_requests_override",
+            f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",
+            name=f"--{_MAX_REQUESTS}-override",
+        ),
     ),
 )
 # Equivalent of each flag that is given as true: (key, value).
@@ -57,13 +68,26 @@ def translate(given: ParsedFlags) -> ParsedFlags:
             if values.get(ours, value) != value:
                 raise ConfigError(f"--{key} and --{ours} contradict each other; give one of them")
             values[ours] = value
-    if "pretrained-checkpoint" in values:
-        pretrained = values.pop("pretrained-checkpoint")
-        if values.setdefault("load", pretrained) is not pretrained:
-            given.without_effect.note("--pretrained-checkpoint")
+    for key, ours in _FALLBACKS.items():
+        if key in values:
+            fallback = values.pop(key)
+            if values.setdefault(ours, fallback) is not fallback:
+                given.without_effect.note(f"--{key}")
     if _is_megatrons_stack(values.get("spec")):
         del values["spec"]
     return ParsedFlags(values, given.without_effect, given.environment)
+
+
+def without_checkpoint(given: ParsedFlags) -> None:
+    """Remove checkpoints with an empty name, in place; without one, the flags that concern it have no effect.
+
+    The flags come from both the command line and the file: `--load ''` is a run without the file's checkpoint.
+    """
+    for key in _CHECKPOINTS:
+        if given.values.get(key) == "":
+            del given.values[key]
+    if not any(key in given.values for key in _CHECKPOINTS) and given.values.pop("use-checkpoint-args", False):
+        given.without_effect.note("--use-checkpoint-args")
 
 
 def _is_megatrons_stack(spec: object) -> bool:

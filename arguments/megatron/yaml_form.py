@@ -21,7 +21,7 @@ Parse = Callable[[Sequence[str]], ParsedFlags]
 Pairs = Sequence[tuple[yaml.Node, yaml.Node]]
 
 FLAGS, VARIABLES, MODE = "MODEL_ARGS", "ENV_VARS", "MODE"
-_PASSED_OVER = ("TEST_TYPE", "METRICS", "LAUNCHER")
+_PASSED_OVER = ("TEST_TYPE", "METRICS", "LAUNCHER", "INFERENCE_COMPARISON", "PREFIX_CACHE_SCENARIO")
 _REFUSED = {
     "MODEL_ARGS_2": "it has the flags of a second run, and a file describes one run; merge them into MODEL_ARGS",
     "BEFORE_SCRIPT": "it is a shell script, and a file runs no code; run it before, and leave the key out",
