@@ -12,6 +12,7 @@ from arguments.megatron import options
 from arguments.megatron.flag_record import MegatronGroup
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.megatron.layer_flags import describe_layers
+from arguments.megatron.quantization import require_16_bits
 from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint
 from arguments.no_effect import note_no_effect
 from arguments.parsed_flags import ParsedFlags
@@ -208,6 +209,7 @@ def _completed(
             raise MachineError(str(error)) from error
     without_checkpoint(given)
     describe_layers(given)
+    require_16_bits(given)
     note_no_effect(given)
     return given
 

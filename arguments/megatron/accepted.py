@@ -30,7 +30,8 @@ CHECKPOINTS = group(
     Effect.ACCEPTED,
     _WEIGHTS,
     bare="--auto-detect-ckpt-format --inference-ckpt-non-strict --no-load-optim --exit-on-missing-checkpoint "
-    "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure",
+    "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure "
+    "--dist-ckpt-optim-fully-reshardable",
     one="--dist-ckpt-strictness --save-interval",
 )
 IMPLEMENTATION = group(

@@ -1,6 +1,6 @@
 """Records of Megatron-LM's flags that set no field of this package, and their effects.
 
-The records are data, in `accepted`, `restricted` and `refused`; no flag has code of its own.
+The records are data, in `accepted` and `refused`; no flag has code of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class Effect(enum.Enum):
 
     ACCEPTED = enum.auto()  # and has no effect
     RESTRICTED = enum.auto()  # accepted with values that match this package's behaviour, refused with others
+    CONDITIONAL = enum.auto()  # accepted and without effect beside another flag, refused without it
     REFUSED = enum.auto()
 
 
@@ -32,6 +33,8 @@ class MegatronFlag:
         allowed: Accepted values of a restricted flag. Numbers are equal however they are written.
         refused: Values of an accepted flag that are refused nevertheless, with reasons.
         warned: Values of an accepted flag that need a warning, with that line.
+
+    Conditional flags are accepted here; `quantization.require_16_bits` refuses them when all flags are known.
     """
 
     name: str

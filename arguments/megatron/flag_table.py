@@ -9,7 +9,7 @@ from arguments.flags import Flag, FlagGroup
 from arguments.groups import SAMPLING
 from arguments.megatron.accepted import ACCEPTED
 from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup
-from arguments.megatron.refused import REFUSED, RESTRICTED
+from arguments.megatron.refused import CONDITIONAL, REFUSED, RESTRICTED
 
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:
@@ -25,7 +25,7 @@ def _of_requests(group: FlagGroup) -> MegatronGroup:
     return MegatronGroup("requests", Effect.ACCEPTED, tuple(record(*one) for one in (*names, *negated)))
 
 
-TABLE = (*ACCEPTED, *RESTRICTED, *REFUSED)
+TABLE = (*ACCEPTED, *RESTRICTED, *CONDITIONAL, *REFUSED)
 SERVER_TABLE = (*TABLE, _of_requests(SAMPLING))
 
 

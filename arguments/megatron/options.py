@@ -13,6 +13,7 @@ DEST = "without effect"  # name in argparse's namespace; no flag's key has a bla
 _TITLES = {
     Effect.ACCEPTED: "Megatron's, accepted without effect",
     Effect.RESTRICTED: "Megatron's",
+    Effect.CONDITIONAL: "Megatron's, accepted on a condition",
     Effect.REFUSED: "Megatron's, refused",
 }
 

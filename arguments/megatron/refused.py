@@ -37,11 +37,20 @@ ATTENTION = group(
     one="--window-* --activation-func-clamp-value --rotary-scaling-factor --yarn-* --mscale*",
 )
 QUANTIZED = group(
-    "8-bit parameters",
+    "8-bit computation",
+    Effect.CONDITIONAL,
+    "nothing is computed in 8 bits here; leave it out, or give --fp8-as-16bit to compute in bf16 (or --fp16) instead, "
+    "with other log-probs",
+    bare="--fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad",
+    one="--fp8-format --fp8-recipe --fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo "
+    "--num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16",
+)
+STATIC = group(
+    "the static engine",
     Effect.REFUSED,
-    "parameters are not quantized; leave it out for parameters of 16 or 32 bits",
-    bare="--fp8-param-gather --first-last-layers-bf16",
-    one="--fp8-format --fp8-recipe",
+    "it is of Megatron's static engine, which computes one batch to its end; leave it out, batching is dynamic here",
+    bare="--use-legacy-static-engine --flash-decode",
+    one="--inference-batch-times-seqlen-threshold",
 )
 SERVING = group(
     "several engines behind one address",
@@ -64,4 +73,5 @@ STRESS = group(
     one="--prefix-cache-stress-* --prefix-cache-compare-*",
 )
 
-REFUSED = (ATTENTION, QUANTIZED, SERVING, PARSERS, STRESS)
+REFUSED = (ATTENTION, STATIC, SERVING, PARSERS, STRESS)
+CONDITIONAL = (QUANTIZED,)

@@ -26,6 +26,7 @@ class Synonyms:
     hybrid_attention_ratio: float = 0.0
     hybrid_mlp_ratio: float = 0.0
     max_requests_override: int | None = None
+    fp8_as_16bit: bool = False
 
 
 SYNONYMS = FlagGroup(
@@ -44,6 +45,10 @@ SYNONYMS = FlagGroup(
             "max_requests_override",
             f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",
             name=f"--{_MAX_REQUESTS}-override",
+        ),
+        Flag(
+            "fp8_as_16bit",
+            "Accept Megatron's flags of 8-bit computation, and compute in bf16 (or --fp16) instead",
         ),
     ),
 )

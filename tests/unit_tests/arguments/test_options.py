@@ -80,6 +80,7 @@ OPTIONS = """
 SYNONYM_OPTIONS = """
 --pretrained-checkpoint --disable-chunked-prefill --no-disable-chunked-prefill
 --use-rotary-position-embeddings --no-use-rotary-position-embeddings --hybrid-attention-ratio --hybrid-mlp-ratio
+--fp8-as-16bit --no-fp8-as-16bit
 """.split()
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.

@@ -15,6 +15,7 @@ TEXT = (ROOT / "docs" / "megatron.md").read_text("utf-8")
 SECTIONS = {
     Effect.ACCEPTED: "Accepted without effect",
     Effect.RESTRICTED: "Accepted with one value",
+    Effect.CONDITIONAL: "Accepted with --fp8-as-16bit",
     Effect.REFUSED: "Refused",
 }
 FLAG = re.compile(r"`(--[a-z][\w-]*\*?)`")

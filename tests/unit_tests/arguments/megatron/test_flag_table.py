@@ -30,6 +30,7 @@ BARE = """
 ...track-paused-request-events
 --sequence-parallel --auto-detect-ckpt-format --inference-ckpt-non-strict --use-mcore-models --no-load-optim
 --log-num-zeros-in-grad --log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
+--dist-ckpt-optim-fully-reshardable
 --deterministic-mode --ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
 --no-create-attention-mask-in-dataloader --te-rng-tracker --inference-rng-tracker --inference-cuda-graph-all-prefills
 """.replace("...", BATCHING + "-").split()
@@ -53,11 +54,15 @@ ONLY = {
     "--ckpt-format": "torch_dist",
 }
 REFUSED = """
---activation-func-clamp-value --rotary-scaling-factor --quick-geglu --fp8-format --fp8-recipe --fp8-param-gather
---first-last-layers-bf16 --parsers --inference-shards --disagg-role
+--activation-func-clamp-value --rotary-scaling-factor --quick-geglu --use-legacy-static-engine --flash-decode
+--inference-batch-times-seqlen-threshold --parsers --inference-shards --disagg-role
 --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path ...max-requests-override
 ...buffer-guaranteed-fraction ...buffer-overflow-factor
 """.replace("...", BATCHING + "-").split()
+CONDITIONAL = """
+--fp8-format --fp8-recipe --fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-margin --fp8-interval
+--fp8-amax-history-len --fp8-amax-compute-algo --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
+""".split()
 FAMILIES = ("--window-*", "--yarn-*", "--no-yarn-*", "--mscale*")
 
 
@@ -77,6 +82,7 @@ def test_the_table_has_what_was_promised():
         name: (value,) for name, value in ONLY.items()
     }
     assert {name for name, flag in by_name.items() if flag.effect is Effect.REFUSED} == {*REFUSED, *FAMILIES}
+    assert {name for name, flag in by_name.items() if flag.effect is Effect.CONDITIONAL} == {*CONDITIONAL}
 
 
 def test_each_record_says_why():
@@ -94,6 +100,10 @@ def test_on_the_command_line(parse, flag):
         with pytest.raises(ConfigError, match=re.escape(flag.why)) as caught:
             parse([name, *values_of(flag)])
         assert str(caught.value).startswith(name)
+        return
+    if flag.effect is Effect.CONDITIONAL:
+        with pytest.raises(ConfigError, match=f"^{name} is refused: {re.escape(flag.why)}"):
+            parse([name, *values_of(flag)])
         return
     settings = parse([name, *values_of(flag)])
     assert settings.start.lines[0] == f"accepted, and without effect here: {name}"
@@ -117,7 +127,8 @@ def test_in_a_yaml_file(parse, flag, tmp_path):
                 parse(["--model-config", str(path)])
             assert str(caught.value).startswith(f"{path}, line {text.count(chr(10))}: {name}")
         else:
-            settings = parse(["--model-config", str(path)])
+            accepting = ["--fp8-as-16bit"] if flag.effect is Effect.CONDITIONAL else []
+            settings = parse(["--model-config", str(path), *accepting])
             assert settings.start.lines[0] == f"accepted, and without effect here: {name}"
 
 
@@ -141,6 +152,28 @@ def test_families(option, beginning):
     for argv in ([f"{option}=4"], [option, "4"], ["--seed", "1", option, "4"]):
         with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: it requests an attention"):
             parse_arguments(argv)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [([], "bf16"), (["--bf16"], "bf16"), (["--fp16"], "fp16")])
+def test_8_bits_become_16(dtype, kind):
+    """MF-1: --fp8-as-16bit accepts flags of 8-bit computation, sets 16 bits, and says so."""
+    settings = parse_arguments(["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-as-16bit", *dtype])
+    assert (settings.source.bf16, settings.source.fp16) == (kind == "bf16", kind == "fp16")
+    accepted, line = settings.start.lines
+    assert accepted == "accepted, and without effect here: --fp8-format, --fp8-recipe"
+    assert "--fp8-format, --fp8-recipe: nothing is computed in 8 bits" in line
+    assert f"in {kind}" in line
+
+
+def test_16_bits_without_flags_of_8():
+    settings = parse_arguments(["--fp8-as-16bit"])
+    assert settings.start.lines == ("accepted, and without effect here: --fp8-as-16bit",)
+    assert not settings.source.bf16
+
+
+def test_the_server_records_no_routing():
+    with pytest.raises(ConfigError, match="--moe-enable-routing-replay is refused: answers of the server"):
+        parse_server_arguments(["--moe-enable-routing-replay"])
 
 
 def test_sinkhorn_is_refused_and_others_are_not():
