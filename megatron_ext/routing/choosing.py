@@ -7,7 +7,8 @@ skips more, then the less loaded one, then the one that received fewer tokens so
 A match of less than half of the prompt is usually a common system prompt at the start of a new conversation, which will
 grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
 whose memory cannot hold them. So if that replica holds more tokens than the least loaded one, a short match costs
-`CROWDING` times the prompt, times the share by which it holds more.
+`CROWDING` times the prompt, times the share by which it holds more. Starting a conversation at a reluctant replica
+(a newcomer that has had its share, or one that is about to leave) costs `CROWDING` times the prompt.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Fleet:
         indexes: Prefix indexes by block size.
         members: Bits of the replicas of each block size.
         open: Bits of the replicas that take one more request.
+        reluctant: Bits of the replicas at which new conversations had better not start.
         last: Number of the replica chosen last by round robin.
         held: Function from a replica's number to the tokens that it holds, by its events.
     """
@@ -40,13 +42,20 @@ class Fleet:
     indexes: dict[int, PrefixIndex] = field(default_factory=dict)
     members: dict[int, int] = field(default_factory=dict)
     open: int = 0
+    reluctant: int = 0
     last: int = -1
     held: Callable[[int], int] = lambda number: 0
+
+    def eager(self, replicas: int) -> int:
+        """Return the bits of those of `replicas` that are not reluctant, or of all of them if all are reluctant."""
+        return replicas & ~self.reluctant or replicas
 
     def crowding(self, one: int, other: int, length: int, tokens: int) -> float:
         """Return the extra cost, in tokens, of starting at `one` instead of `other` because of a short match."""
         if 2 * tokens >= length:
             return 0.0
+        if self.reluctant >> one & 1:
+            return CROWDING * length
         held, others = self.held(one), self.held(other)
         return CROWDING * length * (held - others) / held if held > others else 0.0
 
@@ -88,14 +97,13 @@ def chooser(settings: RoutingConfig) -> Chooser:
 def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
     """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
-    least = loads.least(replicas)
+    least, cost = _start(fleet, length, replicas, alpha)
     number, skipped, longest_match = least, 0, 0
-    cost = alpha * length + (1 - alpha) * loads.load(number)
     floor = (1 - alpha) * loads.lowest()
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
             longest_match = max(longest_match, tokens)
-            one = loads.least(bits)
+            one = loads.least(fleet.eager(bits) if 2 * tokens < length else bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
             is_alike = its == cost and tokens == skipped  # with another block size
@@ -108,6 +116,20 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
             if alpha * (length - tokens + 1) + floor > cost:
                 break
     return Choice(number, skipped or (longest_match and fleet.max_skipped(prompt, 1 << number)), longest_match)
+
+
+def _start(fleet: Fleet, length: int, replicas: int, alpha: float) -> tuple[int, float]:
+    """Return the replica at which a prompt without any match starts, and its cost."""
+    loads = fleet.loads
+    number = loads.least(fleet.eager(replicas))
+    cost = alpha * length + (1 - alpha) * loads.load(number)
+    reluctant = replicas & fleet.reluctant
+    if reluctant and not fleet.reluctant >> number & 1:
+        one = loads.least(reluctant)
+        its = alpha * (1 + CROWDING) * length + (1 - alpha) * loads.load(one)
+        if its < cost:
+            return one, its
+    return number, cost
 
 
 def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:

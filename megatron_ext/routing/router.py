@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.routing.choosing import Choice, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
+from megatron_ext.routing.newcomers import Newcomers
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.replica_state import Flight, Hash, Replica
 
@@ -98,6 +99,9 @@ class Router:
         self._names: dict[int, str] = {}  # by number of the bit
         self._flights: dict[Hashable, Flight] = {}
         self._mean_generated = _FIRST_GUESS
+        self._newcomers = Newcomers()
+        self._retiring: frozenset[str] = frozenset()
+        self._total_held = 0  # tokens
 
     def _held(self, number: int) -> int:
         one = self._replicas[self._names[number]]
@@ -128,6 +132,8 @@ class Router:
         one = Replica(replica, number, index, has_states=has_states, max_requests=max_requests)
         self._replicas[replica], self._names[number] = one, replica
         self._fleet.loads.join(number)
+        if self._total_held:
+            self._newcomers.join(number)
         self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
         self._note_open(one)
 
@@ -141,7 +147,7 @@ class Router:
         lost = list(one.in_flight)
         for request in lost:
             self.ended(request)
-        one.cleared()
+        self.cleared(replica)
         index, size = one.index, one.index.block_size
         index.with_states &= ~one.bit
         self._fleet.members[size] &= ~one.bit
@@ -149,13 +155,23 @@ class Router:
             del self._fleet.members[size], self._fleet.indexes[size]
         self._fleet.loads.leave(one.number)
         self._fleet.open &= ~one.bit
+        self._newcomers.leave(one.number)
         del self._replicas[replica], self._names[one.number]
+        self._note_reluctant()
         return lost
 
     def drain(self, replica: str, *, is_draining: bool = True) -> None:
         """Send a replica no more requests, or resume; requests in flight stay, and its events still count."""
         self._replicas[replica].is_draining = is_draining
         self._note_open(self._replicas[replica])
+
+    def retire(self, replicas: Iterable[str]) -> None:
+        """Start new conversations elsewhere than at these replicas, which are about to leave, and at no others' cost.
+
+        Their own conversations still return to them. Replaces the replicas named before; unknown names are ignored.
+        """
+        self._retiring = frozenset(replicas)
+        self._note_reluctant()
 
     def note_others(self, replica: str, requests: int, prompt_tokens: int, output_tokens: int) -> None:
         """Count the requests that a replica has from other routers as its load, in place of those noted before.
@@ -207,15 +223,25 @@ class Router:
         Raises:
             ValueError: The number of tokens does not match the blocks, or a token id is invalid.
         """
-        return self._replicas[replica].stored(hashes, parent, token_ids, extra_keys)
+        one = self._replicas[replica]
+        before = one.blocks
+        is_known = one.stored(hashes, parent, token_ids, extra_keys)
+        self._note_held(one, before)
+        return is_known
 
     def removed(self, replica: str, hashes: Iterable[Hash]) -> None:
         """Handle `BlockRemoved`: blocks and the snapshots at their ends are gone; unknown hashes are ignored."""
-        self._replicas[replica].removed(hashes)
+        one = self._replicas[replica]
+        before = one.blocks
+        one.removed(hashes)
+        self._note_held(one, before)
 
     def cleared(self, replica: str) -> None:
         """Handle `AllBlocksCleared`: the replica's cache is empty."""
-        self._replicas[replica].cleared()
+        one = self._replicas[replica]
+        before = one.blocks
+        one.cleared()
+        self._note_held(one, before)
 
     def state_stored(self, replica: str, hashes: Iterable[Hash]) -> bool:
         """Handle `StateStored`: requests can resume from snapshots at the ends of these blocks.
@@ -296,6 +322,8 @@ class Router:
         one.in_flight.add(request)
         one.index.claimed.add(one.bit, keys)
         self._fleet.loads.give(one.number, flight.tokens)
+        self._newcomers.give(one.number, flight.to_compute, len(self._replicas), self._held, self._total_held)
+        self._note_reluctant()
         self._note_open(one)
 
     def prefilled(self, request: Hashable) -> None:
@@ -335,9 +363,18 @@ class Router:
         """Return the lowest load of all replicas in tokens, to estimate a wait when all are full; 0 without any."""
         return self._fleet.loads.lowest()
 
+    def _note_held(self, one: Replica, blocks_before: int) -> None:
+        self._total_held += (one.blocks - blocks_before) * one.index.block_size
+
+    def _note_reluctant(self) -> None:
+        retiring = sum(self._replicas[name].bit for name in self._retiring if name in self._replicas)
+        self._fleet.reluctant = self._newcomers.sated | retiring
+
     def _note_open(self, one: Replica) -> None:
         self._fleet.open = self._fleet.open | one.bit if one.is_open else self._fleet.open & ~one.bit
 
     def check(self) -> None:
         """Assert the invariants of the router; see `check_router`."""
         check_router(self._fleet, self._replicas, self._flights)
+        held = sum(one.blocks * one.index.block_size for one in self._replicas.values())
+        assert self._total_held == held, "tokens that all replicas hold"

@@ -36,6 +36,15 @@ class Copy:
     draining: bool = False
     given: int = 0  # tokens, as `Loads` counts them
     number: int = 0
+    newcomer: bool = False
+    own: int = 0  # prompt tokens to compute since it joined
+    all: int = 0  # of all replicas
+    sated: bool = False
+    retiring: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.held) * self.size
 
 
 @dataclass
@@ -84,7 +93,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.join(name, size, has_states=has_states, max_requests=most)
         number = next(i for i in range(9) if i not in {copy.number for copy in self.copies.values()})
         given = min((copy.given for copy in self.copies.values()), default=0)
-        self.copies[name] = Copy(size, has_states, most, given=given, number=number)
+        newcomer = any(copy.held for copy in self.copies.values())
+        self.copies[name] = Copy(size, has_states, most, given=given, number=number, newcomer=newcomer)
 
     def a_replica(self, data: st.DataObject) -> tuple[str, Copy]:
         name = data.draw(st.sampled_from(sorted(self.copies)), "replica")
@@ -106,6 +116,14 @@ class RouterMachine(RuleBasedStateMachine):
         name, copy = self.a_replica(data)
         copy.draining = is_draining
         self.router.drain(name, is_draining=is_draining)
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        names = data.draw(st.sets(st.sampled_from([*sorted(self.copies), "stranger"]), max_size=2), "retiring")
+        self.router.retire(names)
+        for name, copy in self.copies.items():
+            copy.retiring = name in names
 
     # What replicas hold
 
@@ -191,6 +209,16 @@ class RouterMachine(RuleBasedStateMachine):
         one = Sent(name, (salt, tokens), max(1, len(tokens) - decision.skipped), min(new, 256))
         self.sent[self.requests] = one
         self.copies[name].given += one.to_compute + one.to_generate
+        self.share(name, one.to_compute)
+
+    def share(self, name: str, tokens: int) -> None:
+        """A newcomer that holds less than half of the average has had its share if it got more than one of n parts."""
+        count, total = len(self.copies), sum(copy.tokens for copy in self.copies.values())
+        for other, copy in self.copies.items():
+            copy.newcomer = copy.newcomer and 2 * copy.tokens < total / count
+            copy.all += tokens
+            copy.own += tokens * (other == name)
+            copy.sated = copy.newcomer and copy.own > copy.all / count
 
     def is_open(self, name: str) -> int:
         copy = self.copies[name]
@@ -201,26 +229,45 @@ class RouterMachine(RuleBasedStateMachine):
         return sum(one.to_compute + one.to_generate for one in self.sent.values() if one.replica == name)
 
     def costs(self, possible: list[str], prompt: Prefix) -> list[tuple[object, ...]]:
-        """Costs of the least loaded replica as if it skipped nothing, and of the least loaded with an equal skip."""
+        """Costs of the least loaded replica as if it skipped nothing, and of the least loaded with an equal skip.
+
+        Of reluctant replicas they are higher, unless the match is half of the prompt.
+        """
         length, alike = len(prompt[1]), {}
         for name in possible:
             alike.setdefault((self.copies[name].size, self.skipped(name, prompt)), []).append(name)
-        least = min(possible, key=self.order)
-        found = [(self.alpha * length + (1 - self.alpha) * self.load(least), 0, *self.order(least), least)]
+        starts = [
+            (self.alpha * (1 + dear) * length + (1 - self.alpha) * self.load(name), dear, name)
+            for dear, names in ((0, self.eager(possible)), (CROWDING, self.reluctant(possible)))
+            for name in sorted(names, key=self.order)[:1]
+        ]
+        if not self.eager(possible):
+            starts = [(self.alpha * length + (1 - self.alpha) * self.load(name), 0, name) for *_, name in starts]
+        cost, _, least = min(starts)
+        found = [(cost, 0, *self.order(least), least)]
         for (_, skipped), names in alike.items():
             if skipped:
-                one = min(names, key=self.order)
+                eager = self.eager(names) if 2 * skipped < length else names
+                one = min(eager or names, key=self.order)
                 computed = length - skipped + self.crowding(one, least, length, skipped)
                 cost = self.alpha * computed + (1 - self.alpha) * self.load(one)
                 found.append((cost, -skipped, *self.order(one), one))
         return sorted(found)
 
+    def reluctant(self, names: list[str]) -> list[str]:
+        return [name for name in names if self.copies[name].sated or self.copies[name].retiring]
+
+    def eager(self, names: list[str]) -> list[str]:
+        return [name for name in names if name not in self.reluctant(names)]
+
     def order(self, name: str) -> tuple[int, int, int]:
         return self.load(name), self.copies[name].given, self.copies[name].number
 
     def crowding(self, one: str, least: str, length: int, skipped: int) -> float:
-        """A match of less than half is dear where more is held than at the least loaded one."""
-        mine, others = (len(self.copies[name].held) * self.copies[name].size for name in (one, least))
+        """A match of less than half is dear where more is held than at the least loaded one, or at reluctant ones."""
+        mine, others = (self.copies[name].tokens for name in (one, least))
+        if 2 * skipped < length and self.reluctant([one]):
+            return CROWDING * length
         return CROWDING * length * (mine - others) / mine if 2 * skipped < length and mine > others else 0.0
 
     def skipped(self, name: str, prompt: Prefix) -> int:

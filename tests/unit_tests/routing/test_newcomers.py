@@ -1,0 +1,127 @@
+"""Start of new conversations: newcomers get their share, and replicas that are about to leave get no conversation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.routing.router import Decision, Reason, Router
+
+SIZE, SYSTEM, TURN = 4, 16, 32
+BLOCKS = 400  # of other conversations, on each replica that is not new
+ANSWER = 80  # tokens that each of these has yet to generate
+
+
+def fleet(count: int = 4) -> Router:
+    """Replicas with the same system prompt and much else, each of which generates an answer."""
+    router = Router(RoutingConfig())
+    for i in range(count):
+        join(router, str(i))
+    for i in range(count):
+        fill(router, str(i), [*range(SYSTEM)])
+        fill(router, str(i), [10**6 + j for j in range(SIZE * BLOCKS)])
+        prompt = router.prompt([2])
+        router.began(("answer", i), Decision(str(i), 0, 0, Reason.LOAD), prompt, ANSWER)
+        router.prefilled(("answer", i))
+    return router
+
+
+def has_grown(router: Router, name: str) -> bool:
+    """A replica holds half of what replicas hold on average."""
+    blocks = {view.name: view.blocks for view in router.replicas()}
+    return 2 * blocks[name] >= sum(blocks.values()) / len(blocks)
+
+
+def join(router: Router, name: str) -> None:
+    router.join(name, SIZE)
+
+
+def fill(router: Router, name: str, tokens: list[int]) -> None:
+    hashes = [hash((name, tuple(tokens[:end]))) for end in range(SIZE, len(tokens) + 1, SIZE)]
+    assert router.stored(name, hashes, None, tokens[: len(hashes) * SIZE])
+
+
+def conversation(number: int) -> list[int]:
+    """First turn of a conversation with the common system prompt, which is less than half of it."""
+    return [*range(SYSTEM), *(1000 * (number + 1) + i for i in range(TURN))]
+
+
+def served(router: Router, number: int) -> str:
+    """Replica that serves a conversation's first turn, before the next one comes, and caches it."""
+    prompt = router.prompt(conversation(number))
+    decision = router.route(prompt)
+    router.began(number, decision, prompt)
+    router.ended(number)
+    fill(router, decision.replica, conversation(number))
+    router.check()
+    return decision.replica
+
+
+def test_a_newcomer_takes_its_share_until_its_cache_has_grown():
+    """RP-2: of five replicas it computes about a fifth, though it is the only one without load; then it takes more."""
+    router = fleet()
+    join(router, "new")
+    replicas = []
+    while not has_grown(router, "new"):
+        replicas.append(served(router, len(replicas)))
+    assert len(replicas) > 10
+    for end in range(1, len(replicas)):
+        assert replicas[:end].count("new") <= 1 + end / 5
+    served(router, len(replicas))  # the next request shows that it has grown
+    assert {served(router, len(replicas) + i) for i in range(1, 6)} == {"new"}
+
+
+def test_a_newcomer_that_has_had_its_share_takes_what_others_would_queue():
+    """RP-2: its share is no limit where the others have more to compute than a conversation is worth."""
+    router = fleet(count=1)
+    join(router, "new")
+    assert [served(router, i) for i in range(2)] == ["new", "0"]
+    prompt = router.prompt([10**7 + i for i in range(3 * (SYSTEM + TURN))])
+    router.began("long", Decision("0", 0, 0, Reason.LOAD), prompt)
+    router.began("longer", Decision("new", 0, 0, Reason.LOAD), router.prompt([3] * 400))
+    router.prefilled("longer")
+    assert router._newcomers.sated, "it has had more than its share"
+    assert served(router, 2) == "new"
+
+
+def test_the_own_conversations_of_a_newcomer_return_to_it():
+    """RP-2: only where a conversation starts is limited."""
+    router = fleet(count=1)
+    join(router, "new")
+    assert served(router, 0) == "new"
+    assert router._newcomers.sated
+    again = router.prompt([*conversation(0), 1, 2, 3, 4])
+    assert router.route(again).replica == "new"
+    assert served(router, 1) == "0"
+
+
+def test_no_replica_is_new_in_a_fleet_that_holds_nothing():
+    """RP-2: the replicas of a fresh fleet fill evenly."""
+    router = Router(RoutingConfig())
+    for name in "abc":
+        join(router, name)
+    assert Counter(served(router, i) for i in range(9)) == Counter("abc" * 3)
+
+
+def test_a_replica_that_is_about_to_leave_gets_no_new_conversation():
+    """RP-2: its own conversations still return to it, until it may stay after all."""
+    router = fleet(count=2)
+    router.retire(["0"])
+    assert {served(router, i) for i in range(4)} == {"1"}
+    fill(router, "0", conversation(99))
+    assert router.route(router.prompt([*conversation(99), 5])).replica == "0"
+    router.retire([])
+    assert served(router, 4) == "0"
+
+
+def test_a_replica_that_is_about_to_leave_is_better_than_none():
+    """RP-2: a request goes there if no other replica is open, and its leaving is forgotten with it."""
+    router = fleet(count=2)
+    router.retire(["0", "unknown"])
+    router.drain("1")
+    assert served(router, 0) == "0"
+    router.leave("0")
+    join(router, "other")
+    router.drain("1", is_draining=False)
+    router.check()
+    assert served(router, 1) == "other"
