@@ -24,6 +24,7 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
 
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
+WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
+LONGER = 10.0  # seconds that an ingress stops after the replicas, so that it passes their errors on
 
 
-class Replica:
+class Replica(ReplicaHooks):
     """Replica of one process.
 
     Args:
@@ -165,6 +168,8 @@ class Ingress:
         try:
             with _naming_lost_replicas():
                 async for message in answer:
+                    if message.get("body"):
+                        request.first_token.note()
                     yield message
             is_ended = True
         finally:
@@ -183,22 +188,26 @@ def _naming_lost_replicas() -> Iterator[None]:
 def deploy(settings: AppSettings) -> Application:
     """Return the application of settings."""
     wanted = settings.deployment
+    words, timeout = list(settings.words), settings.server.server.shutdown_timeout
     options = {
-        "num_replicas": wanted.num_replicas,
+        **wanted.scaling.options(wanted.num_replicas),
         "max_ongoing_requests": wanted.max_ongoing_requests,
         "ray_actor_options": wanted.actor_options,
-        "graceful_shutdown_timeout_s": settings.server.server.shutdown_timeout,
+        "graceful_shutdown_timeout_s": timeout,
+        "graceful_shutdown_wait_loop_s": WAIT_LOOP,
     }
-    words = list(settings.words)
     if not settings.routes_by_prefix:
         return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(words)
-    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha}
+    routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.scaling.rule}
     config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
     replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
     ingress = serve.deployment(
         name=NAME,
-        max_ongoing_requests=wanted.max_ongoing_requests * wanted.num_replicas,
+        num_replicas=wanted.scaling.num_ingress_replicas,
+        max_ongoing_requests=wanted.max_ongoing_requests * wanted.scaling.most(wanted.num_replicas),
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.server.server.shutdown_timeout,
+        max_surge_percent=100,
+        graceful_shutdown_timeout_s=timeout + LONGER,
+        graceful_shutdown_wait_loop_s=WAIT_LOOP,
     )(serve.ingress()(Ingress))
     return ingress.bind(replicas.bind(words), settings.server.server.limits.body_bytes)

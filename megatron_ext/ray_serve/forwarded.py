@@ -8,6 +8,7 @@ whose replica is lost is sent to another one, so that nothing is answered twice.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_ext.ray_serve.first_token import FirstToken
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import read_body
+from megatron_ext.server.http.request_parts import SENDER_HEADER
 from megatron_ext.server.openai.streaming import event, while_connected
 from megatron_ext.server.scope import HANDED_ON
 
@@ -26,6 +29,8 @@ ATTEMPTS = 3  # replicas that a request is sent to
 _LEAVING = 10.0  # seconds for an application to end after its client has left
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
 _ADDRESSES = ("client", "server")
+SENDER = uuid.uuid4().hex  # of the router in this process: replicas tell its requests from those of other routers
+_SENDER_HEADER = SENDER_HEADER.encode()
 Result = TypeVar("Result")
 
 
@@ -62,17 +67,20 @@ class ForwardedRequest:
         scope: Fields of the ASGI scope that are the client's.
         body: Body of the request.
         prompt: Prompts of the request; None if it generates nothing.
+        first_token: Signal of its first token.
     """
 
     scope: dict[str, object]
     body: bytes
     prompt: ReadPrompt | None = field(default=None, compare=False)
+    first_token: FirstToken = field(default_factory=FirstToken, compare=False)
 
     @classmethod
     def of(cls, scope: Scope, body: bytes, prompt: ReadPrompt | None = None) -> ForwardedRequest:
-        """Return the request of an ASGI scope."""
+        """Return the request of an ASGI scope, which names this process as its sender."""
         kept: dict[str, object] = {name: scope[name] for name in _SCOPE if name in scope}
-        kept["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        headers = [(bytes(name), bytes(value)) for name, value in scope["headers"] if bytes(name) != _SENDER_HEADER]
+        kept["headers"] = [*headers, (_SENDER_HEADER, SENDER.encode())]
         kept |= {name: tuple(scope[name]) for name in _ADDRESSES if scope.get(name)}
         return cls(kept, body, prompt)
 

@@ -7,6 +7,7 @@ read again from the start. Single-threaded, as `Router` is.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import uuid
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -17,10 +18,12 @@ from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockS
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.published_cache import EventError, PublishedCache
 from megatron_ext.routing.router import Decision, ReplicaView, Router
+from megatron_ext.routing.scaling import ReplicaLoad, retiring
 
 _BLOCK_EVENTS = (BlockStored, BlockRemoved, AllBlocksCleared)
 
@@ -58,6 +61,7 @@ class _KnownCache:
 class _Member:
     facts: ReplicaFacts
     caches: list[_KnownCache]
+    load: ReplicaLoad | None = None
 
 
 class PrefixRouting:
@@ -65,13 +69,16 @@ class PrefixRouting:
 
     Args:
         settings: Policy and alpha.
+        scaling: Waiting tokens that a replica may have, and the minimum number of replicas; None if the number of
+            replicas does not change by itself.
 
     Attributes:
         faults: Number of reports that were refused.
     """
 
-    def __init__(self, settings: RoutingConfig | None = None) -> None:
+    def __init__(self, settings: RoutingConfig | None = None, scaling: tuple[float, int] | None = None) -> None:
         self._router = Router(settings)
+        self._scaling = scaling
         self._members: dict[str, _Member] = {}
         self._in_flight: set[Hashable] = set()
         self.faults = 0
@@ -115,6 +122,18 @@ class PrefixRouting:
         """Return statistics of all replicas."""
         return self._router.replicas()
 
+    def note_load(self, replica: str, report: LoadReport) -> None:
+        """Note the load of a replica, which has other requests than those of this router; unknown ones are ignored."""
+        member = self._members.get(replica)
+        if member is None:
+            return
+        member.load = dataclasses.replace(report.load, name=replica)
+        self._router.note_others(replica, *report.others)
+        if self._scaling is not None:
+            loads = [one.load for one in self._members.values() if one.load is not None]
+            is_known = len(loads) == len(self._members)
+            self._router.retire(retiring(loads, *self._scaling) if is_known else ())
+
     # Contents of caches
 
     def position(self, replica: str, rank: int = 0) -> LogPosition:
@@ -140,6 +159,8 @@ class PrefixRouting:
                 yield
                 if self._members.get(replica) is not member:
                     return
+            if report.events:
+                self._router.computed(replica)
         except (EventError, ValueError):
             self.faults += 1
             cache.forget()
@@ -193,6 +214,11 @@ class PrefixRouting:
         if decision is not None:
             self._router.began(request, decision, prompt, new_tokens)
             self._in_flight.add(request)
+
+    def prefilled(self, request: Hashable) -> None:
+        """Note the first token of a request, whose prompt is no load any more; unknown requests are ignored."""
+        if request in self._in_flight:
+            self._router.prefilled(request)
 
     def end(self, request: Hashable, generated: int | None = None) -> None:
         """Stop counting a request, however it ended; unknown ones are ignored.

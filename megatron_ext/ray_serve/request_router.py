@@ -10,13 +10,14 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
+from typing import Any
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.forwarded import ForwardedRequest
+from megatron_ext.ray_serve.forwarded import SENDER, ForwardedRequest
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
@@ -31,9 +32,12 @@ _MAX_PROMPTS = 1024  # requests between choice and sending
 class PrefixRequestRouter(RequestRouter):
     """Router of one handle of the replicas: prefers replicas that cache a prompt's prefix, see `PrefixRouting`."""
 
-    def initialize_state(self, policy: str = "longest_prefix", alpha: float = 0.5) -> None:
-        """Take `request_router_kwargs`; see `RoutingConfig`."""
-        self._routing = PrefixRouting(RoutingConfig(policy, alpha))
+    def initialize_state(
+        self, policy: str = "longest_prefix", alpha: float = 0.5, scaling: tuple[float, int] | None = None
+    ) -> None:
+        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`."""
+        self._routing = PrefixRouting(RoutingConfig(policy, alpha), scaling)
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()  # by internal request id
 
@@ -51,6 +55,7 @@ class PrefixRequestRouter(RequestRouter):
                     logger.error("replica %s gets requests by load only: %s", name, error)
                     continue
                 self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, one))
+                self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that has died."""
@@ -59,9 +64,9 @@ class PrefixRequestRouter(RequestRouter):
 
     def _forget(self, name: str) -> None:
         self._routing.leave(name)
-        reader = self._readers.pop(name, None)
-        if reader is not None:
-            reader.cancel()
+        for tasks in (self._readers, self._watchers):
+            if name in tasks:
+                tasks.pop(name).cancel()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -84,6 +89,8 @@ class PrefixRequestRouter(RequestRouter):
         self._prompts.pop(request, None)
         if (forwarded := _forwarded(pending_request)) is not None and forwarded.prompt is not None:
             self._routing.begin(request, _name(replica_id), prompt, forwarded.prompt.new_tokens)
+            loop = asyncio.get_running_loop()
+            forwarded.first_token.listen(lambda: loop.call_soon_threadsafe(self._routing.prefilled, request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Stop counting a request as in flight, however it ended."""
@@ -123,17 +130,34 @@ class PrefixRequestRouter(RequestRouter):
                 logger.warning("replica %s contradicts itself; its cache is read again", name)
                 await asyncio.sleep(LONGEST_REST)
 
+    async def _watch(self, name: str, replica: RunningReplica) -> None:
+        """Ask for the load of a replica until it is gone."""
+        rest = PATIENCE
+        while True:
+            await asyncio.sleep(rest)
+            try:
+                self._routing.note_load(name, await self._call(replica, "load_report", SENDER))
+                rest = PATIENCE
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # as in `_read`
+                logger.warning("replica %s does not report its load: %s", name, " ".join(str(error).split())[:500])
+                rest = LONGEST_REST
+
     async def _report(self, replica: RunningReplica, position: LogPosition) -> CacheReport:
+        report: CacheReport = await self._call(replica, "cache_report", position, PATIENCE)
+        return report
+
+    async def _call(self, replica: RunningReplica, method: str, *arguments: object) -> Any:
+        """Call a method of one replica; Ray counts the call as a request of the replica until it returns."""
         number = uuid.uuid4().hex
-        metadata = RequestMetadata(number, number, call_method="cache_report", app_name=self.app_name)
-        call = PendingRequest([position, PATIENCE], {}, metadata)
-        result = replica.try_send_request(call, with_rejection=False)
+        metadata = RequestMetadata(number, number, call_method=method, app_name=self.app_name)
+        result = replica.try_send_request(PendingRequest(list(arguments), {}, metadata), with_rejection=False)
         try:
-            report: CacheReport = await result.get_async()
+            return await result.get_async()
         except asyncio.CancelledError:
             result.cancel()
             raise
-        return report
 
 
 def _name(replica_id: ReplicaID) -> str:

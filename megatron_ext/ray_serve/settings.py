@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from megatron_ext.config.annotations import FieldType, MismatchError
 from megatron_ext.config.checks import require
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
+from megatron_ext.ray_serve.scaling_config import ScalingConfig
 
 Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str | int] | None
 
@@ -30,6 +31,11 @@ _KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
     **{"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int},
     **{"router": str, "routing_policy": str, "routing_alpha": float},
 }
+_SCALING_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
+    **{"max_replicas": int, "min_replicas": int, "waiting_tokens_per_replica": float, "scaling_window": float},
+    **{"upscale_delay": float, "downscale_delay": float, "num_ingress_replicas": int, "max_surge_percent": int},
+    "weights": str,
+}
 _NOT_HERE = {
     "host": "Ray's proxies listen; give `serve start --http-host`",
     "port": "Ray's proxies listen; give `serve start --http-port`",
@@ -42,7 +48,7 @@ class DeploymentConfig:
     """Resources of the replicas.
 
     Attributes:
-        num_replicas: Number of replicas.
+        num_replicas: Number of replicas; with autoscaling, at the start.
         num_cpus: CPUs that Ray reserves for a replica; None for Ray's default of one.
         num_gpus: GPUs of a replica.
         max_ongoing_requests: Requests that Ray passes to a replica at once.
@@ -50,6 +56,7 @@ class DeploymentConfig:
             replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
         routing_policy: See `RoutingConfig`.
         routing_alpha: See `RoutingConfig`.
+        scaling: Autoscaling and updates.
     """
 
     num_replicas: int = 1
@@ -59,9 +66,11 @@ class DeploymentConfig:
     router: str | None = None
     routing_policy: str = RoutingPolicyName.LONGEST_PREFIX.value
     routing_alpha: float = 0.5
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, f"num_replicas={self.num_replicas} must be at least 1")
+        self.scaling.check(self.num_replicas)
         require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
         names = ", ".join(ROUTERS)
         require(self.router in (None, *ROUTERS), f"router={shown(self.router)} is unknown; one of {names}")
@@ -98,6 +107,8 @@ class AppSettings:
     server: ServerSettings
 
     def __post_init__(self) -> None:
+        weights, root = self.deployment.scaling.weights, self.server.server.weights_root
+        require(weights is None or root is not None, f"weights={weights} needs weights_root; give both or neither")
         if self.deployment.router != PREFIX:
             return
         require(
@@ -117,7 +128,7 @@ class AppSettings:
         if self.deployment.router is not None:
             return self.deployment.router == PREFIX
         is_possible = self.server.cache.enable_prefix_caching and not self.server.server.kv_events.kv_events_endpoint
-        return self.deployment.num_replicas > 1 and is_possible
+        return self.deployment.scaling.most(self.deployment.num_replicas) > 1 and is_possible
 
 
 def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
@@ -125,13 +136,17 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
 
     Args:
         given: Flags of `tools/run_server.py` by name, with underscores, as typed values or as texts; fields of
-            `DeploymentConfig`; and `model`, the directory of a checkpoint in any format, or "embedded".
+            `DeploymentConfig` and `ScalingConfig`; and `model`, the directory of a checkpoint in any format, or
+            "embedded".
 
     Raises:
         ConfigError: A name is unknown, a value has the wrong type, or the server would refuse it.
     """
     rest = dict(given)
-    resources = {name: _resource(name, rest.pop(name), kind) for name, kind in _KINDS.items() if name in rest}
+    resources, scaling = (
+        {name: _resource(name, rest.pop(name), kind) for name, kind in kinds.items() if name in rest}
+        for kinds in (_KINDS, _SCALING_KINDS)
+    )
     words = [*_model_words(rest.pop("model", None), rest), *_words(rest)]
     server = parse_server_arguments(words)
     sizes = server.parallel
@@ -141,7 +156,8 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
             size == 1,
             f"{name}={size}: a replica under Ray Serve is one process; leave it out, or use tools/run_server.py",
         )
-    return AppSettings(DeploymentConfig(**resources), tuple(words), server)  # type: ignore[arg-type]  # of `_KINDS`
+    config = ScalingConfig(**scaling)  # type: ignore[arg-type]  # of `_SCALING_KINDS`
+    return AppSettings(DeploymentConfig(**resources, scaling=config), tuple(words), server)  # type: ignore[arg-type]
 
 
 def _resource(name: str, value: Setting, kind: type[int] | type[float] | type[str]) -> int | float | str:
@@ -173,7 +189,7 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
     words: list[str] = []
     for name, value in given.items():
         if name not in known:
-            meant = closest(name, [*known, *DeploymentConfig.__dataclass_fields__, "model"])
+            meant = closest(name, [*known, *_KINDS, *_SCALING_KINDS, "model"])
             hint = f"did you mean {meant}?" if meant else "tools/run_server.py --help lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
         group, flag = known[name]

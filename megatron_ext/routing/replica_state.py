@@ -21,12 +21,14 @@ class Flight:
         claimed: Keys of the prompt's blocks, while they count as the replica's.
         to_compute: Prompt tokens to compute; 0 after the first output token.
         to_generate: Expected number of tokens still to generate.
+        last: Key of the last block of which the prompt has more tokens; None without such a block.
     """
 
     replica: str
     claimed: Sequence[int]
     to_compute: int
     to_generate: int
+    last: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -115,6 +117,11 @@ class Replica:
         """Remove all blocks and snapshots."""
         self.state_removed(list(self._states))
         self.removed(list(self._keys))
+
+    def resumes_after(self, key: int) -> bool:
+        """Return whether a request can resume after a block, by the replica's events alone."""
+        here = self.index.stored.bits.get(key, 0)
+        return bool(here & (self.index.states.bits.get(key, 0) if self.has_states else here) & self.bit)
 
     def picture(self) -> tuple[set[Hash], set[Hash]]:
         """Return the hashes of the replica's blocks and snapshots, for tests."""

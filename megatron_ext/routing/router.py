@@ -317,7 +317,9 @@ class Router:
         one = self._replicas[decision.replica]
         keys = prompt.keys(one.index.block_size)
         expected = min(new_tokens, round(self._mean_generated))
-        flight = Flight(one.name, keys, max(1, len(prompt) - decision.skipped), expected)
+        blocks = (len(prompt) - 1) // one.index.block_size
+        last = keys[blocks - 1] if blocks else None
+        flight = Flight(one.name, keys, max(1, len(prompt) - decision.skipped), expected, last)
         self._flights[request] = flight
         one.in_flight.add(request)
         one.index.claimed.add(one.bit, keys)
@@ -335,6 +337,17 @@ class Router:
         if one.has_states:  # its prompt is complete: from now on events report its snapshots
             one.index.claimed.discard(one.bit, flight.claimed)
             flight.claimed = ()
+
+    def computed(self, replica: str) -> None:
+        """Note the requests in flight whose prompts are cached by now, and so computed. Optional, as `prefilled` is.
+
+        For answers whose first token nothing tells of. Call it after events of the replica.
+        """
+        one = self._replicas[replica]
+        for request in one.in_flight:
+            flight = self._flights[request]
+            if flight.to_compute and flight.last is not None and one.resumes_after(flight.last):
+                self.prefilled(request)
 
     def generated(self, request: Hashable, tokens: int) -> None:
         """Note that `tokens` more tokens of a request have arrived. Optional."""

@@ -1,0 +1,82 @@
+"""Hooks of a replica for scaling and change: its load, for Ray's autoscaler and for routers, and new weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.ray_serve.load_report import LoadReport
+from megatron_ext.ray_serve.user_config import WEIGHTS, weights_of
+from megatron_ext.routing.scaling import ReplicaLoad
+from megatron_ext.scheduling.waiting_tokens import prompt_tokens_to_compute
+
+if TYPE_CHECKING:
+    from megatron_ext.engine.core import EngineCore
+    from megatron_ext.engine.statistics import EngineStatistics
+    from megatron_ext.server.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+STARTED = time.time()  # of this process
+
+
+class ReplicaHooks:
+    """Methods of a replica that Ray Serve and routers call; `_serving` is the replica's."""
+
+    _serving: Serving
+    _user_config: Mapping[str, object] | None = None
+
+    async def load_report(self, sender: str) -> LoadReport:
+        """Return the current load.
+
+        Args:
+            sender: Id of the router that asks.
+        """
+        from ray import get_runtime_context
+
+        requests, engine = self._serving.requests, self._serving.engine
+        waiting, statistics = await requests.call(_measure, engine.core)
+        load = ReplicaLoad(
+            "",
+            waiting,
+            requests.living,
+            engine.context.max_requests * len(engine.core.replicas),
+            statistics.counters.skipped_tokens,
+            STARTED,
+            get_runtime_context().get_node_id(),
+        )
+        return LoadReport(load, requests.load_of_others(sender))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy reads; see `WaitingTokensPolicy`."""
+        fields = asdict((await self.load_report("")).load)
+        del fields["name"]
+        return fields | {"node": float(int(fields["node"][:12], 16))}  # exact, as a float
+
+    async def reconfigure(self, user_config: Mapping[str, object] | None) -> None:
+        """Read the weights that `user_config` names, between two steps; other settings need a new replica.
+
+        Args:
+            user_config: `{"weights": DIR}`: a checkpoint below `weights_root`, as for `/update_weights_from_disk`.
+
+        Raises:
+            ConfigError: The configuration is not of this form, or the weights do not fit; nothing has changed.
+        """
+        if user_config == self._user_config:  # Ray calls this for a new rank of the replica, too
+            return
+        path = weights_of(user_config)
+        serving = self._serving
+        if serving.updater is None:
+            raise ConfigError(f"{WEIGHTS}={path}: this server cannot read new weights; give weights_root")
+        await serving.updater.update(path, serving.engine, serving.requests.call)
+        serving.identity = replace(serving.identity, weights=serving.updater.version)
+        self._user_config = user_config
+
+
+def _measure(core: EngineCore) -> tuple[int, EngineStatistics]:
+    waiting = sum(prompt_tokens_to_compute(replica.scheduler) for replica in core.replicas)
+    return waiting, core.statistics()
