@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from array import array
 from collections.abc import AsyncIterator
 
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
 from megatron_ext.ray_serve.forwarded import (
+    SENDER,
     BrokenAnswerError,
     ForwardedRequest,
     IngressApp,
@@ -21,6 +23,7 @@ from megatron_ext.ray_serve.forwarded import (
     ReplicaLostError,
     respond,
 )
+from megatron_ext.server.http.request_parts import SENDER_HEADER
 from megatron_ext.server.openai.streaming import EventStream
 from megatron_ext.server.scope import handed_on_tokens
 
@@ -219,3 +222,23 @@ async def test_the_ingress_starts_and_stops():
 
 def scope(method: str, path: str) -> dict[str, object]:
     return {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
+
+
+def test_a_forwarded_request_names_its_process():
+    """RP-2: a client cannot pass for another router, whose requests a replica would report as others' load."""
+    scope = {"type": "http", "headers": [(b"a", b"b"), (SENDER_HEADER.encode(), b"forged")]}
+    headers = ForwardedRequest.of(scope, b"").scope["headers"]
+    assert headers == [(b"a", b"b"), (SENDER_HEADER.encode(), SENDER.encode())]
+
+
+def test_the_first_token_is_noted_once_and_in_its_process():
+    """RP-2: the last listener counts, since a request may be sent again; a pickled request has none."""
+    request, heard = ForwardedRequest({}, b""), []
+    request.first_token.note()
+    request.first_token.listen(lambda: heard.append("lost"))
+    request.first_token.listen(lambda: heard.append("answers"))
+    pickle.loads(pickle.dumps(request)).first_token.note()
+    assert heard == []
+    request.first_token.note()
+    request.first_token.note()
+    assert heard == ["answers"]

@@ -10,8 +10,10 @@ import pytest
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, BlockStored, StateStored
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
+from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.routing.scaling import ReplicaLoad
 
 SIZE, POOL = 4, 8
 FACTS = ReplicaFacts(Group("m", "c", "t"), SIZE, POOL, has_states=False)
@@ -180,3 +182,58 @@ def test_new_facts_replace_a_replica():
     assert skipped(made, "a") == ("a", 15)
     made.join("a", OTHER)
     assert skipped(made, "a") == ("a", 0)
+
+
+def load_of(made: PrefixRouting, replica: str) -> int:
+    made.check()
+    return {view.name: view.load for view in made.views()}[replica]
+
+
+def test_a_first_token_ends_the_load_of_a_prompt():
+    """RP-2: what is to be generated stays; a request that is not in flight is ignored."""
+    made = routing("a")
+    made.begin("r", "a", made.prompt(range(16)), 8)
+    assert load_of(made, "a") == 24
+    made.prefilled("r")
+    made.prefilled("unknown")
+    assert load_of(made, "a") == 8
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_prompt_that_is_cached_is_computed(has_states: bool):
+    """RP-2: events tell of answers without a stream; with recurrent layers the snapshot counts."""
+    made = routing("a", facts=dataclasses.replace(FACTS, has_states=has_states))
+    made.begin("r", "a", made.prompt(range(15)), 8)
+    made.begin("short", "a", made.prompt([9]), 8)
+    report(made, "a", whole(run(8), number=1))
+    assert load_of(made, "a") == 15 + 8 + 1 + 8
+    report(made, "a", whole(run(12), number=2))
+    assert load_of(made, "a") == (15 if has_states else 0) + 8 + 1 + 8
+    if has_states:
+        report(made, "a", CacheReport(LogPosition("log", 3), (StateStored([2]),), is_whole=False))
+    assert load_of(made, "a") == 8 + 1 + 8
+
+
+def test_the_load_by_other_ingresses_counts():
+    """RP-2: a replica that has many requests of others is not the least loaded; unknown replicas are ignored."""
+    made = routing("a", "b")
+    made.note_load("a", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
+    made.note_load("unknown", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
+    assert load_of(made, "a") == 108
+    assert made.choose(made.prompt(()), ["a", "b"]).replica == "b"
+    made.note_load("a", LoadReport(ReplicaLoad("", 0, 0, 8), (0, 0, 0)))
+    assert load_of(made, "a") == 0
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [((1000.0, 1), "old"), ((1000.0, 2), "new"), (None, "new")])
+def test_no_conversation_starts_where_a_replica_is_about_to_leave(scaling: tuple[float, int] | None, expected: str):
+    """RP-6: only if the number of replicas changes by itself and may be lower, once the loads of all are known."""
+    made = PrefixRouting(RoutingConfig(), scaling)
+    for name in ("old", "new"):
+        made.join(name, FACTS)
+    made.begin("r", "old", made.prompt([1]), 0)
+    made.end("r")
+    for started, name in enumerate(("old", "new")):
+        assert made.choose(made.prompt(()), ["old", "new"]).replica == "new", "it was given less"
+        made.note_load(name, LoadReport(ReplicaLoad("", 0, 0, 8, started=started), (0, 0, 0)))
+    assert made.choose(made.prompt(()), ["old", "new"]).replica == expected

@@ -75,6 +75,16 @@ def test_lists_of_numbers_and_several_words():
         ({"save": "/a"}, "each replica would write it"),
         ({"access_log": "maybe"}, "access_log='maybe' is not"),
         ({"max_waiting_requests": "-3"}, "-3"),
+        ({"max_replicas": 2, "num_replicas": 3}, "num_replicas=3 must be from min_replicas=1 to max_replicas=2"),
+        ({"max_replicas": 4, "min_replicas": 2}, "num_replicas=1 must be from min_replicas=2"),
+        ({"min_replicas": 2, "num_replicas": 2}, "without max_replicas"),
+        ({"min_replicas": 0, "max_replicas": 2}, "min_replicas=0"),
+        ({"max_replicas": 2, "waiting_tokens_per_replica": 0}, "must be positive"),
+        ({"downscale_delay": -1}, "must not be negative"),
+        ({"num_ingress_replicas": 0}, "at least 1"),
+        ({"max_surge_percent": 101}, "0 to 100"),
+        ({"weights": "a"}, "needs weights_root"),
+        ({"max_replica": 2}, "did you mean max_replicas?"),
         ({"tensor_model_parallel_size": 2}, "is one process"),
     ],
 )
@@ -93,3 +103,25 @@ def test_without_ray_the_extra_is_named(build, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "megatron_ext.ray_serve.deployment", raising=False)
     with pytest.raises(ConfigError, match=r"\[ray\]"):
         build()
+
+
+def test_scaling_becomes_options_of_ray():
+    """RP-6: without a maximum the number of replicas is fixed; with one the policy decides, and an ingress routes."""
+    fixed = read_app_settings({"num_replicas": 3})
+    assert fixed.deployment.scaling.options(3) == {"num_replicas": 3, "max_surge_percent": 0}
+    assert fixed.deployment.scaling.rule is None
+    given = {"max_replicas": "4", "min_replicas": "1", "waiting_tokens_per_replica": "500", "scaling_window": "6"}
+    settings = read_app_settings({**given, "num_replicas": 2, "downscale_delay": 60})
+    scaling = settings.deployment.scaling
+    options = scaling.options(2)["autoscaling_config"]
+    assert (options["min_replicas"], options["initial_replicas"], options["max_replicas"]) == (1, 2, 4)
+    assert (options["metrics_interval_s"], options["look_back_period_s"]) == (2.0, 6.0)
+    assert options["policy"]["policy_kwargs"] == {"tokens_per_replica": 500.0, "patience": 60.0}
+    assert scaling.rule == (500.0, 1)
+    assert read_app_settings({"max_replicas": 2}).routes_by_prefix
+
+
+def test_weights_become_a_configuration_of_running_replicas():
+    """RP-6: a replica reads them when it starts, and when they change."""
+    settings = read_app_settings({"weights": "a", "weights_root": "/w", "enable_admin_routes": True})
+    assert settings.deployment.scaling.options(1)["user_config"] == {"weights": "a"}

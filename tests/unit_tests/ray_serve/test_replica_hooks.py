@@ -1,0 +1,63 @@
+"""New weights for a replica under Ray Serve, by its configuration; Ray itself is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
+from megatron_ext.server.app import create_app
+from megatron_ext.server.serving import Serving
+from megatron_ext.server.weight_updater import WeightsUpdater
+from tests.unit_tests.server.test_admin import tiny_updater
+from tests.unit_tests.support.models import HYBRID
+
+
+@pytest.fixture
+async def replica(tmp_path: Path) -> AsyncIterator[ReplicaHooks]:
+    updater = tiny_updater(tmp_path)
+    engine = build_engine(
+        updater.loaded.model,
+        HYBRID,
+        updater.loaded.tokenizer,
+        BatchingConfig(block_size=16, block_count=200, max_requests=8),
+        CacheConfig(snapshot_slots=16),
+        dtype=torch.float32,
+    )
+    hooks = ReplicaHooks()
+    hooks._serving = Serving(engine, "m", ServerConfig(), updater=updater)
+    app = create_app(hooks._serving)
+    async with app.router.lifespan_context(app):
+        yield hooks
+
+
+async def test_weights_are_replaced_once(replica: ReplicaHooks, monkeypatch: pytest.MonkeyPatch):
+    """RP-6: a configuration that has not changed, which Ray passes again with a new rank, reads nothing."""
+    before = replica._serving.identity.weights
+    await replica.reconfigure({"weights": "new"})
+    version = replica._serving.identity.weights
+    assert version not in ("", before)
+    monkeypatch.setattr(WeightsUpdater, "update", None)
+    await replica.reconfigure({"weights": "new"})
+
+
+@pytest.mark.parametrize("config", [{}, {"weights": 3}, {"weights": "new", "more": 1}, {"weights": "spoilt"}])
+async def test_mistakes_change_nothing(replica: ReplicaHooks, config: object):
+    """RP-6: the deployment fails with the reason."""
+    before = replica._serving.identity
+    with pytest.raises(ConfigError):
+        await replica.reconfigure(config)
+    assert replica._serving.identity == before
+
+
+async def test_a_replica_without_a_root_reads_no_weights(replica: ReplicaHooks):
+    """RP-6: the setting that is missing is named."""
+    replica._serving.updater = None
+    with pytest.raises(ConfigError, match="weights_root"):
+        await replica.reconfigure({"weights": "new"})
