@@ -13,23 +13,32 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Gauge
 from starlette.types import Message
 
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
+from megatron_ext.ray_serve.fleet_calls import FleetCalls
+from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
+from megatron_ext.server.access import AccessLog
+from megatron_ext.server.http.request_ids import RequestIds
+from megatron_ext.server.log import set_up_logging
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import APIRouter, FastAPI
+    from starlette.types import ASGIApp
 
 NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
 WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
@@ -50,7 +59,6 @@ class Replica(ReplicaHooks):
         from arguments import parse_server_arguments
         from megatron_ext.console.start import check_machine, limit_spinning, say_start
         from megatron_ext.memory.host_limits import check_address_space
-        from megatron_ext.server.log import set_up_logging
 
         settings = parse_server_arguments(words)
         set_up_logging(settings.server.log_level)
@@ -72,9 +80,13 @@ class Replica(ReplicaHooks):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application that Ray's proxy calls; its lifespan starts and stops the engine's thread."""
+        return self._create_app()
+
+    def _create_app(self, routers: Sequence[APIRouter] = (), admin_paths: frozenset[str] = frozenset()) -> FastAPI:
         from megatron_ext.server.app import create_app
 
-        return create_app(self._serving)
+        export = MetricsExport(self._serving.metrics.families, Gauge)
+        return create_app(self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,))
 
     def check_health(self) -> None:
         """Raise while steps fail or other ranks are lost: Ray then replaces this replica.
@@ -101,12 +113,16 @@ class RoutedReplica(Replica):
     """
 
     async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+        from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, status_router
+
         super().__init__(words)
         cache = self._serving.engine.scheduler.cache
         size = self._serving.engine.geometry.block_size_tokens
         self._log = CacheLog(Mirror(size, has_states=cache.states is not None))
         cache.observer = self._log.changes
-        self._app = self.__serve_build_asgi_app__()
+        self._name = serve.get_replica_context().replica_id.unique_id
+        status = status_router(self._name, ray.util.get_node_ip_address())
+        self._app = self._create_app((status,), ADMIN_PATHS)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -114,7 +130,11 @@ class RoutedReplica(Replica):
         """Answer a request that an ingress forwards, as ASGI messages."""
         async with contextlib.aclosing(respond(self._app, request)) as messages:
             async for message in messages:
-                yield message
+                yield {**message, ANSWERED_BY: self._name} if message["type"] == "http.response.start" else message
+
+    async def answer_whole(self, request: ForwardedRequest) -> WholeAnswer:
+        """Answer a request that every replica gets."""
+        return await whole_answer(self._app, request, self._name)
 
     async def read_prompt(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
         """Tokenize the prompts of a request; see `read_prompt`."""
@@ -147,15 +167,20 @@ class Ingress:
     Args:
         replicas: Handle of the replicas.
         max_body_bytes: Maximum size of a body.
+        log_level: See `set_up_logging`.
+        access_log: Whether each request is logged.
     """
 
-    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int, log_level: str, access_log: bool) -> None:
         self._replicas = replicas
-        self._limit = max_body_bytes
+        self._limit, self._logs = max_body_bytes, access_log
+        set_up_logging(log_level)
 
-    def __serve_build_asgi_app__(self) -> IngressApp:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray's proxy calls."""
-        return IngressApp(self._read, self._forward, self._limit)
+        app: ASGIApp = IngressApp(self._read, self._forward, self._limit)
+        app = FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit)
+        return RequestIds(AccessLog(app) if self._logs else app)
 
     async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
         with _naming_lost_replicas():
@@ -187,8 +212,8 @@ def _naming_lost_replicas() -> Iterator[None]:
 
 def deploy(settings: AppSettings) -> Application:
     """Return the application of settings."""
-    wanted = settings.deployment
-    words, timeout = list(settings.words), settings.server.server.shutdown_timeout
+    wanted, server = settings.deployment, settings.server.server
+    words, timeout = list(settings.words), server.shutdown_timeout
     options = {
         **wanted.scaling.options(wanted.num_replicas),
         "max_ongoing_requests": wanted.max_ongoing_requests,
@@ -210,4 +235,4 @@ def deploy(settings: AppSettings) -> Application:
         graceful_shutdown_timeout_s=timeout + LONGER,
         graceful_shutdown_wait_loop_s=WAIT_LOOP,
     )(serve.ingress()(Ingress))
-    return ingress.bind(replicas.bind(words), settings.server.server.limits.body_bytes)
+    return ingress.bind(replicas.bind(words), server.limits.body_bytes, server.log_level, server.access_log)

@@ -22,7 +22,7 @@ from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import read_body
 from megatron_ext.server.http.request_parts import SENDER_HEADER
 from megatron_ext.server.openai.streaming import event, while_connected
-from megatron_ext.server.scope import HANDED_ON
+from megatron_ext.server.scope import HANDED_ON, route_path
 
 GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
 ATTEMPTS = 3  # replicas that a request is sent to
@@ -157,9 +157,9 @@ class IngressApp:
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         prompt = None
-        if scope["method"] == "POST" and scope["path"] in GENERATION_PATHS and body:
+        if scope["method"] == "POST" and (path := route_path(scope)) in GENERATION_PATHS and body:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
-            prompt = await self._tried(lambda: self._read(scope["path"], authorization, body))
+            prompt = await self._tried(lambda: self._read(path, authorization, body))
         request = ForwardedRequest.of(scope, body, prompt)
         answer = _Answer(send)
         await self._tried(lambda: answer.take(self._forward(request)))

@@ -15,6 +15,7 @@ from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.responses import ResponseBuilder
+from megatron_ext.server.scope import route_path
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class _Line:
     def log(self) -> None:
         """Log the request, which has ended."""
         status = self._status if self._is_complete else CLIENT_GONE
-        is_quiet = status == 200 and self._scope["path"] in QUIET_PATHS
+        is_quiet = status == 200 and route_path(self._scope) in QUIET_PATHS
         level = logging.DEBUG if is_quiet else logging.INFO
         if not logger.isEnabledFor(level):
             return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 import megatron_ext
+from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import install_middleware
 from megatron_ext.server.routes import admin, generation, models, observing, replica, tokens
 from megatron_ext.server.serving import Serving
@@ -17,15 +18,29 @@ ROUTERS = (models.router, generation.router, tokens.router, observing.router, re
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 
-def create_app(serving: Serving) -> FastAPI:
-    """Return the application. Its lifespan starts and stops the engine's thread."""
+def create_app(
+    serving: Serving,
+    *,
+    routers: Sequence[APIRouter] = (),
+    admin_paths: frozenset[str] = frozenset(),
+    tasks: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+) -> FastAPI:
+    """Return the application. Its lifespan starts and stops the engine's thread.
+
+    Args:
+        serving: State of the routes.
+        routers: More routes, which replace those of equal paths.
+        admin_paths: Paths of these routes that are for administrators.
+        tasks: Functions that run beside the engine until the application stops.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.requests.start()
-        sampling = asyncio.create_task(serving.history.run())
+        running = [asyncio.create_task(task()) for task in (serving.history.run, *tasks)]
         yield
-        sampling.cancel()
+        for one in running:
+            one.cancel()
         await serving.requests.stop()
 
     keys, settings = serving.keys, serving.settings
@@ -34,7 +49,7 @@ def create_app(serving: Serving) -> FastAPI:
         title="megatron_ext", version=megatron_ext.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.serving = serving
-    for router in (*ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())):
+    for router in (*routers, *ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())):
         app.include_router(router)
-    install_middleware(app, settings, keys, access_log=settings.access_log)
+    install_middleware(app, settings, keys, access_log=settings.access_log, admin_paths=ADMIN_PATHS | admin_paths)
     return app

@@ -6,6 +6,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import TracebackType
 
 LONGEST_MESSAGE = 2000  # characters
@@ -13,6 +14,9 @@ LONGEST_TRACEBACK = 8000
 TRACEBACK_FRAMES = 20  # the innermost; a RecursionError has thousands
 REPEATS = 5  # records of one place in the code ...
 WINDOW = 60.0  # ... in this many seconds
+
+# Id that a client or a proxy has given to the request whose code logs; empty elsewhere.
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 # Loggers of uvicorn and asyncio that log each bad request or connection: clients control their rate.
 NOISY_LOGGERS = ("asyncio", "uvicorn.error")
@@ -37,8 +41,10 @@ class LineFormatter(logging.Formatter):
     default_msec_format = "%s.%03d"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return time, level, logger and message."""
+        """Return time, level, logger, message, and the id of the request."""
         message = printable(record.getMessage().rstrip("\n"), LONGEST_MESSAGE)
+        if request_id := REQUEST_ID.get():
+            message += f" request={request_id}"
         line = f"{self.formatTime(record)} {record.levelname} {record.name}: {message}"
         return line + self.formatException(record.exc_info) if record.exc_info else line
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,7 +22,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[str]:
+def folder() -> Iterator[Path]:
+    """Folder of Ray's sockets and logs; the sockets have short names."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def cluster(folder: Path) -> Iterator[str]:
     """URL of Ray's proxy."""
     import ray
     from ray import serve
@@ -29,12 +37,12 @@ def cluster() -> Iterator[str]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets in it have short names
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-        serve.shutdown()
-        ray.shutdown()
+    often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder), _system_config=often)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 
 from fastapi import APIRouter, Request
@@ -14,6 +13,7 @@ from megatron_ext.coordinator.replica_client import CallFailed, CompleteAnswer
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.coordinator.routes.proxy import headers_of, target_of
 from megatron_ext.server.http.body import check_content_type, read_body
+from megatron_ext.server.http.combined_answers import combined
 from megatron_ext.server.openai.streaming import while_connected
 
 logger = logging.getLogger(__name__)
@@ -68,14 +68,11 @@ def _status(answer: CompleteAnswer | CallFailed) -> int:
 def _together(answers: dict[str, CompleteAnswer | CallFailed], *, needs_all: bool) -> Response:
     """Combine all answers into one; an error that all replicas return is passed on unchanged."""
     statuses = [_status(answer) for answer in answers.values()]
-    bad = [status for status in statuses if status != 200]
     first = next(iter(answers.values()))
-    if len(set(statuses)) == 1 and bad and isinstance(first, CompleteAnswer):
+    if len(set(statuses)) == 1 and statuses[0] != 200 and isinstance(first, CompleteAnswer):
         return passed_on(first)
-    bodies = {
-        url: answer.json() if isinstance(answer, CompleteAnswer) else {"error": {"message": str(answer)}}
-        for url, answer in answers.items()
+    found = {
+        url: (_status(one), one.json() if isinstance(one, CompleteAnswer) else {"error": {"message": str(one)}})
+        for url, one in answers.items()
     }
-    is_good = not bad or (not needs_all and len(bad) < len(statuses))
-    content = json.dumps({"replicas": bodies}, ensure_ascii=False).encode()
-    return Response(content, 200 if is_good else bad[0], media_type="application/json")
+    return combined(found, needs_all=needs_all)

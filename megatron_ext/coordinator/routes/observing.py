@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -11,11 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 import megatron_ext
 from megatron_ext.coordinator.coordination import CoordinationDependency
 from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
-from megatron_ext.server.http.status_page import page_headers
-
-PAGE = (files("megatron_ext.coordinator") / "status.html").read_text(encoding="utf-8")
-PAGE_HEADERS = page_headers(PAGE)
-
+from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS
 
 router = APIRouter()
 
@@ -76,4 +71,4 @@ async def documentation(request: Request) -> HTMLResponse:
 @router.get("/", response_class=HTMLResponse)
 async def status_page() -> HTMLResponse:
     """Return the status page, with all replicas."""
-    return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+    return HTMLResponse(FLEET_PAGE, headers=FLEET_PAGE_HEADERS)

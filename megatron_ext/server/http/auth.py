@@ -6,6 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_ext.server.api_errors import UNAUTHORIZED, ApiError
 from megatron_ext.server.api_keys import Caller, Keys
+from megatron_ext.server.scope import route_path
 
 CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
 
@@ -48,7 +49,7 @@ class KeyAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 (no key, or an unknown one) or 403 (a key without this permission)."""
         app: ASGIApp = self._app
-        if scope["type"] == "http" and scope["path"] not in self._open:
+        if scope["type"] == "http" and route_path(scope) not in self._open:
             try:
                 scope[CALLER] = self._admit(scope)
             except ApiError as error:
@@ -60,7 +61,7 @@ class KeyAuth:
         scheme, _, key = given.partition(b" ")
         known = self._keys.caller(key) if scheme.lower() == b"bearer" else None
         caller = known or self._keys.stranger
-        is_admins = scope["path"] in self._admin
+        is_admins = route_path(scope) in self._admin
         if caller.can_administrate if is_admins else caller.can_generate:
             return caller
         if is_admins and not self._keys.has_admin_key and (known or not self._keys.are_needed):

@@ -12,6 +12,7 @@ from megatron_ext.server.api_keys import Keys
 from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
 from megatron_ext.server.http.description import install_description
 from megatron_ext.server.http.origins import OriginCheck
+from megatron_ext.server.http.request_ids import RequestIds
 
 CORS_SECONDS = 600  # for which a browser caches a preflight response
 
@@ -47,4 +48,5 @@ def install_middleware(
             max_age=CORS_SECONDS,
         )
     if access_log:
-        app.add_middleware(AccessLog)  # the last one added is the first to see a request
+        app.add_middleware(AccessLog)
+    app.add_middleware(RequestIds)  # the last one added is the first to see a request

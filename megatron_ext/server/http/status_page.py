@@ -1,4 +1,4 @@
-"""Status page: one file, and the headers that restrict it."""
+"""Status pages of a server and of a fleet: a file each, and the headers that restrict it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 PAGE = (files("megatron_ext.server") / "status.html").read_text(encoding="utf-8")
+FLEET_PAGE = (files("megatron_ext.server") / "fleet.html").read_text(encoding="utf-8")  # draws `/replicas`
 
 
 def _script_digest(page: str) -> str:
@@ -41,3 +42,4 @@ def page_headers(page: str) -> dict[str, str]:
 
 
 PAGE_HEADERS = page_headers(PAGE)
+FLEET_PAGE_HEADERS = page_headers(FLEET_PAGE)

@@ -1,0 +1,62 @@
+"""Export of a server's metrics as gauges of another system, such as Ray's endpoint. Needs neither Ray nor torch.
+
+Every sample of `/metrics` becomes a gauge of the same name with the same labels. So buckets, counts and sums are exact,
+their names are those of `/metrics`, and an export costs one call for each sample, however many requests there were.
+Ray's counters and histograms would be one call for each event, and stay in its endpoint after their replica has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client.core import Metric, Sample
+
+INTERVAL = 5.0  # seconds; Ray's agents collect every 10 s
+_UNWANTED = "_created"
+
+
+class Gauge(Protocol):
+    """Gauge of the other system."""
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        """Set the value for these labels."""
+
+
+MakeGauge = Callable[[str, str, tuple[str, ...]], Gauge]  # of name, description and names of the labels
+
+
+class MetricsExport:
+    """Export of all samples.
+
+    Args:
+        collect: Returns the metrics.
+        make_gauge: Makes a gauge.
+    """
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]], make_gauge: MakeGauge) -> None:
+        self._collect, self._make_gauge = collect, make_gauge
+        self._gauges: dict[str, Gauge] = {}
+
+    async def run(self) -> None:
+        """Export until cancelled."""
+        while True:
+            self.export()
+            await asyncio.sleep(INTERVAL)
+
+    def export(self) -> None:
+        """Set all gauges."""
+        for family in self._collect():
+            for sample in family.samples:
+                if not sample.name.endswith(_UNWANTED):
+                    self._gauge(sample, family).set(sample.value, _tags(sample.labels))
+
+    def _gauge(self, sample: Sample, family: Metric) -> Gauge:
+        if sample.name not in self._gauges:
+            self._gauges[sample.name] = self._make_gauge(sample.name, family.documentation, tuple(sample.labels))
+        return self._gauges[sample.name]
+
+
+def _tags(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: str(value) for name, value in labels.items()}

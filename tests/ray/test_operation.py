@@ -1,0 +1,87 @@
+"""Operation of a fleet under Ray Serve: routes of all replicas, metrics in Ray's endpoint, request ids in logs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.ray.conftest import PATIENCE
+
+pytestmark = pytest.mark.ray
+
+CHAT = {"messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(run: Callable[..., httpx.Client]) -> httpx.Client:
+    client = run(num_replicas=2)
+    for first in range(8):
+        client.post("/v1/completions", json={"prompt": [first] * 60, "max_tokens": 2}).raise_for_status()
+    return client
+
+
+def rows(client: httpx.Client) -> list[dict[str, object]]:
+    """Rows of the status page."""
+    return client.get("/replicas").raise_for_status().json()["replicas"]
+
+
+def test_routes_reach_all_replicas(client: httpx.Client):
+    """RP-6: health, load, the page's rows, and a reset."""
+    assert client.get("/health").json() == {"status": "ok", "replicas": {"ok": 2}}
+    assert client.get("/load").json()["capacity"] > client.get("/load").json()["server_load"] == 0
+    assert "replicas" in client.get("/").text
+    found = rows(client)
+    assert len(found) == 2
+    assert all(row["status"] == "ok" and row["blocks_cached"] for row in found), "eight prompts are on both"
+    emptied = client.post("/reset_prefix_cache").raise_for_status().json()["replicas"]
+    assert set(emptied) == {row["replica"] for row in found}
+    assert not any(row["blocks_cached"] for row in rows(client))
+
+
+def test_metrics_are_in_rays_endpoint(client: httpx.Client):
+    """RP-6: each sample of `/metrics` is there by the same name, with application, deployment and replica."""
+    import ray
+
+    client.post("/v1/chat/completions", json=CHAT).raise_for_status()
+    own = families(client.get("/metrics").text)
+    names = {sample.name for family in own for sample in family.samples if not sample.name.endswith("_created")}
+    wanted = {(f"ray_{name}", row["replica"]) for name in names for row in rows(client)}
+    (node,) = ray.nodes()
+    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    deadline = time.monotonic() + PATIENCE
+    found: set[tuple[str, str]] = set()
+    while not wanted <= found:
+        assert time.monotonic() < deadline, wanted - found
+        time.sleep(0.5)
+        samples = [one for family in families(httpx.get(url, timeout=PATIENCE).text) for one in family.samples]
+        ours = [one for one in samples if one.name.startswith("ray_megatron_ext_")]
+        place = {"application": "default", "deployment": "megatron_ext_replicas"}
+        found = {(one.name, one.labels["replica"]) for one in ours if place.items() <= one.labels.items()}
+
+
+def families(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def test_a_request_is_followed_through_the_logs(client: httpx.Client, folder: Path):
+    """RP-6: the line of the ingress names the replica, and both lines have the request's id."""
+    answer = client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "follow-me"}).raise_for_status()
+    assert answer.headers["x-request-id"] == "follow-me"
+    deadline = time.monotonic() + PATIENCE
+    lines: list[str] = []
+    while len(lines) < 2:
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.1)
+        logs = [path.read_text("utf-8") for path in (folder / "session_latest/logs").glob("worker-*.err")]
+        lines = [line for text in logs for line in text.splitlines() if line.endswith(" request=follow-me")]
+    (ingress,) = [line for line in lines if "replica=" in line]
+    (replica,) = [line for line in lines if answer.json()["id"] in line]
+    assert re.search(r" replica=(\w+)", ingress)[1] in {row["replica"] for row in rows(client)}
+    assert "prompt=" in replica

@@ -1,0 +1,72 @@
+"""Metrics of a server as gauges of another system, with fakes of its gauges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_ext.ray_serve.metrics_export import MetricsExport
+from megatron_ext.server.monitoring.metrics import Metrics
+
+Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Exported:
+    """Gauges that were made, and their values."""
+
+    made: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    values: Values = field(default_factory=dict)
+
+    def make(self, name: str, text: str, labels: tuple[str, ...]) -> FakeGauge:
+        assert text
+        self.made.append((name, labels))
+        return FakeGauge(name, self)
+
+
+@dataclass
+class FakeGauge:
+    name: str
+    exported: Exported
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.exported.values[self.name, frozenset(tags.items())] = value
+
+
+def samples(metrics: Metrics) -> Values:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_every_sample_has_a_gauge():
+    """RP-6: all names and labels of `/metrics` are kept, buckets of histograms included, and values follow."""
+    metrics, exported = Metrics("tiny"), Exported()
+    export = MetricsExport(metrics.families, exported.make)
+    export.export()
+    assert exported.values == samples(metrics)
+    for seconds in (0.002, 0.2, 500.0):
+        metrics.inter_token.observe(seconds)
+    metrics.rejected.inc()
+    export.export()
+    assert exported.values == samples(metrics)
+    assert exported.values["megatron_ext_inter_token_seconds_bucket", frozenset({("le", "0.25")})] == 2
+    assert exported.values["megatron_ext_requests_rejected_total", frozenset()] == 1
+
+
+def test_gauges_are_made_once():
+    """RP-6: an export costs a call for each sample, and never another gauge of the same name."""
+    metrics, exported = Metrics("tiny"), Exported()
+    export = MetricsExport(metrics.families, exported.make)
+    for _ in range(3):
+        metrics.inter_token.observe(0.1)
+        export.export()
+    names = [name for name, _ in exported.made]
+    assert len(names) == len(set(names))
+    labels = dict(exported.made)
+    assert labels["megatron_ext_inter_token_seconds_bucket"] == ("le",)
+    assert labels["megatron_ext_requests_total"] == ("outcome",)
