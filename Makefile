@@ -54,13 +54,16 @@ test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test-all runs the same tests on the CPU, and more")'
 	$(PYTEST) -m "long or not long" $(ARGS)
 
-# In an environment of its own, since Ray brings packages of versions that the others need not agree with.
+# In an environment of its own, since Ray brings packages of versions that the others need not agree with. Its wheels, too,
+# have hashes, torch excepted.
 RAY := .venv-ray
-$(RAY)/.installed: pyproject.toml constraints.txt tests/ray/constraints.txt
+$(RAY)/.installed: pyproject.toml constraints.txt lock.txt tests/ray/lock.txt
 	@$(PYTHON) tools/check_python.py $(if $(ANY_PLATFORM),--any-platform)
 	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: -r lock.txt -r tests/ray/lock.txt
 	$(RAY)/bin/python -m pip install -c constraints.txt torch==2.13.0
-	$(RAY)/bin/python -m pip install -c constraints.txt -c tests/ray/constraints.txt -e '.[dev,server,ray]'
+	$(RAY)/bin/python -m pip install --no-deps --no-build-isolation -e .
+	$(RAY)/bin/python -m pip check
 	@touch $@
 
 test-ray: $(RAY)/.installed ## Run the tests of replicas under Ray Serve: clusters on this machine.
@@ -92,5 +95,5 @@ golden: $(STAMP) ## Write the golden values of the functional tests anew; review
 check-pins: $(STAMP) ## Resolve the pinned versions of each supported Python, without installing them.
 	$(BIN)/python -m tools.pins check $(ARGS)
 
-lock: $(STAMP) ## Write lock.txt, the hashes of the pinned wheels, anew; review the diff.
+lock: $(STAMP) ## Write lock.txt and tests/ray/lock.txt, the hashes of the pinned wheels, anew; review the diff.
 	$(BIN)/python -m tools.pins lock

@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Check the versions in constraints.txt for each supported Python, and lock the hashes of their wheels.
+"""Check the pinned versions for each supported Python, and lock the hashes of their wheels.
+
+constraints.txt has the pins of `make test`; tests/ray/constraints.txt those that `make test-ray` needs in addition.
 
 `check` resolves the pins of each Python without installing anything: every pin has a wheel for it, the wheels require
 only pinned projects, no pin contradicts a wheel's requirements, and no pin is unused. pip alone cannot check this for a
 Python other than its own, whose markers it would evaluate (`python_version < "3.11"`).
-`lock` writes lock.txt: the same pins with the hashes of their wheels.
+`lock` writes lock.txt and tests/ray/lock.txt: the same pins with the hashes of their wheels.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ from packaging.utils import canonicalize_name
 from tools.check_python import MACHINES, supported
 
 ROOT = Path(__file__).resolve().parents[1]
-CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "lock.txt"
-PROJECT, EXTRAS = "megatron-ext", ("dev", "server")
+PROJECT = "megatron-ext"
 # Required by torch's CUDA build only, which pins them itself; an index with a CPU build has other torch wheels.
 CUDA_PARTS = re.compile(r"nvidia-|cuda-|triton$")
 # Projects whose wheels need a newer C library than the others.
@@ -37,9 +38,44 @@ NEWER_GLIBC = {"llguidance": "manylinux_2_31"}
 GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 HEADER = """\
 # Written by `make lock`: the pins of constraints.txt with the hashes of their wheels, for Linux on {machines}.
+"""
+WITHOUT_TORCH = """\
 # torch is not here: an index may serve a CPU build of the same version, whose hash is another one than PyPI's. Nor is
 # what its CUDA build brings. Both are pinned without hashes, torch in constraints.txt and the rest by torch itself.
 """
+
+
+@dataclass(frozen=True)
+class PinSet:
+    """Pins of one environment.
+
+    Attributes:
+        folder: Folder of its constraints.txt and lock.txt.
+        extras: Extras of this project that the environment has.
+        base: Pins that it has as well.
+    """
+
+    folder: Path
+    extras: tuple[str, ...]
+    base: PinSet | None = None
+
+    @property
+    def constraints(self) -> Path:
+        """File of the pins."""
+        return self.folder / "constraints.txt"
+
+    @property
+    def lock(self) -> Path:
+        """File of the pins with hashes."""
+        return self.folder / "lock.txt"
+
+    def all_pins(self) -> list[Requirement]:
+        """Return every pin of the environment."""
+        return [*(self.base.all_pins() if self.base else ()), *read_pins(self.constraints)]
+
+
+MAIN = PinSet(ROOT, ("dev", "server"))
+RAY = PinSet(ROOT / "tests/ray", (*MAIN.extras, "ray"), MAIN)
 
 
 @dataclass(frozen=True)
@@ -58,7 +94,7 @@ def pythons() -> list[str]:
     return [f"{major}.{minor}" for minor in range(first, end)]
 
 
-def read_pins(path: Path = CONSTRAINTS) -> list[Requirement]:
+def read_pins(path: Path = ROOT / "constraints.txt") -> list[Requirement]:
     """Return every pin, with its marker."""
     lines = path.read_text("utf-8").splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -123,16 +159,19 @@ def _wheel(one: Mapping) -> Wheel:
     return Wheel(metadata["version"], requires, archive["hashes"]["sha256"], pythons)
 
 
-def problems(python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requirement]) -> list[str]:
+def problems(
+    python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requirement], extras: Sequence[str] = MAIN.extras
+) -> list[str]:
     """Return all contradictions as text, a line each.
 
     Args:
         python: Version of Python for markers.
         wheels: Pinned wheels, by project.
         roots: Requirements of the project itself; their markers may name its extras.
+        extras: Extras of the project that count.
     """
     found: list[str] = []
-    todo = [(PROJECT, one) for one in roots if any(applies(one, python, extra) for extra in ("", *EXTRAS))]
+    todo = [(PROJECT, one) for one in roots if any(applies(one, python, extra) for extra in ("", *extras))]
     needed: set[tuple[str, str]] = set()
     while todo:
         parent, requirement = todo.pop()
@@ -164,28 +203,34 @@ def check(chosen: Sequence[str]) -> list[str]:
     roots = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     found = []
     for python in chosen:
-        try:
-            wheels = find_wheels(python, pins_for(python, read_pins()))
-        except ValueError as error:
-            found.append(str(error))
-            continue
-        new = problems(python, wheels, roots)
-        found += new
-        print(f"Python {python}: {len(wheels)} wheels, {len(new)} problems", flush=True)
+        wheels: dict[str, Wheel] = {}
+        for pin_set in (MAIN, RAY):
+            try:
+                wheels |= find_wheels(python, pins_for(python, read_pins(pin_set.constraints)))
+                pins_for(python, pin_set.all_pins())  # no project is pinned in both files
+            except ValueError as error:
+                found.append(str(error))
+                break
+            new = problems(python, wheels, roots, pin_set.extras)
+            found += new
+            extras = ", ".join(pin_set.extras)
+            print(f"Python {python} with {extras}: {len(wheels)} wheels, {len(new)} problems", flush=True)
     return found
 
 
-def lock() -> str:
-    """Return the text of lock.txt, from the wheels that pip finds for every supported Python and machine."""
-    pins = [pin for pin in read_pins() if canonicalize_name(pin.name) != "torch"]
+def lock(pin_set: PinSet = MAIN) -> str:
+    """Return the text of a lock file, from the wheels that pip finds for every supported Python and machine."""
+    every = read_pins(pin_set.constraints)
+    pins = [pin for pin in every if canonicalize_name(pin.name) != "torch"]
     digests: dict[str, set[str]] = {}
     for python in pythons():
         asked = pins_for(python, pins)
         for machine in MACHINES:
-            print(f"Python {python}, {machine}", flush=True)
+            print(f"{pin_set.lock.relative_to(ROOT)}: Python {python}, {machine}", flush=True)
             for name, wheel in _wheels_for(python, asked, machine).items():
                 digests.setdefault(f"{name}=={wheel.version}", set()).add(wheel.digest)
-    return HEADER.format(machines=" and ".join(MACHINES)) + "".join(_entry(pin, digests) for pin in pins)
+    header = HEADER.format(machines=" and ".join(MACHINES)) + (WITHOUT_TORCH if len(pins) < len(every) else "")
+    return header + "".join(_entry(pin, digests) for pin in pins)
 
 
 def _wheels_for(python: str, asked: Sequence[str], machine: str) -> dict[str, Wheel]:
@@ -216,7 +261,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.action == "lock":
-        LOCK.write_text(lock(), "utf-8")
+        for pin_set in (MAIN, RAY):
+            pin_set.lock.write_text(lock(pin_set), "utf-8")
         return 0
     found = check(arguments.python)
     for line in found:

@@ -107,18 +107,31 @@ class TestPins:
         assert names["3.11"] == names["3.12"] == names["3.13"] < names["3.10"]
         assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", one) for chosen in found.values() for one in chosen)
 
-    def test_the_lock_is_the_pins_with_hashes(self):
+    @pytest.mark.parametrize("pin_set", [pins.MAIN, pins.RAY], ids=["main", "ray"])
+    def test_the_lock_is_the_pins_with_hashes(self, pin_set):
         """All but torch, whose build depends on the index; the file says so."""
-        text = pins.LOCK.read_text("utf-8")
-        assert "torch is not here" in text
+        text, every = pin_set.lock.read_text("utf-8"), pins.read_pins(pin_set.constraints)
+        assert ("torch is not here" in text) is any(pin.name == "torch" for pin in every)
         entries = re.findall(r"^([a-z].*?)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
-        wanted = [str(pin) for pin in pins.read_pins() if pin.name != "torch"]
+        wanted = [str(pin) for pin in every if pin.name != "torch"]
         assert [str(Requirement(pin)) for pin, _ in entries] == wanted
         assert text.count("--hash=") == sum(hashes.count("--hash=") for _, hashes in entries) > len(wanted)
 
-    def test_ci_installs_by_hash(self):
+    def test_the_pins_of_ray_are_beside_the_others(self):
+        """RP-6: an environment with Ray has one version of everything."""
+        for python in pins.pythons():
+            chosen = pins.pins_for(python, pins.RAY.all_pins())
+            assert "ray==2.60.0" in chosen
+            assert len(chosen) == len(pins.pins_for(python, pins.read_pins())) + len(
+                pins.pins_for(python, pins.read_pins(pins.RAY.constraints))
+            )
+
+    def test_ci_and_the_tests_of_ray_install_by_hash(self):
         assert "make test LOCKED=1" in (ROOT / ".ci/run").read_text("utf-8")
-        assert "--require-hashes --no-deps --only-binary=:all: -r lock.txt" in (ROOT / "Makefile").read_text("utf-8")
+        by_hash = "--require-hashes --no-deps --only-binary=:all: -r lock.txt"
+        makefile = (ROOT / "Makefile").read_text("utf-8")
+        assert f"$(BIN)/python -m pip install {by_hash}\n" in makefile
+        assert f"$(RAY)/bin/python -m pip install {by_hash} -r tests/ray/lock.txt\n" in makefile
 
     def test_two_versions_for_one_python(self):
         markers = [Requirement(f'a==1; python_version {bound} "3.12"') for bound in ("<=", ">=")]
