@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Two replicas of the README's embedded model on this machine, until Ctrl-C. Settings may follow; the last of a name wins:
+#   examples/ray_serve/one_machine.sh
+#   examples/ray_serve/one_machine.sh model=/models/mine num_replicas=4 num_gpus=1
+# Any client of OpenAI's API finds them at http://127.0.0.1:8000/v1, and a browser their status page at the address itself.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+BIN=${BIN:-.venv-ray/bin} # made by `make test-ray`
+exec "$BIN/serve" run megatron_ext.ray_serve:app model=embedded num_replicas=2 "$@"

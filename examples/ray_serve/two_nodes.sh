@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Two machines with a replica of the README's embedded model each, until Ctrl-C on the first. Start it on both, with the
+# same HEAD (the first one's name or address); the second may come first. Settings may follow on the first machine:
+#   HEAD=first NODE=0 examples/ray_serve/two_nodes.sh
+#   HEAD=first NODE=1 examples/ray_serve/two_nodes.sh
+# Files that the settings name have to be readable on both. Ray runs the code of whoever reaches its ports and has its
+# token: keep them in a network of their own, and copy ~/.ray/auth_token (`ray get-auth-token --generate` makes it) to both.
+# Not run by any test, since that takes two machines: `bash -n` and its settings are checked.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+BIN=${BIN:-.venv-ray/bin} # made by `make test-ray` on each machine
+HEAD=${HEAD:?the name of the first machine}
+NODE=${NODE:?which machine this is: 0 or 1}
+PORT=${PORT:-6379}
+export RAY_AUTH_MODE=token
+export RAY_ADDRESS="$HEAD:$PORT"
+
+if [ "$NODE" != 0 ]; then
+    until "$BIN/ray" health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; do sleep 1; done
+    exec "$BIN/ray" start --address "$RAY_ADDRESS" --block
+fi
+env -u RAY_ADDRESS "$BIN/ray" start --head --port "$PORT" --block &
+HEAD_PID=$!
+trap 'kill "$HEAD_PID" 2> /dev/null || true' EXIT
+until "$BIN/ray" health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; do sleep 1; done
+"$BIN/serve" start --http-host 0.0.0.0
+"$BIN/serve" run megatron_ext.ray_serve:app model=embedded num_replicas=2 "$@"
