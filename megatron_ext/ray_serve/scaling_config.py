@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ext.config.checks import require
 from megatron_ext.ray_serve.autoscaling import POLICY
@@ -74,19 +73,19 @@ class ScalingConfig:
         """Waiting tokens of a replica, and the minimum number of replicas; None without autoscaling."""
         return None if self.max_replicas is None else (self.waiting_tokens_per_replica, self.min_replicas)
 
-    def options(self, num_replicas: int) -> dict[str, Any]:
+    def options(self, num_replicas: int) -> dict[str, object]:
         """Return options of Ray's deployment.
 
         Args:
             num_replicas: Number of replicas at the start.
         """
-        options: dict[str, Any] = {"max_surge_percent": self.max_surge_percent}
+        options: dict[str, object] = {"max_surge_percent": self.max_surge_percent}
         if self.weights is not None:
             options["user_config"] = {WEIGHTS: self.weights}
         if self.max_replicas is None:
             return options | {"num_replicas": num_replicas}
         policy = {"tokens_per_replica": self.waiting_tokens_per_replica, "patience": self.downscale_delay}
-        scaling: dict[str, Any] = {
+        scaling: dict[str, object] = {
             "min_replicas": self.min_replicas,
             "initial_replicas": num_replicas,
             "max_replicas": self.max_replicas,

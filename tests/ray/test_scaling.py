@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
+import psutil
 import pytest
 
 from tests.ray.conftest import PATIENCE
-from tests.ray.test_routing import replicas
 
 pytestmark = pytest.mark.ray
 
@@ -67,6 +67,19 @@ def states() -> dict[str, int]:
 
     status = serve.status().applications["default"].deployments[DEPLOYMENT]
     return {str(getattr(state, "value", state)): count for state, count in status.replica_states.items()}
+
+
+def pids() -> set[int]:
+    """Processes of the replicas in this test's cluster."""
+    workers = psutil.Process().children(recursive=True)
+    return {one.pid for one in workers if DEPLOYMENT in "".join(command_line(one))}
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended
+        return []
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -135,13 +148,13 @@ def test_an_update_loses_no_request(run: Callable[..., httpx.Client], fleet: htt
 
     Whichever of several ingresses gets a request, it knows where its prefix is.
     """
-    before = {one.pid for one in replicas()}
+    before = pids()
     with traffic(fleet.base_url) as wrong:
         with Stream(fleet, tokens(300, 40), 600) as stream:
             stream.read(1)
             client = run(num_replicas=2, num_ingress_replicas=2, served_model_name="other")
             stream.check_rest()
-        wait_until(lambda: not before & {one.pid for one in replicas()}, "an old replica goes on")
+        wait_until(lambda: not before & pids(), "an old replica goes on")
     assert wrong == []
     assert client.get("/v1/models").json()["data"][0]["id"] == "other"
     assert cached(client) == 0
@@ -178,9 +191,9 @@ def test_a_fleet_grows_and_shrinks(run: Callable[..., httpx.Client]):
             one.read(1)
             other.read(1)
             wait_until(lambda: "STOPPING" in states(), "it does not shrink")
-            assert len(replicas()) == 2
+            assert len(pids()) == 2
             one.check_rest()
             other.check_rest()
-        wait_until(lambda: len(replicas()) == 1, "the replica does not stop")
+        wait_until(lambda: len(pids()) == 1, "the replica does not stop")
     assert wrong == []
     assert states() == {"RUNNING": 1}
