@@ -102,8 +102,10 @@ class PrefixRequestRouter(RequestRouter):
         if request not in self._prompts:
             forwarded = _forwarded(pending)
             read = None if forwarded is None else forwarded.prompt
-            is_known = read is not None and read.is_shared and read.tokens
-            prompt = self._routing.prompt(read.tokens[0], read.salt) if is_known and read else self._routing.prompt(())
+            if read is None or not read.tokens:
+                prompt = self._routing.prompt(())
+            else:  # a prompt that is not shared has keys of its own
+                prompt = self._routing.prompt(read.tokens[0], read.salt if read.is_shared else uuid.uuid4().hex)
             self._prompts[request] = prompt
             while len(self._prompts) > _MAX_PROMPTS:  # requests that were cancelled before they were sent
                 self._prompts.popitem(last=False)
