@@ -3,14 +3,16 @@ PYTHON ?= python3
 WORKERS ?= logical
 GPU_WORKERS ?= 2
 ISA ?=
+BASE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
+BASED := $(if $(BASE),$(BIN)/python -m tools.base $(BASE))
 # One thread a worker: the workers already use every core, and results do not depend on the thread count.
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	$(LOWERED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(LOWERED) $(BASED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo test test-all test-kernels test-gpu test-ray kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
@@ -39,7 +41,7 @@ endif
 demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a table.
 	$(BIN)/python tools/run_inference.py
 
-test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2 runs as on a CPU with AVX2).
+test: $(STAMP) ## Run the tests that are not marked long, in parallel (WORKERS=4; ISA=avx2: as on a CPU with AVX2; BASE=0.19.2: with that megatron-core).
 	$(PYTEST) $(ARGS)
 
 # Exit code 5 of pytest: none of the tests that ARGS names is long.

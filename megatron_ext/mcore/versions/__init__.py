@@ -38,7 +38,8 @@ _UNTESTED_SERIES: Final = ((0, 17), (0, 18))
 _UNTESTED: Final = (Version(0, 19, 0),)
 _SUPPORTED: Final = "0.16.1 and 0.19.2 are tested, 0.17.x, 0.18.x and 0.19.0 run with a warning"
 _MODULES: Final = {(0, 16): "v0_16", (0, 17): "v0_17", (0, 18): "v0_19", (0, 19): "v0_19"}
-_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)$", re.MULTILINE)
+_PARTS = ("MAJOR", "MINOR", "PATCH")
+_NUMBER = re.compile(rf"^({'|'.join(_PARTS)}) = (\d+)$", re.MULTILINE)
 
 
 def found_version() -> Version:
@@ -53,9 +54,9 @@ def found_version() -> Version:
         raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
     path = Path(spec.origin).with_name("package_info.py")
     numbers = dict(_NUMBER.findall(path.read_text("utf-8"))) if path.exists() else {}
-    if len(numbers) < len(Version._fields):
+    if not numbers.keys() >= set(_PARTS):
         raise ConfigError(f"megatron-core in {path.parent} does not say its version; {_SUPPORTED}")
-    return Version(*(int(numbers[name.upper()]) for name in Version._fields))
+    return Version(*(int(numbers[part]) for part in _PARTS))
 
 
 def module_for(version: Version) -> str:
@@ -93,31 +94,31 @@ def _load() -> Any:
 
 
 VERSION: Final = found_version()
-_module: Final = _load()
+ADAPTER: Final = _load()
 
 # The interface. Classes are upstream's, or subclasses with the arguments below on every version.
 
-BlockAllocator: Any = _module.BlockAllocator
+BlockAllocator: Any = ADAPTER.BlockAllocator
 """Class of the context's `block_allocator`."""
-Context: Any = _module.Context
+Context: Any = ADAPTER.Context
 """`DynamicInferenceContext`, initialized with keywords of `InferenceConfig` and without tensors."""
-Controller: Any = _module.Controller
+Controller: Any = ADAPTER.Controller
 """`TextGenerationController(wrapper, tokenizer)`."""
-Engine: Any = _module.Engine
+Engine: Any = ADAPTER.Engine
 """`DynamicInferenceEngine(controller, context, random_seed, logging_step_interval)` with `reset_loop_state`."""
-Model: Any = _module.Model
+Model: Any = ADAPTER.Model
 """The hybrid model: `MambaModel` or `HybridModel`."""
-Stack: Any = _module.Stack
+Stack: Any = ADAPTER.Stack
 """The stack of its layers."""
-StackSubmodules: Any = _module.StackSubmodules
+StackSubmodules: Any = ADAPTER.StackSubmodules
 """Specs of a stack's layers."""
-builder: Callable[..., Any] = _module.builder
+builder: Callable[..., Any] = ADAPTER.builder
 """Return what upstream's MoE layers build a part from: (class, submodules, **arguments)."""
-inference_mode: Callable[[], AbstractContextManager[None]] = _module.inference_mode
+inference_mode: Callable[[], AbstractContextManager[None]] = ADAPTER.inference_mode
 """Return a context in which a model's forward is inference."""
-pattern_arguments: Callable[..., Mapping[str, Any]] = _module.pattern_arguments
+pattern_arguments: Callable[..., Mapping[str, Any]] = ADAPTER.pattern_arguments
 """Return the arguments of `Model` that give its layers: (pattern, config, is_validated=)."""
-wrap: Callable[..., Any] = _module.wrap
+wrap: Callable[..., Any] = ADAPTER.wrap
 """Return the inference wrapper of a model: (model in eval mode, context, padded_vocab_size)."""
 INTERFACE: Final = (
     "BlockAllocator",

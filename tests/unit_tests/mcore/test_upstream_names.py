@@ -7,13 +7,15 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import megatron_ext.mcore
-from megatron_ext.mcore.upstream_names import UPSTREAM_NAMES
+from megatron_ext.mcore import upstream_names, versions
+from megatron_ext.mcore.upstream_names import is_there, missing_names, names_of
 from tests.unit_tests.support.source import (
     PACKAGE,
     defined_attributes,
@@ -25,20 +27,12 @@ from tests.unit_tests.support.source import (
 )
 
 MCORE = PACKAGE / "mcore"
-LISTED = {name for names in UPSTREAM_NAMES.values() for name in names}
+EVERY = names_of((99,))  # of all versions
+LISTED = {name for _, name in EVERY}
 
 
 def is_megatrons(module: str) -> bool:
     return module.split(".")[0] == "megatron"
-
-
-def resolve(path: str) -> object:
-    """A module or a class of one, by its full name."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, _, name = path.rpartition(".")
-        return getattr(resolve(module), name)
 
 
 def attributes_of(cls: type) -> set[str]:
@@ -55,13 +49,21 @@ def attributes_of(cls: type) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), [(where, name) for where, names in UPSTREAM_NAMES.items() for name in names]
-)
+@pytest.mark.parametrize(("where", "name"), names_of(versions.VERSION))
 def test_the_installed_version_has_it(where, name):
-    owner = resolve(where)
     assert is_private(name)
-    assert name in (attributes_of(owner) if isinstance(owner, type) else vars(owner))
+    assert is_there(where, name)
+
+
+def test_missing_names_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Those of modules, classes, instances, and of a module that is gone; another version's are not looked for."""
+    context = "megatron.core.inference.contexts.dynamic_context"
+    table = {context: ("_gone",), f"{context}.DynamicInferenceContext": ("_lost",), f"{context}_old": ("_left",)}
+    monkeypatch.setattr(upstream_names, "UPSTREAM_NAMES", upstream_names.UPSTREAM_NAMES | table)
+    monkeypatch.setattr(upstream_names, "NAMES_SINCE_0_17", {context: ("_later",)})
+    missing = [f"{context}._gone", f"{context}.DynamicInferenceContext._lost", f"{context}_old._left"]
+    assert missing_names((0, 16, 1)) == missing
+    assert missing_names((0, 17, 0)) == [*missing, f"{context}._later"]
 
 
 OURS = [
@@ -105,7 +107,7 @@ def test_every_private_import_is_listed():
         f"{path}: {module} {name}"
         for path in OURS
         for module, name in private_imports(parse(path))
-        if is_megatrons(module) and not (path.is_relative_to(MCORE) and name in UPSTREAM_NAMES.get(module, ()))
+        if is_megatrons(module) and not (path.is_relative_to(MCORE) and (module, name) in EVERY)
     ]
     assert found == []
 
@@ -125,6 +127,8 @@ def our_subclasses() -> list[type]:
     packages = [megatron_ext.mcore, importlib.import_module("megatron_ext.mixers")]
     for package in packages:
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if info.name.startswith(f"{versions.__name__}.") and info.name not in sys.modules:
+                continue  # for another version
             for cls in vars(importlib.import_module(info.name)).values():
                 if (
                     isinstance(cls, type)

@@ -127,7 +127,7 @@ def test_nothing_of_upstream_runs_at_inference():
         mock.patch.object(TransformerLayer, "forward", refuse),
         mock.patch.object(MLP, "forward", refuse),
         mock.patch.object(own_layers.MambaLayer, "forward", refuse),
-        mock.patch.object(stack.MambaStack, "forward", refuse),
+        mock.patch.object(stack.Stack, "forward", refuse),
         mock.patch.object(upstream_linear.RowParallelLinear, "forward", refuse),
         warnings.catch_warnings(),
     ):
