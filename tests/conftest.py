@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
-from tests import durations, numbers, on_device, on_request, priority, worlds
+from tests import base, durations, numbers, on_device, on_request, priority, worlds
 
 # Kernels run on CPU tensors then. Triton reads it when it is imported, by the conftest of a folder at the earliest.
 if not torch.cuda.is_available():
@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(priority, "priority")
     config.pluginmanager.register(on_request, "on_request")
     config.pluginmanager.register(numbers, "numbers")
+    config.pluginmanager.register(base, "base")
     config.pluginmanager.register(worlds, "worlds")
     config.pluginmanager.register(on_device, "on_device")
     config.pluginmanager.register(durations, "durations")

@@ -3,8 +3,8 @@
 
     python -m tools.base 0.19.2 python -m pytest -m base
 
-The wheel is fetched by its hash and unpacked below out/oracles, as `make oracles` does; nothing is installed. `make test
-BASE=0.19.2` runs the tests in this way.
+The wheel is fetched by its hash and unpacked below out/oracles, as `make oracles` does; nothing is installed.
+`make test BASE=0.19.2` runs the tests in this way.
 """
 
 from __future__ import annotations

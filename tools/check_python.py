@@ -11,8 +11,8 @@ import sysconfig
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-# Platforms of the wheels of megatron-core 0.16.1 and 0.19.2, torch 2.13.0 and llguidance 1.9.1; elsewhere pip would have to
-# compile the first.
+# Platforms of the wheels of megatron-core 0.16.1 and 0.19.2, torch 2.13.0 and llguidance 1.9.1; elsewhere pip would
+# have to compile the first.
 MACHINES = ("x86_64", "aarch64")
 OLDEST_GLIBC = (2, 31)
 

@@ -24,6 +24,7 @@ HEAVY_PARTS = (
     "torch",
     "torch.distributed.checkpoint",
     "transformers",
+    "megatron_ext.mcore",  # checks the version of the next ones
     "megatron.core",
     "megatron.core.inference.engines.dynamic_engine",
     "megatron_ext.offline.run",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -51,7 +53,7 @@ class NormedSelfAttention(PagedSelfAttention):
 class NormedMLP(PlainMLP):
     """`PlainMLP` with an output norm."""
 
-    def __init__(self, config: TransformerConfig, **options: object) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.output_norm = OutputNorm(config)
 

@@ -7,67 +7,20 @@ tested; others run after a check of every private name that is used, with a warn
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.upstream_names import missing_names
+from megatron_ext.mcore.upstream_version import SUPPORTED, TESTED, Version, check_supported, found_version
 
 logger = logging.getLogger(__name__)
 
-
-class Version(NamedTuple):
-    """Version of megatron-core, without what follows its three numbers."""
-
-    major: int
-    minor: int
-    patch: int
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self))
-
-
-TESTED: Final = (Version(0, 16, 1), Version(0, 19, 2))
-_UNTESTED_SERIES: Final = ((0, 17), (0, 18))
-_UNTESTED: Final = (Version(0, 19, 0),)
-_SUPPORTED: Final = "0.16.1 and 0.19.2 are tested, 0.17.x, 0.18.x and 0.19.0 run with a warning"
-_MODULES: Final = {(0, 16): "v0_16", (0, 17): "v0_17", (0, 18): "v0_19", (0, 19): "v0_19"}
-_PARTS = ("MAJOR", "MINOR", "PATCH")
-_NUMBER = re.compile(rf"^({'|'.join(_PARTS)}) = (\d+)$", re.MULTILINE)
-
-
-def found_version() -> Version:
-    """Return the version of the megatron-core that Python finds, without importing it.
-
-    Raises:
-        ModuleNotFoundError: There is none.
-        ConfigError: It does not say its version.
-    """
-    spec = importlib.util.find_spec("megatron.core")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
-    path = Path(spec.origin).with_name("package_info.py")
-    numbers = dict(_NUMBER.findall(path.read_text("utf-8"))) if path.exists() else {}
-    if not numbers.keys() >= set(_PARTS):
-        raise ConfigError(f"megatron-core in {path.parent} does not say its version; {_SUPPORTED}")
-    return Version(*(int(numbers[part]) for part in _PARTS))
-
-
-def module_for(version: Version) -> str:
-    """Return the name of the module for a version.
-
-    Raises:
-        ConfigError: The version is not supported.
-    """
-    if version in TESTED or version in _UNTESTED or version[:2] in _UNTESTED_SERIES:
-        return f"{__name__}.{_MODULES[version[:2]]}"
-    raise ConfigError(f"megatron-core {version} is not supported: {_SUPPORTED}; install megatron-core==0.19.2")
+MODULES: Final = {(0, 16): "v0_16", (0, 17): "v0_17", (0, 18): "v0_19", (0, 19): "v0_19"}
+"""Module of each series of versions."""
 
 
 def check_names(version: Version) -> None:
@@ -83,18 +36,18 @@ def check_names(version: Version) -> None:
             "install megatron-core==0.19.2"
         )
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("megatron-core %s is not tested with this package; %s", version, _SUPPORTED)
+        logger.warning("megatron-core %s is not tested with this package; %s", version, SUPPORTED)
 
 
-def _load() -> Any:
-    name = module_for(VERSION)
-    if VERSION not in TESTED:
-        check_names(VERSION)
-    return importlib.import_module(name)
+def _load(version: Version) -> Any:
+    check_supported(version)
+    if version not in TESTED:
+        check_names(version)
+    return importlib.import_module(f"{__name__}.{MODULES[version[:2]]}")
 
 
 VERSION: Final = found_version()
-ADAPTER: Final = _load()
+ADAPTER: Final = _load(VERSION)
 
 # The interface. Classes are upstream's, or subclasses with the arguments below on every version.
 

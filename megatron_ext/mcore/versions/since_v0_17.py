@@ -15,10 +15,11 @@ from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
+from megatron_ext.text.tokenizer import Tokenizer
 
 BlockAllocator = KVBlockAllocator
 
@@ -41,7 +42,7 @@ class Controller(TextGenerationController):
     """`TextGenerationController` with the text interface of these versions."""
 
     @staticmethod
-    def tokenize_prompt(tokenizer: object, prompt: str, add_BOS: bool = False) -> list[int]:
+    def tokenize_prompt(tokenizer: Tokenizer, prompt: str, add_BOS: bool = False) -> list[int]:
         """Return the token ids of a text; see `text.prompt_tokenization.tokenize_prompt`."""
         return tokenize_prompt(tokenizer, prompt, add_bos=add_BOS)
 
@@ -65,7 +66,7 @@ class Engine(DynamicInferenceEngine):
         self.use_coordinator = False
 
 
-def wrap(model: nn.Module, context: Context, padded_vocab_size: int) -> GPTInferenceWrapper:
+def wrap(model: LanguageModule, context: Context, padded_vocab_size: int) -> GPTInferenceWrapper:
     """Return the inference wrapper of a model in eval mode."""
     return GPTInferenceWrapper(model, context)
 

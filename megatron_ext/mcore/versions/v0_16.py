@@ -18,7 +18,6 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import nn
 
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 
@@ -80,7 +79,7 @@ class Engine(DynamicInferenceEngine):
         self.use_coordinator = False
 
 
-def wrap(model: nn.Module, context: Context, padded_vocab_size: int) -> GPTInferenceWrapper:
+def wrap(model: MambaModel, context: Context, padded_vocab_size: int) -> GPTInferenceWrapper:
     """Return the inference wrapper of a model in eval mode."""
     config = InferenceWrapperConfig(
         hidden_size=model.config.hidden_size,

@@ -1,0 +1,56 @@
+"""Version of the megatron-core that Python finds, read without importing it, and the versions that are supported."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from megatron_ext.errors import ConfigError
+
+
+class Version(NamedTuple):
+    """Version of megatron-core, without what follows its three numbers."""
+
+    major: int
+    minor: int
+    patch: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+TESTED: Final = (Version(0, 16, 1), Version(0, 19, 2))
+SUPPORTED: Final = "0.16.1 and 0.19.2 are tested, 0.17.x, 0.18.x and 0.19.0 run with a warning"
+_UNTESTED: Final = (Version(0, 19, 0),)
+_UNTESTED_SERIES: Final = ((0, 17), (0, 18))
+_PARTS = ("MAJOR", "MINOR", "PATCH")
+_NUMBER = re.compile(rf"^({'|'.join(_PARTS)}) = (\d+)$", re.MULTILINE)
+
+
+def found_version() -> Version:
+    """Return the version of the megatron-core that an import would find, or has found.
+
+    Raises:
+        ModuleNotFoundError: There is none.
+        ConfigError: It does not say its version.
+    """
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
+    path = Path(spec.origin).with_name("package_info.py")
+    numbers = dict(_NUMBER.findall(path.read_text("utf-8"))) if path.exists() else {}
+    if not numbers.keys() >= set(_PARTS):
+        raise ConfigError(f"megatron-core in {path.parent} does not say its version; {SUPPORTED}")
+    return Version(*(int(numbers[part]) for part in _PARTS))
+
+
+def check_supported(version: Version) -> None:
+    """Check that a version is one of those that are supported.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if version not in (*TESTED, *_UNTESTED) and version[:2] not in _UNTESTED_SERIES:
+        raise ConfigError(f"megatron-core {version} is not supported: {SUPPORTED}; install megatron-core==0.19.2")

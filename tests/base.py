@@ -1,0 +1,74 @@
+"""The mark `base`: tests that depend on megatron-core. A pytest plugin.
+
+`-m base` runs the files below and imports no others. `.ci/run` runs them a second time with another megatron-core than
+the installed one (`make test BASE=0.19.2`, tools/base.py), which every process has to find then.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from tools import base
+
+MARK = "base"
+ROOT = Path(__file__).parents[1]
+PATHS = (
+    "tests/functional_tests/test_golden_values.py",
+    "tests/unit_tests/api",
+    "tests/unit_tests/mcore",
+    "tests/unit_tests/mixers/test_sharding.py",
+    "tests/unit_tests/models/megatron",
+    "tests/unit_tests/parallel/test_parallel_context.py",
+    "tests/unit_tests/test_base.py",
+)
+"""Files and folders whose tests have the mark."""
+
+
+def found_core() -> tuple[str, Path]:
+    """Return version and folder of the megatron-core that this process finds."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None, "megatron-core is installed"
+    assert spec.origin is not None, "it is a package"
+    return importlib.metadata.version("megatron-core"), Path(spec.origin).resolve().parents[2]
+
+
+def asked_core() -> tuple[str, Path] | None:
+    """Return version and folder of the megatron-core that `BASE` asks for; None for the installed one."""
+    version = os.environ.get(base.VARIABLE)
+    return None if version is None else (version, base.unpacked(version).resolve())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: depends on megatron-core (tests/base.py)")
+    if asked_core() not in (None, found_core()):
+        raise pytest.UsageError(f"found megatron-core {found_core()}, and {asked_core()} is asked for")
+
+
+def pytest_report_header() -> str:
+    version, folder = found_core()
+    return f"megatron-core {version}: {folder}"
+
+
+def depends_on_core(path: Path) -> bool:
+    """Return whether the tests of a file have the mark."""
+    return any(path.is_relative_to(ROOT / one) for one in PATHS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other files where the mark alone is asked for."""
+    if config.option.markexpr == MARK and collection_path.is_file() and not depends_on_core(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the mark before `-m` selects by it."""
+    for item in items:
+        if depends_on_core(item.path):
+            item.add_marker(MARK)

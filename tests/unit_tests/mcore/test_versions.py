@@ -1,0 +1,181 @@
+"""The megatron-core that is found decides the adapter; one that is not supported is refused in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import megatron.core
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import upstream_version, versions
+from megatron_ext.mcore.upstream_names import UPSTREAM_NAMES
+from megatron_ext.mcore.upstream_version import Version, check_supported, found_version
+from tests.unit_tests.support.source import ROOT
+
+UNTESTED = versions.VERSION  # as if it were one
+
+
+def fake_core(folder: Path, package_info: str) -> Path:
+    """A megatron-core that says a version and cannot be imported."""
+    core = folder / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise SystemError('imported')\n")
+    (core / "package_info.py").write_text(package_info)
+    return folder
+
+
+def test_the_version_that_is_found_is_the_imported_one():
+    assert megatron.core.__version__.startswith(str(found_version()))
+    assert found_version() == versions.VERSION
+
+
+@pytest.mark.parametrize(
+    "version", [(0, 16, 1), (0, 17, 0), (0, 17, 9), (0, 18, 0), (0, 18, 2), (0, 19, 0), (0, 19, 2)]
+)
+def test_supported_versions(version):
+    check_supported(Version(*version))
+    assert version[:2] in versions.MODULES
+
+
+@pytest.mark.parametrize("version", [(0, 15, 3), (0, 16, 0), (0, 16, 2), (0, 19, 1), (0, 20, 0), (1, 17, 0)])
+def test_other_versions_are_refused(version):
+    with pytest.raises(ConfigError, match=r"^megatron-core \d+\.\d+\.\d+ is not supported: 0\.16\.1 and .*==0\.19\.2$"):
+        check_supported(Version(*version))
+
+
+def test_the_adapter_of_the_installed_version_has_the_interface():
+    adapter = versions.ADAPTER
+    assert set(adapter.__all__) == set(versions.INTERFACE)
+    for name in versions.INTERFACE:
+        assert getattr(adapter, name) is getattr(versions, name)
+
+
+def test_tested_versions_have_an_adapter():
+    for version in upstream_version.TESTED:
+        name = f"{versions.__name__}.{versions.MODULES[version[:2]]}"
+        assert importlib.util.find_spec(name) is not None
+
+
+class TestUntestedVersion:
+    """A version that runs after a check."""
+
+    def test_one_warning(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delenv("RANK", raising=False)
+        versions.check_names(UNTESTED)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert str(UNTESTED) in caplog.text
+
+    def test_other_ranks_are_silent(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("RANK", "1")
+        versions.check_names(UNTESTED)
+        assert not caplog.records
+
+    def test_a_private_name_that_is_gone(self, monkeypatch: pytest.MonkeyPatch):
+        missing = "megatron.core.utils._gone"
+        monkeypatch.setattr(versions, "missing_names", lambda version: [missing] if version == UNTESTED else [])
+        with pytest.raises(ConfigError, match=f"^megatron-core {UNTESTED} lacks what .*: {missing};"):
+            versions.check_names(UNTESTED)
+
+    def test_the_names_are_looked_up(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setitem(UPSTREAM_NAMES, "megatron.core.utils", ("_gone",))
+        with pytest.raises(ConfigError, match=r"megatron\.core\.utils\._gone"):
+            versions.check_names(UNTESTED)
+
+
+class TestUnsupportedVersion:
+    """In a process of its own, with a megatron-core that cannot be imported first on the path."""
+
+    @pytest.fixture
+    def environment(self, tmp_path: Path) -> dict[str, str]:
+        folder = fake_core(tmp_path, "MAJOR = 0\nMINOR = 20\nPATCH = 1\n")
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+    def test_the_package_can_be_imported(self, environment: dict[str, str]):
+        code = "import sys, megatron_ext; megatron_ext.load_engine; assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["-m", "tools.run_inference"],
+            ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"],
+        ],
+    )
+    def test_use_is_refused_in_one_line(self, environment: dict[str, str], command: list[str]):
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0
+        assert "megatron-core 0.20.1 is not supported" in done.stderr.splitlines()[-1]
+        assert "imported" not in done.stderr
+
+    def test_one_without_a_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        core = fake_core(tmp_path, "VERSION = 'unknown'\n") / "megatron/core"
+        spec = importlib.util.spec_from_file_location("megatron.core", core / "__init__.py")
+        monkeypatch.setattr(upstream_version.importlib.util, "find_spec", lambda _: spec)
+        with pytest.raises(ConfigError, match=f"^megatron-core in {core} does not say its version"):
+            found_version()
+
+    def test_none(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(upstream_version.importlib.util, "find_spec", lambda _: None)
+        with pytest.raises(ModuleNotFoundError, match=r"megatron\.core"):
+            found_version()
+
+
+@pytest.mark.skipif(versions.VERSION < (0, 18), reason="this version has no flag for inference")
+class TestInferenceMode:
+    """The flag of the process that marks forwards as inference."""
+
+    @pytest.fixture(autouse=True)
+    def flag(self):
+        from megatron.core.inference.utils import InferenceMode
+
+        assert not InferenceMode.is_active(), "an engine of another test left it"
+        yield InferenceMode
+        InferenceMode.unset_active()
+
+    def test_it_is_set_during_a_forward_only(self, flag):
+        with versions.inference_mode():
+            assert flag.is_active()
+        assert not flag.is_active()
+
+    def test_it_is_unset_after_an_error(self, flag):
+        with pytest.raises(KeyError), versions.inference_mode():
+            raise KeyError
+        assert not flag.is_active()
+
+    def test_an_engine_of_upstream_keeps_it(self, flag):
+        flag.set_active()
+        with versions.inference_mode():
+            pass
+        assert flag.is_active()
+
+    def test_the_last_of_two_threads_unsets_it(self, flag):
+        began, may_end = threading.Event(), threading.Event()
+
+        def forward():
+            with versions.inference_mode():
+                began.set()
+                may_end.wait(60)
+
+        thread = threading.Thread(target=forward)
+        with versions.inference_mode():
+            thread.start()
+            assert began.wait(60)
+        assert flag.is_active()
+        may_end.set()
+        thread.join()
+        assert not flag.is_active()
+
+    def test_an_engine_leaves_it_for_a_trainer(self, flag, get_driver):
+        driver = get_driver()
+        assert not flag.is_active()
+        driver.add(1, [1, 2, 3], num_tokens_to_generate=2)
+        driver.run()
+        assert not flag.is_active()

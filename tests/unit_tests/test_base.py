@@ -1,0 +1,138 @@
+"""Every process of the tests has the megatron-core that `make test BASE=VERSION` asks for, or the installed one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import base
+from tests.forked import fork, spawn
+from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.source import ROOT
+from tools import base as tool
+from tools import oracles
+
+
+def expected() -> list[str]:
+    """Version and folder of megatron-core in every process."""
+    asked = base.asked_core()
+    if asked is None:
+        found = importlib.metadata.distribution("megatron-core")
+        asked = found.version, Path(str(found.locate_file(""))).resolve()
+    return [asked[0], str(asked[1])]
+
+
+def imported_core() -> list[str]:
+    """Version and folder of the megatron-core that this process imports, as the package does."""
+    from megatron_ext.mcore.versions import VERSION  # isort: skip
+    from megatron import core
+
+    assert core.__version__.startswith(str(VERSION))
+    return [str(VERSION), str(Path(core.__file__).resolve().parents[2])]
+
+
+def write_imported_core(path: Path) -> None:
+    path.write_text(json.dumps(imported_core()))
+
+
+class TestEveryProcess:
+    """Version and folder of megatron-core, however a test starts a process."""
+
+    def test_this_one(self):
+        assert imported_core() == expected()
+
+    @pytest.mark.parametrize("start", [fork, spawn])
+    def test_multiprocessing(self, start, tmp_path: Path):
+        process = start(write_imported_core, tmp_path / "found.json")
+        process.join()
+        assert process.exitcode == 0
+        assert json.loads((tmp_path / "found.json").read_text()) == expected()
+
+    def test_a_command(self):
+        code = "from tests.unit_tests.test_base import imported_core; import json; print(json.dumps(imported_core()))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout.splitlines()[-1]) == expected()
+
+    @pytest.mark.worlds(smoke=True)
+    def test_ranks(self):
+        assert run_ranks(imported_core, 2) == [expected()] * 2
+
+
+class TestTool:
+    """tools/base.py."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Where the versions are unpacked; they are fetched as a wheel with nothing but its version."""
+
+        def download(library: oracles.Library, folder: Path) -> Path:
+            path = folder / "core.whl"
+            with zipfile.ZipFile(path, "w") as wheel:
+                wheel.writestr("version", f"{library.version} {library.digest}")
+            return path
+
+        monkeypatch.setattr(oracles, "FOLDER", tmp_path)
+        monkeypatch.setattr(oracles, "download", download)
+        return tmp_path / "megatron-core-0.18.2"
+
+    def test_a_version_is_fetched_by_its_hash_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        assert tool.unpacked("0.18.2") == folder
+        assert (folder / "version").read_text() == f"0.18.2 {oracles.MEGATRON_CORE['0.18.2']}"
+        monkeypatch.delattr(oracles, "download")
+        assert tool.unpacked("0.18.2") == folder
+
+    def test_it_is_first_on_the_path_of_the_command(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        called: list[tuple] = []
+        monkeypatch.setattr(tool.os, "execvpe", lambda *arguments: called.append(arguments))
+        monkeypatch.setenv("PYTHONPATH", "before")
+        tool.main(["0.18.2", "python", "-m", "pytest"])
+        ((program, command, environment),) = called
+        assert (program, command) == ("python", ["python", "-m", "pytest"])
+        assert environment["PYTHONPATH"] == os.pathsep.join([str(folder), "before"])
+        assert environment[tool.VARIABLE] == "0.18.2"
+
+    def test_an_unknown_version_names_the_choices(self, capsys: pytest.CaptureFixture[str]):
+        with pytest.raises(SystemExit):
+            tool.main(["0.20.0", "true"])
+        said = capsys.readouterr().err
+        assert all(version in said for version in oracles.MEGATRON_CORE)
+
+    def test_a_failed_download_is_one_line(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        def fail(*_: object) -> None:
+            raise ValueError("no such file")
+
+        monkeypatch.setattr(oracles, "download", fail)
+        with pytest.raises(SystemExit, match=r"^base\.py: error: no such file$"):
+            tool.main(["0.19.0", "true"])
+
+
+class TestMark:
+    """The mark `base`, by which `.ci/run` chooses what runs with another megatron-core."""
+
+    @pytest.mark.parametrize("path", base.PATHS)
+    def test_the_paths_exist(self, path: str):
+        assert (ROOT / path).exists()
+
+    def test_no_other_file_is_imported_for_the_mark_alone(self):
+        asked, all_tests = (SimpleNamespace(option=SimpleNamespace(markexpr=mark)) for mark in (base.MARK, ""))
+        own, other = Path(__file__), ROOT / "tests/unit_tests/test_config.py"
+        assert base.pytest_ignore_collect(other, asked)
+        assert not base.pytest_ignore_collect(own, asked)
+        assert not base.pytest_ignore_collect(other, all_tests)
+        assert base.depends_on_core(own)
+        assert not base.depends_on_core(other)
+
+    def test_another_base_than_the_one_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch):
+        """As if a variable or a plugin had put another folder first."""
+        monkeypatch.setattr(base, "asked_core", lambda: ("0.17.1", ROOT))
+        config = SimpleNamespace(addinivalue_line=lambda *_: None)
+        with pytest.raises(pytest.UsageError, match=r"0\.17\.1"):
+            base.pytest_configure(config)
