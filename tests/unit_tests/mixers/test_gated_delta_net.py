@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
+from megatron_ext.mcore.versions import VERSION
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.models.build import transformer_config
 from tests.priority import TestPriority
@@ -110,6 +111,10 @@ def test_same_shards_as_upstream(index: int, ranks: int) -> None:
     mixer.qk_dim, mixer.v_dim = mixer.qk_dim_local * ranks, mixer.v_dim_local * ranks
     mixer.num_value_heads = mixer.value_heads_local * ranks
     mixer.in_proj_dim = 2 * (mixer.qk_dim + mixer.v_dim + mixer.num_value_heads)
+    if VERSION >= (0, 19):  # its constructor makes these names, which older versions compute here
+        mixer.qk_dim_local_tp, mixer.v_dim_local_tp = qk, v = mixer.qk_dim_local, mixer.v_dim_local
+        mixer.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
+        mixer.in_proj_split_sections = (qk, qk, v, v, mixer.value_heads_local, mixer.value_heads_local)
     with as_rank(index, ranks) as groups:
         mixer.pg_collection = groups
         theirs = shards(upstream.GatedDeltaNet.sharded_state_dict(mixer, prefix=PREFIX))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from megatron.core.ssm import gated_delta_net
@@ -16,11 +18,13 @@ def l2norm(x: Tensor) -> Tensor:
 
 def allow(patch: pytest.MonkeyPatch) -> None:
     """Let upstream's class be built and run without flash-linear-attention and without CUDA."""
-    patch.setattr(gated_delta_net, "HAVE_FLA", True)
-    patch.setattr(gated_delta_net, "l2norm", l2norm, raising=False)
-    compiled = gated_delta_net.GatedDeltaNet._apply_gated_norm  # `torch.compile` takes seconds and a compiler
-    plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    patch.setattr(gated_delta_net.GatedDeltaNet, "_apply_gated_norm", plain)
+    owner = next(cls for cls in gated_delta_net.GatedDeltaNet.__mro__ if "_apply_gated_norm" in vars(cls))
+    module = sys.modules[owner.__module__]  # of its parent, on newer versions
+    patch.setattr(module, "HAVE_FLA", True)
+    patch.setattr(module, "l2norm", l2norm, raising=False)
+    for name, compiled in list(vars(owner).items()):  # `torch.compile` takes seconds and a compiler
+        if hasattr(compiled, "_torchdynamo_orig_callable"):
+            patch.setattr(owner, name, compiled._torchdynamo_orig_callable)
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
