@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import oracles
+from tools import bases, oracles
 
 FIRST, SECOND = (oracles.Library(name, "1.0", digit * 64) for name, digit in (("first", "a"), ("second", "b")))
 
@@ -77,3 +77,16 @@ def test_an_interrupted_fetch_leaves_no_folder(index: Index, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         oracles.main()
     assert fetched() == []
+
+
+def test_wheels_of_megatron_core_are_fetched_once(index: Index, monkeypatch: pytest.MonkeyPatch):
+    """The folder goes on the path of a process, so it has the package at its top."""
+    monkeypatch.setattr(bases, "WHEELS", {"1.0": "c" * 64})
+    folders = [bases.fetch("1.0") for _ in range(2)]
+    assert index.requirements == [f"megatron-core==1.0 --hash=sha256:{'c' * 64}\n"]
+    assert folders[0] == folders[1] == oracles.FOLDER / "megatron-core-1.0"
+    assert (folders[0] / "megatron-core/__init__.py").is_file()
+    index.broken = "megatron-core"
+    monkeypatch.setattr(bases, "WHEELS", {"2.0": "c" * 64})
+    with pytest.raises(ValueError, match=r"megatron-core 2\.0: ERROR: THESE PACKAGES DO NOT MATCH"):
+        bases.fetch("2.0")
