@@ -213,7 +213,7 @@ def _is_made(value: Any, name: str) -> bool:
     return type(value) is Made and value.name == name
 
 
-def is_file_name(name: Any) -> TypeGuard[str]:
+def is_file_name(name: object) -> TypeGuard[str]:
     """Return whether a value of a checkpoint names a file in the checkpoint's directory."""
     return type(name) is str and name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
