@@ -36,6 +36,7 @@ EXPORTED = frozenset(
     "NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_UNFUSED_ATTN OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF "
     "TORCH_NCCL_AVOID_RECORD_STREAMS TRITON_CACHE_AUTOTUNING".split()
 )
+_UNKNOWN_FIELDS = "ignore-unknown-prompt-fields"  # as in Megatron, whose prompt files have more fields
 _NEVER = ("--help", "-h", "--model-config")
 _NULL, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool"))
 
@@ -56,7 +57,7 @@ def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
     Raises:
         ConfigError: A key or a value is wrong or unsupported; names file and line.
     """
-    given = ParsedFlags()
+    given = ParsedFlags({_UNKNOWN_FIELDS: True})
     for key, value in pairs:
         where, name = f"{path}, line {key.start_mark.line + 1}", str(key.value)
         if name in _REFUSED:

@@ -117,7 +117,6 @@ def test_an_empty_yaml_file_gives_nothing(yaml_file):
         ("normalization: Batch\n", ("'Batch' is unknown", "RMSNorm, LayerNorm")),
         ("- seed\n", ("not a mapping",)),
         ("seed: [1\n", ("line 2", "not YAML")),
-        ("num-layers: 3\n", ("--num-layers 3 contradicts --hybrid-override-pattern",)),
     ],
 )
 def test_bad_yaml(yaml_file, one_line_error, text, expected):
@@ -136,7 +135,7 @@ def test_binary_yaml_file(tmp_path, one_line_error):
     assert "not a text file" in one_line_error("--model-config", str(path))
 
 
-@pytest.mark.parametrize("flags", ["--mamba-num-heads 12", "--mamba-num-heads 12 --mamba-num-groups 2 --num-layers 8"])
+@pytest.mark.parametrize("flags", ["--mamba-num-heads 12", "--mamba-num-heads 12 --mamba-num-groups 2"])
 def test_flags_that_say_what_the_embedded_model_is_are_no_mistake(flags):
     """Twelve heads do not go with the defaults of other fields, and are what the embedded model has."""
     assert parse_arguments(flags.split()).model_overrides["mamba_num_heads"] == 12

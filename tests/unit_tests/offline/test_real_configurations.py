@@ -29,7 +29,7 @@ FILES = [
 ]
 ONE_RANK = """
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1
---expert-tensor-parallel-size 1 --inference-dynamic-batching-buffer-size-gb 0.03
+--expert-tensor-parallel-size 1 --inference-dynamic-batching-buffer-size-gb 0.1
 """.split()
 SMALL = "--hidden-size 128 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 16 --vocab-size 1280".split()
 GPT = "--model-provider gpt --num-layers 2 --position-embedding-type rope --max-position-embeddings 4096".split()
@@ -45,7 +45,7 @@ EXPORTED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG
 
 
 def flags_of(path: Path) -> Mapping[str, object]:
-    return yaml.safe_load(path.read_text("utf-8"))["MODEL_ARGS"]
+    return yaml.safe_load(path.read_text("utf-8"))["MODEL_ARGS"] or {}
 
 
 def kind_of(flags: Mapping[str, object]) -> str:
@@ -74,8 +74,9 @@ def paths(flags: Mapping[str, object], folder: Path) -> list[str]:
     prompts.write_text("".join(json.dumps(fields | {"id": number}) + "\n" for number in range(3)))
     is_tiktoken = flags.get("--tokenizer-type") == "TikTokenizer"
     tokenizer = str(write_tiktoken(vocabulary)) if is_tiktoken else str(EMBEDDED_MODEL_DIR)
-    replaced = ["--output-path", str(folder / "out.json"), "--tokenizer-model", tokenizer]
-    return [*replaced, *(["--prompt-file", str(prompts)] if "--prompt-file" in flags else [])]
+    replaced = {"--tokenizer-model": tokenizer, "--prompt-file": str(prompts)}
+    given = [word for flag, value in replaced.items() if flag in flags for word in (flag, value)]
+    return ["--output-path", str(folder / "out.json"), *given]
 
 
 def without_checkpoint(flags: Mapping[str, object]) -> list[str]:
@@ -100,7 +101,12 @@ def test_it_starts(path: Path, weights: str, made, tmp_path, monkeypatch):
     for name in ("CHECKPOINT_LOAD_PATH", "INFERENCE_OUTPUT_PATH", "DATA_PATH"):
         monkeypatch.setenv(name, str(tmp_path))
     flags = flags_of(path)
-    model = ["--load", checkpoint(made, kind_of(flags))] if weights == "loaded" else without_checkpoint(flags)
+    if not flags:  # it describes no run
+        model = []
+    elif weights == "loaded":
+        model = ["--load", checkpoint(made, kind_of(flags))]
+    else:
+        model = without_checkpoint(flags)
     more = ["--fp8-as-16bit"] if any(flag.startswith("--fp8") for flag in flags) else []
     deterministic = torch.are_deterministic_algorithms_enabled()
     argv = ["--model-config", str(path), *ONE_RANK, *paths(flags, tmp_path), *model, *more]

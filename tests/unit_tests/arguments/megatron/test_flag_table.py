@@ -33,6 +33,8 @@ BARE = """
 --dist-ckpt-optim-fully-reshardable
 --deterministic-mode --ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
 --no-create-attention-mask-in-dataloader --te-rng-tracker --inference-rng-tracker --inference-cuda-graph-all-prefills
+--rl-persist-cuda-graphs --inference-disable-ep-consensus --no-inference-disable-ep-consensus
+--inference-wandb-logging --no-inference-wandb-logging --inference-text-gen-server-logging
 """.replace("...", BATCHING + "-").split()
 ONE = """
 --exit-duration-in-mins --make-vocab-size-divisible-by ...cuda-graph-max-tokens ...sampling-backend ...async-sched-mode
@@ -43,9 +45,11 @@ ONE = """
 ...prefix-caching-coordinator-policy ...prefix-caching-routing-alpha --inference-cuda-graph-scope
 --mtp-num-layers --micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
 --timing-log-level --log-interval --seq-length --init-method-std --attention-dropout --hidden-dropout
---num-workers --save-interval --moe-token-dispatcher-type
+--num-workers --save-interval --moe-token-dispatcher-type --inference-cuda-graph-max-tokens
+...cuda-graph-mixed-prefill-count ...cuda-graph-sizing-distribution ...buffer-guaranteed-fraction
+...buffer-overflow-factor
 """.replace("...", BATCHING + "-").split()
-MANY = "--cuda-graph-scope --moe-router-load-balancing-type".split()
+MANY = "--cuda-graph-scope --cuda-graph-modules --moe-router-load-balancing-type".split()
 ONLY = {
     f"{BATCHING}-logprobs-mode": "raw_logprobs",
     "--softmax-type": "vanilla",
@@ -56,14 +60,13 @@ ONLY = {
 REFUSED = """
 --activation-func-clamp-value --rotary-scaling-factor --quick-geglu --use-legacy-static-engine --flash-decode
 --inference-batch-times-seqlen-threshold --parsers --inference-shards --disagg-role
---disagg-kv-transport-backend --frontend --coordinator-schedule-output-path ...max-requests-override
-...buffer-guaranteed-fraction ...buffer-overflow-factor
-""".replace("...", BATCHING + "-").split()
+--disagg-kv-transport-backend --frontend --coordinator-schedule-output-path
+""".split()
 CONDITIONAL = """
 --fp8-format --fp8-recipe --fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-margin --fp8-interval
 --fp8-amax-history-len --fp8-amax-compute-algo --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
 """.split()
-FAMILIES = ("--window-*", "--yarn-*", "--no-yarn-*", "--mscale*")
+FAMILIES = ("--window-*", "--yarn-*", "--no-yarn-*", "--mscale*", "--prefix-cache-stress-*", "--prefix-cache-compare-*")
 
 
 def values_of(flag) -> list[str]:

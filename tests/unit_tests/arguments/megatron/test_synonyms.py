@@ -41,6 +41,14 @@ def parse(argv: str):
             {"hybrid_override_pattern": "M-M-*-", "recurrent_layer": "gated_delta_net"},
         ),
         (f"{GPT} --num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
+        ("--num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
+        ("--num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
+        ("--inference-dynamic-batching-max-requests-override 8", "batching.max_requests", 8),
+        (
+            "--inference-dynamic-batching-max-requests-override 8 --inference-dynamic-batching-max-requests 4",
+            "batching.max_requests",
+            4,
+        ),
         (f"{GPT} --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--model-provider hybrid --hybrid-layer-pattern M-", "source.model_provider", "hybrid"),
         ("--inference-dynamic-batching-max-tokens 32", "batching.effective_max_requests", 32),
@@ -113,10 +121,13 @@ def test_a_spec_in_quotes_is_two_words():
         ("--num-layers 4 --hybrid-mlp-ratio -0.5", "must be fractions from 0 to 1"),
         ("--num-layers 4 --hybrid-mlp-ratio nan", "must be fractions from 0 to 1"),
         ("--num-layers 400000 --hybrid-mlp-ratio 0.5", "--num-layers 400000 must be from 1 to 4096"),
-        ("--num-layers 24", "--num-layers 24 contradicts --hybrid-override-pattern"),
+        (
+            "--model-provider hybrid --num-layers 24",
+            "--num-layers 24 needs the kinds of its layers; give --hybrid",
+        ),
+        ("--num-layers 0", "--num-layers 0 must be from 1"),
         ("--model-provider bert", "invalid choice: 'bert'"),
         ("--position-embedding-type yarn", "invalid choice: 'yarn'"),
-        ("--use-checkpoint-args", "--use-checkpoint-args needs a checkpoint; give --load or --load-hf"),
     ],
 )
 def test_refused(argv, expected):
@@ -130,6 +141,18 @@ def test_shares_of_layers_are_allocated_as_upstream_does(count, attention, mlp):
     argv = f"--num-layers {count} --hybrid-attention-ratio {attention} --hybrid-mlp-ratio {mlp} --load x"
     expected = "".join(allocate_layers(count, attention, mlp))
     assert parse(argv).model_overrides == {"hybrid_override_pattern": expected, "num_layers": count}
+
+
+def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
+    """MF-3: the file's layers make a GPT then, as they do in Megatron."""
+    path = tmp_path / "flags.yaml"
+    path.write_text("MODEL_ARGS:\n  --load: a\n  --use-checkpoint-args: true\n  --num-layers: 2\n")
+    flags = ["--model-config", str(path)]
+    assert parse_arguments(flags).source.load == "a"
+    settings = parse_arguments([*flags, "--load", ""])
+    assert settings.source.load is None
+    assert settings.model_overrides == {"hybrid_override_pattern": "*-*-"}
+    assert settings.start.lines == ("accepted, and without effect here: --use-checkpoint-args",)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +178,8 @@ def test_shares_of_layers_are_allocated_as_upstream_does(count, attention, mlp):
         (f"{GPT} --num-layers 4 --moe-layer-freq 2", "--moe-layer-freq"),
         (f"{MOE_GPT} --moe-layer-freq 2", ""),
         ("--load a --moe-layer-freq 2", ""),
+        ("--use-checkpoint-args", "--use-checkpoint-args"),
+        ("--use-checkpoint-args --load a", ""),
     ],
 )
 def test_what_has_no_effect_beside_others_is_said(argv, idle):
