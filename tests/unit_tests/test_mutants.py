@@ -190,7 +190,7 @@ CHANGES = {f"m{n}": Change(Path("megatron_ext", f"part{n % 2}", "x.py"), "", "")
     [(1, mutants.FOUND), (0, mutants.SURVIVED), (None, mutants.HANGS), (-11, mutants.CRASHES)]
     + [(code, mutants.ERROR) for code in (2, 3, 4, 5, -9)],
 )
-def test_what_an_exit_code_says(code, state):
+def test_states_of_exit_codes(code, state):
     """An interrupt, an error of pytest, no tests, and a lack of memory say nothing of the mistake."""
     assert mutants._state(code) == state
 
@@ -212,6 +212,6 @@ class TestChoose:
         assert self.chosen(package=["part1"], sample=50) == [f"m{n}" for n in range(1, 20, 2)]
 
     @pytest.mark.parametrize("given", [{"names": ["m30"]}, {"package": ["part2"]}])
-    def test_what_is_unknown(self, given):
+    def test_unknown_names_are_refused(self, given):
         with pytest.raises(MutantError, match="there is no"):
             self.chosen(**given)

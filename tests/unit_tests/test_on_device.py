@@ -18,7 +18,7 @@ def item(name: str, function: str = "test_something", marks: tuple[str, ...] = (
 
 
 @pytest.mark.parametrize("name", on_device.HOST)
-def test_what_is_left_out_is_there(name):
+def test_excluded_tests_exist(name):
     file, _, function = name.partition("::")
     assert f"def {function}" in (UNIT / file).read_text("utf-8")
     assert on_device.why_not(item(file, function or "test_something")) == on_device.HOST[name]

@@ -144,7 +144,7 @@ def wheel(version: str, *requires: str, pythons: str = "") -> Wheel:
     return Wheel(version, tuple(Requirement(one) for one in requires), "0" * 64, SpecifierSet(pythons))
 
 
-class TestWhatFitsTogether:
+class TestFittingVersions:
     """The check that `make check-pins` makes of what pip found, with wheels by hand."""
 
     ROOTS = tuple(Requirement(one) for one in ("a>=1", 'b[fast]; extra == "dev"', 'gpu; extra == "cuda"'))

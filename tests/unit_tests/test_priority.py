@@ -76,7 +76,7 @@ def test_levels_above_are_deselected(run, level, limit):
     assert done.returncode == 0
 
 
-def test_workers_report_what_they_left_out_once(run):
+def test_workers_report_deselected_tests_once(run):
     done = run("HIGH", "-p", "xdist.plugin", "-n", "2")
     assert "2 passed, 3 deselected" in done.stdout
 

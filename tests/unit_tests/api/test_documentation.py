@@ -42,7 +42,7 @@ def test_the_page(capsys):
     assert capsys.readouterr().out.endswith("stop\n")  # the stream's last part
 
 
-def test_the_page_names_what_there_is():
+def test_page_names_every_public_name():
     """PY-8: every public name, every method, and nothing else."""
     for name in megatron_ext.__all__:
         assert name == "__version__" or f"`{name}" in PAGE, name

@@ -146,7 +146,7 @@ def test_a_near_miss_is_answered_with_the_flag(one_line_error, argv, expected):
 
 
 @pytest.mark.parametrize("argv", ["--zzz", "surplus", "--" + "top-k" * 10_000])
-def test_what_is_like_no_flag_gets_no_suggestion(one_line_error, argv):
+def test_unlike_flags_get_no_suggestion(one_line_error, argv):
     message = one_line_error(argv)
     assert "did you mean" not in message
     assert len(message) < 300

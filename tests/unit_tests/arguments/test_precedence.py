@@ -51,7 +51,7 @@ def test_a_flag_equal_to_the_default_still_decides(yaml_file):
     assert arguments.source.bf16 is False
 
 
-def test_only_what_was_given_overrides_a_checkpoint(yaml_file):
+def test_only_given_flags_override_a_checkpoint(yaml_file):
     """A checkpoint's configuration must win over defaults, so defaults may not look like something given."""
     path = yaml_file("max-position-embeddings: 128\n")
     arguments = parse_arguments(["--load", "somewhere", "--model-config", path, "--vocab-size", "64"])
@@ -136,7 +136,7 @@ def test_binary_yaml_file(tmp_path, one_line_error):
 
 
 @pytest.mark.parametrize("flags", ["--mamba-num-heads 12", "--mamba-num-heads 12 --mamba-num-groups 2"])
-def test_flags_that_say_what_the_embedded_model_is_are_no_mistake(flags):
+def test_flags_that_agree_with_the_embedded_model_are_accepted(flags):
     """Twelve heads do not go with the defaults of other fields, and are what the embedded model has."""
     assert parse_arguments(flags.split()).model_overrides["mamba_num_heads"] == 12
     with pytest.raises(ConfigError, match="12 Mamba heads cannot be shared by 8 Mamba groups"):

@@ -75,7 +75,7 @@ class TestPassingOn:
 
 
 class TestLoad:
-    async def test_a_stream_takes_from_the_load_what_has_come(self):
+    async def test_streamed_events_reduce_the_load(self):
         """TE-6: the first event ends the prefill, each further one takes one token."""
         go_on = asyncio.Semaphore(0)
 

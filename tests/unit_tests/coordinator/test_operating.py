@@ -184,7 +184,7 @@ class TestObserving:
             assert ("decision_seconds_count", other.url) not in samples
             assert samples["blocks_known", chosen.url] == 10
 
-    async def test_the_page_and_what_it_draws(self):
+    async def test_status_page_and_its_data(self):
         async with fleet(2) as (front, fakes):
             page = await front.http.get("/")
             assert "script-src 'sha256-" in page.headers["content-security-policy"]

@@ -31,7 +31,7 @@ def client(url: str) -> openai.AsyncOpenAI:
 
 
 @pytest.mark.long
-async def test_two_replicas_skip_what_one_with_twice_the_memory_does_and_survive_each_other(tmp_path):
+async def test_two_replicas_skip_as_much_as_one_with_twice_the_memory_and_survive_each_other(tmp_path):
     """32 chats of 4 turns, one request at a time, in an order of its own each turn; beside round robin in the same run.
 
     Then all chats ask at once and one replica is killed: each request has an answer, which is the one that it would

@@ -373,7 +373,7 @@ class TestSupervision:
         await eventually(lambda: all(task.cancelled() for task in tasks))
 
     @pytest.mark.parametrize("turns", range(5))
-    async def test_a_cancelled_wait_ends_and_what_it_waits_for_too(self, turns):
+    async def test_cancelling_a_wait_cancels_the_awaited_work(self, turns):
         result = asyncio.get_running_loop().create_future()
 
         async def work() -> None:

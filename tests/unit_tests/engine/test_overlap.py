@@ -193,7 +193,7 @@ class Hashed:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_hashed_at_a_plan_does_not_depend_on_when(seed):
+def test_hashes_at_a_plan_do_not_depend_on_the_time_of_hashing(seed):
     """CU-6: hashes are equal with and without slices during steps, whatever arrives, ends or is rehashed meanwhile."""
     states = []
     for is_early in (True, False):

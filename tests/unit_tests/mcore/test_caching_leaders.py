@@ -136,7 +136,7 @@ def test_a_leader_aborted_in_mid_prefill(get_oracle, kind, computed):
     assert skipped == {1: shared if kind == "attention_only" or computed == 90 else 0, 2: COMMON}
 
 
-def test_no_request_waits_for_what_the_leader_has_passed(get_oracle):
+def test_no_request_waits_for_blocks_that_the_leader_has_passed(get_oracle):
     """The leader computes blocks that the other needs, but its states there are gone."""
     driver = build_driver(get_oracle, max_tokens=80)
     driver.add(0, ALIKE[0])

@@ -75,7 +75,7 @@ def test_an_evicted_request_keeps_its_first_token_time(pressed):
         assert times[EventType.FIRST_TOKEN] - times[EventType.ADD_ENGINE] == record.ttft
 
 
-def test_a_logged_step_says_what_happened(get_driver, caplog):
+def test_log_line_describes_the_step(get_driver, caplog):
     driver = get_driver(max_tokens=40)
     driver.engine.core.logging_interval = 2
     driver.add(0, make_prompt(50), num_tokens_to_generate=4)

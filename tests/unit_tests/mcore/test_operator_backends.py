@@ -60,7 +60,7 @@ def bf16_driver(backend: str, driver: type = HybridDriver, **settings: object):
 @needs_triton
 @pytest.mark.long
 @pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.kernels)])
-def test_tiles_of_ssd_in_an_engine_give_what_the_reference_gives(is_padded):
+def test_tiles_of_ssd_in_an_engine_equal_the_reference(is_padded):
     """CU-1, CU-4, HY-4: bf16; a prompt in steps that end within a tile, then one that goes on from its snapshot."""
     prompt = make_prompt(141)
     other = [*prompt[:130], *make_prompt(20, seed=1)]

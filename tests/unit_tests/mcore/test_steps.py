@@ -202,7 +202,7 @@ class TestBlockSizes:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_state_dtypes_are_what_the_flags_say(get_driver, get_oracle, dtype):
+def test_state_dtypes_follow_the_flags(get_driver, get_oracle, dtype):
     """HY-14. In 16 bits the states are near the true ones, not equal."""
     driver = get_driver(conv_states_dtype=dtype, ssm_states_dtype=dtype, max_tokens=40)
     expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]

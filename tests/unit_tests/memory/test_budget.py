@@ -223,7 +223,7 @@ class TestSnapshots:
         assert with_them.live_states == without.live_states
         assert with_them.pool_bytes - without.pool_bytes == 256 * MIB
 
-    def test_too_little_for_one_names_what_would_do(self):
+    def test_too_little_for_one_names_a_sufficient_size(self):
         with pytest.raises(
             ConfigError, match=r"mamba-gb 0\.0005 is too small for one snapshot of 1048576 bytes"
         ) as caught:

@@ -99,7 +99,7 @@ def test_an_allocation_that_fails_is_one_line(error: Exception):
     assert str(caught.value) == "not enough memory for what, although enough seemed to be free; 5 would do"
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_errors_pass_unchanged():
     with pytest.raises(RuntimeError, match="shapes differ"), allocating("what", lambda: "5 would do"):
         raise RuntimeError("shapes differ")
 

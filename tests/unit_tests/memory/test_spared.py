@@ -18,7 +18,7 @@ def _thawed():
     gc.unfreeze()
 
 
-def test_a_full_collection_looks_at_what_came_later_only():
+def test_full_collection_visits_later_objects_only():
     before = len(gc.get_objects())
     freeze_loaded_objects()
     assert gc.get_freeze_count() > before / 2

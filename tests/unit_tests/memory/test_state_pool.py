@@ -18,7 +18,7 @@ def test_bytes_of_one_sequence():
 @pytest.mark.parametrize("ssm", [(3, 4, 5), (20, 3)])
 @pytest.mark.parametrize("conv_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_what_the_pool_takes(ssm: tuple[int, ...], conv_dtype: torch.dtype, ssm_dtype: torch.dtype):
+def test_bytes_equal_the_memory_of_the_pool(ssm: tuple[int, ...], conv_dtype: torch.dtype, ssm_dtype: torch.dtype):
     shape = StateShape(2, (7, 3), ssm, conv_dtype, ssm_dtype)
     pool = StatePool(shape, rows=6, device=torch.device("cpu"))
     assert pool.conv.nbytes + pool.ssm.nbytes == 6 * shape.bytes

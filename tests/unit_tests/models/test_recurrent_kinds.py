@@ -38,7 +38,7 @@ def test_two_kinds_are_refused_by_name(kind: str, other: str) -> None:
         resolve_spec(of_kind(kind, spec=(OWN_SPECS, RECURRENT_KINDS[other].stack_spec)))
 
 
-def test_a_kind_says_what_cuts_up_its_weights() -> None:
+def test_kinds_name_the_fields_that_shape_their_weights() -> None:
     """Every flag of a kind may contradict stored weights; what is compared is there to be compared."""
     for kind in RECURRENT_KINDS.values():
         assert all(hasattr(TINY, name) for name in kind.layout)

@@ -131,7 +131,7 @@ def test_many_requests_are_not_all_shown(record):
     assert all(len(line) <= 80 for line in text.splitlines()[:14])
 
 
-def test_the_verdict_says_what_was_compared_and_the_limit(record):
+def test_verdict_names_the_compared_values_and_the_limit(record):
     """The verdict in 16 bits allows differences and names two limits for them."""
     pairs = compare([scored(record)], [scored(record, log_probs=(-0.5076, -1.001), skipped=2)])
     text = printed(pairs, BF16)

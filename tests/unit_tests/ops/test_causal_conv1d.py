@@ -167,7 +167,9 @@ def test_bf16_accumulates_in_fp32() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5])
 @pytest.mark.parametrize("lengths", [(12,), (1, 5, 2), (3, 9)], ids=str)
-def test_states_after_any_token_are_final_states_of_what_ends_there(lengths: tuple[int, ...], window: int) -> None:
+def test_states_after_any_token_are_final_states_of_the_sequence_that_ends_there(
+    lengths: tuple[int, ...], window: int
+) -> None:
     """HY-4, HY-8: this holds one or two tokens into a sequence too, where older columns are its initial state."""
     x, weight, bias, initial = random_inputs(lengths, window)
     first = [sum(lengths[:i]) for i in range(len(lengths))]

@@ -252,7 +252,7 @@ class TestKey:
         ("capability", "name", "flag"),
         [("AVX512", "AVX512", "-mavx512f"), ("AVX2", "AVX2", "-mfma"), ("?", "DEFAULT", "")],
     )
-    def test_flags_follow_what_torch_says_of_the_cpu(self, monkeypatch, capability, name, flag):
+    def test_flags_follow_the_cpu_capability_of_torch(self, monkeypatch, capability, name, flag):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         flags = library_build._flags()
         assert f"-DCPU_CAPABILITY={name}" in flags
@@ -441,7 +441,7 @@ class TestSmallLibrary:
 class TestLibrary:
     """The real one."""
 
-    def test_it_is_compiled_for_what_torch_uses(self):
+    def test_it_is_compiled_for_the_vectors_of_torch(self):
         name, width = cpp.kernels().vectors().split()
         capability = torch.backends.cpu.get_cpu_capability()
         assert name == (capability if capability in library_build._VECTOR_FLAGS else "DEFAULT")

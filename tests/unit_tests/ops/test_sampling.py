@@ -87,7 +87,7 @@ class TestDistribution:
         assert int((got > 0).sum()) == kept
 
     @pytest.mark.parametrize(("top_k", "top_p"), [(2, 0.9), (3, 0.6), (5, 0.3), (4, 0.99)])
-    def test_top_k_then_top_p_of_what_is_left(self, top_k: int, top_p: float):
+    def test_top_p_applies_to_the_rest_after_top_k(self, top_k: int, top_p: float):
         wanted = expected(LOGITS, temperature=1.3, top_k=top_k, top_p=top_p)
         assert_same_distribution(frequencies(LOGITS, temperature=1.3, top_k=top_k, top_p=top_p), wanted)
 

@@ -243,7 +243,7 @@ def test_results_do_not_depend_on_the_pieces(size: int, monkeypatch: pytest.Monk
     assert_states_close("chunk states", other.chunk_states, first.chunk_states)
 
 
-def test_long_fast_decay_keeps_what_came_last() -> None:
+def test_long_fast_decay_keeps_the_last_tokens() -> None:
     """Sums of logarithms in the thousands: the small differences at their end still count."""
     inputs = random_inputs("ssd", [512], "fast")
     inputs["dt"][:, ::2] = 1e-4

@@ -162,7 +162,7 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize(
     ("dtype", "heads", "bounded"), [(BF16, 9, False), (FP16, 1, True)], ids=["bf16", "fp16 in fixed places"]
 )
-def test_tiles_compute_what_the_formula_says(dtype: torch.dtype, heads: int, bounded: bool) -> None:
+def test_tiles_equal_the_formula(dtype: torch.dtype, heads: int, bounded: bool) -> None:
     """CU-1, CU-2: lengths around tiles, states kept at their ends and within, padding; more heads than a program."""
     with watch() as launches:
         run(Layer(dtype, shape=(heads, 1, 16, 16)), bounded)

@@ -69,7 +69,7 @@ SMALL = [one for one in variants() if is_small(*one)]
 
 
 @pytest.mark.parametrize(("kernel", "config", "types"), SMALL, ids=name_of)
-def test_kernels_compute_what_their_formulas_say(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
+def test_kernels_equal_their_formulas(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
     """CU-1, CU-2: lengths around tiles, states kept within them, padding, slots of others."""
     run(kernel, config, types)
 

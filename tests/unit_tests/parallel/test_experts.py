@@ -149,7 +149,7 @@ def models() -> dict[str, tuple[torch.nn.Module, Whole]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_computes_what_the_formulas_say(layout, models):
+def test_every_layout_equals_the_formulas(layout, models):
     """Each token is computed once: upstream computes it once for every rank that has it."""
     size, parallel = LAYOUTS[layout]
     replicas = size // parallel.tensor_model_parallel_size

@@ -151,7 +151,7 @@ def assert_sends(seen: Seen, config: ModelConfig, share: Share) -> None:
 
 @pytest.mark.worlds
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_hold_and_send_what_the_formulas_say(layout):
+def test_formulas_give_the_memory_and_traffic_of_ranks(layout):
     size, parallel = LAYOUTS[layout]
     configs = {name: with_vocabulary(CONFIGS[name]) for name in MODELS[layout]}
     models = {name: (config, whole_parameters(build_slow_decay(config))) for name, config in configs.items()}

@@ -114,7 +114,7 @@ def assert_right_share(rank: int, own: Sighted, expected: Sighted, model: torch.
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_do_what_one_does(name):
+def test_two_ranks_equal_one(name):
     config = MODELS[name]
     model = build_slow_decay(config)
     expected = sight(config, model)

@@ -33,7 +33,7 @@ class TestContract:
         assert pool.allocate(0) == []
 
     @pytest.mark.parametrize("count", [4, -1])
-    def test_allocating_what_is_not_there_changes_nothing(self, count: int):
+    def test_refused_allocation_changes_nothing(self, count: int):
         pool = BlockPool(3)
         with pytest.raises(AssertionError, match="3 free"):
             pool.allocate(count)

@@ -140,7 +140,7 @@ def test_reset_forgets_everything_and_leaves_blocks_in_use_alone():
     cache.check()
 
 
-def test_released_together_counts_what_is_shared_once():
+def test_released_together_counts_shared_blocks_once():
     """KV-13: the count is the one on which a plan may rely."""
     cache = PrefixCache(6, LRU)
     first, second = fill(cache, CHAIN), fill(cache, [*CHAIN[:2], b"z"])
@@ -184,7 +184,7 @@ def parted(cache, matched, start):
     return [depth for depth, _ in cache.divergences.shown if (depth, _) not in before]
 
 
-def test_a_parting_is_where_what_is_cached_goes_on_otherwise():
+def test_divergence_is_where_a_cached_sequence_continues_differently():
     """SI-1: a divergence is recorded where a cached sequence goes on otherwise, without requested states there."""
     cache = PrefixCache(8, LRU, slots=4)
     blocks = fill(cache, CHAIN)

@@ -397,7 +397,7 @@ def test_snapshots_age_as_well():
     assert cache.states.find(b"deep3") is None, "four of a worth of one have gone by, and it stands at four"
 
 
-def test_a_snapshot_that_is_used_stands_on_what_was_taken_since():
+def test_used_snapshot_is_charged_from_snapshots_taken_since():
     """SI-2: until then it is charged for the edge that it was taken at the end of."""
     index = BlockIndex()
     index.add([b"a", b"b", b"c"], [0, 1, 2], None)

@@ -45,7 +45,7 @@ def test_one_changed_token_changes_its_block_and_all_after_it(position):
 @pytest.mark.parametrize("multiple", [1, 2, -1, 1000])
 @pytest.mark.parametrize("base", [31, 33, 257, 65_537])
 @pytest.mark.parametrize("position", range(11))
-def test_what_collides_in_polynomial_hashes_differs_here(position, base, multiple):
+def test_collisions_of_polynomial_hashes_have_different_hashes(position, base, multiple):
     """KV-1: adding m * base to one token and taking m from the next leaves a polynomial hash of that base as it was."""
     forged = [token + 10**8 for token in TOKENS]
     honest = list(forged)
@@ -55,7 +55,7 @@ def test_what_collides_in_polynomial_hashes_differs_here(position, base, multipl
     assert block_hashes(forged)[-1] != block_hashes(honest)[-1]
 
 
-def test_what_collides_in_additive_hashes_differs_here():
+def test_collisions_of_additive_hashes_have_different_hashes():
     """KV-1: reordered tokens have other hashes, within a block and across blocks."""
     swapped = [TOKENS[1], TOKENS[0], *TOKENS[2:]]
     assert block_hashes(swapped)[0] != block_hashes()[0]

@@ -41,7 +41,7 @@ def test_found_only_once_it_is_written():
     assert (index.taken, index.used_count, index.obtainable_count) == (1, 1, 1)
 
 
-def test_what_is_not_written_leaves_its_slot():
+def test_cancelled_snapshot_frees_its_slot():
     index = StateIndex(1)
     index.reserve(b"a")
     index.cancel(b"a")
@@ -144,7 +144,7 @@ def test_a_snapshot_goes_with_its_block():
         index.check([b"a"])
 
 
-def test_clear_forgets_what_is_being_written_too():
+def test_clear_drops_reserved_snapshots():
     """EX-4."""
     index = filled(3, b"ab")
     index.reserve(b"c")

@@ -44,7 +44,7 @@ def test_the_router_skips_more_than_taking_turns():
     assert shares["longest_prefix"] > shares["round_robin"] + 0.3
 
 
-def test_two_replicas_skip_what_one_of_twice_the_memory_does():
+def test_two_replicas_skip_as_much_as_one_with_twice_the_memory():
     """RP-2: without load, chats run one turn after the other; within two points if caches are too small."""
     shares = []
     for replicas, capacity in ((1, 1600), (2, 800)):

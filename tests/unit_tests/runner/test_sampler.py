@@ -407,7 +407,7 @@ def test_two_steps_are_the_same_program() -> None:
     assert not first.unfit
 
 
-def test_what_no_row_asks_for_is_neither_sent_nor_computed_nor_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrequested_outputs_are_neither_sent_nor_computed_nor_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-5: the lists stay here, one graph runs, the tokens alone come back."""
     captured, sent, fetched = Captured(graphs := ReplayedGraphs()), [], []
     send, fetched_by = captured.buffers.send, captured.outputs.fetch

@@ -244,7 +244,7 @@ def lives(slots: int | None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_given_up_is_what_more_slots_would_have_kept(seed: int):
+def test_more_slots_would_have_kept_evicted_snapshots(seed: int):
     """Snapshots given up would be kept with more slots; those never taken are missing with any number of slots."""
     source = random.Random(seed)
     few, many = make_scheduler(500, 2), make_scheduler(500, 500)

@@ -145,7 +145,7 @@ class TestInFlight:
             scheduler.check()
         assert scheduler.cache.available_count == 20
 
-    def test_a_request_that_waits_hits_only_what_came_after(self):
+    def test_waiting_requests_hit_only_later_blocks(self):
         """EX-4: the match is looked up on admission."""
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))

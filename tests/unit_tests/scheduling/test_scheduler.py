@@ -48,7 +48,7 @@ class TestLife:
         assert [(chunk.start, chunk.end) for chunk in step(scheduler).chunks] == [(16, 30)]
         assert event_names(request) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
 
-    def test_pause_and_resume_keep_what_was_computed(self):
+    def test_pause_and_resume_keep_computed_tokens(self):
         """KV-10: a request that gets its block at once is not paused."""
         scheduler, (first, second) = make_scheduler(4, 4, total_blocks=3)
         step(scheduler)
@@ -114,7 +114,7 @@ class TestLife:
         plan = scheduler.schedule()
         assert [(chunk.request, chunk.start, chunk.end) for chunk in plan.chunks] == [(running, 0, 5)]
 
-    def test_requests_outside_an_abandoned_step_keep_what_they_have(self):
+    def test_requests_outside_an_abandoned_step_keep_their_blocks(self):
         scheduler, (first, paused) = make_scheduler(4, 4, total_blocks=3)
         step(scheduler)
         step(scheduler)

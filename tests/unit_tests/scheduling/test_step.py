@@ -57,7 +57,7 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
     assert second.chunks[0] == ScheduledChunk(0, (7,), 10, 11, True, (0, 1, 2), 0, 0, sampling=greedy)
 
 
-def test_a_prompt_in_chunks_and_again_with_what_was_generated():
+def test_a_prompt_in_chunks_and_again_with_its_generated_tokens():
     """Chunks are cut in the prompt, at its end, or after it when a lost request is computed anew."""
     scheduler = hybrid_scheduler(max_tokens=4, chunked_prefill=True)
     request = request_of(0, range(20, 30), num_tokens_to_generate=4, enable_prefix_caching=False)

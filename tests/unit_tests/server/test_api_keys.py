@@ -116,7 +116,7 @@ class TestTenants:
 
 class TestAdministrators:
     @pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
-    def test_only_the_admin_key_opens_what_concerns_all(self, shared, method, path):
+    def test_only_the_admin_key_opens_routes_for_all_tenants(self, shared, method, path):
         """SE-3: a tenant gets a 403, and the cache is as before."""
         assert cached(shared, ALICE) in (0, 32)
         for key in (ALICE, BOB):
@@ -151,7 +151,7 @@ class TestAdministrators:
 
 
 class TestHiddenCounts:
-    def test_answers_do_not_say_what_was_cached(self, discreet):
+    def test_answers_hide_cached_token_counts(self, discreet):
         """SE-3: cached tokens are shown neither whole nor streamed; prompt and generated tokens are still counted."""
         for _ in range(2):
             usage = complete(discreet, ALICE).json()["usage"]

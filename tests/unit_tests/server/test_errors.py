@@ -148,7 +148,7 @@ def test_half_a_character_is_as_good_a_salt_as_any(tiny):
     assert tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}).status_code == 200
 
 
-def test_a_message_can_quote_what_utf8_cannot_say(tiny):
+def test_a_message_can_quote_lone_surrogates(tiny):
     body = b'{"prompt": [1], "model": "\\ud800"}'
     response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     check_error(response, 404)

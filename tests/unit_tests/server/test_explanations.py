@@ -65,8 +65,8 @@ def ask(server: LiveServer, prompt: object, *, stream: bool = False, **fields: o
 
 
 @pytest.mark.parametrize("stream", [False, True])
-class TestWhatIsSaid:
-    def test_where_it_parted_and_from_what(self, server, stream):
+class TestExplanations:
+    def test_divergence_and_the_cached_token_there(self, server, stream):
         """The divergence is shown, with the cached token for clients that may know it."""
         server.reset_cache()
         for before in (FIRST, parting_at(20)):  # the second one leaves states at the divergence if missing

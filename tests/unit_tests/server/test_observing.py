@@ -254,7 +254,7 @@ class TestPage:
         assert "innerHTML" not in fresh.http.get("/").text
 
     @needs_chromium
-    def test_it_draws_what_the_metrics_say(self, fresh, tmp_path, monkeypatch):
+    def test_page_draws_the_metrics(self, fresh, tmp_path, monkeypatch):
         """The page draws ten minutes of history that it has not seen itself."""
         history = fresh.serving.history
         take = history.sample

@@ -172,7 +172,7 @@ class TestMistakes:
         monkeypatch.setattr("resource.getrlimit", lambda of: few if of == resource.RLIMIT_NOFILE else limits_of(of))
         assert "`ulimit -n` is 70" in error_line("--port", "0")
 
-    def test_a_line_with_what_a_terminal_would_obey(self, error_line):
+    def test_control_characters_are_escaped(self, error_line):
         assert r"\x1b[31m" in error_line("--host", "\x1b[31mhost.invalid")
 
     def test_a_package_that_is_missing(self, error_line, monkeypatch):

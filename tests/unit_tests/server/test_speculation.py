@@ -35,7 +35,7 @@ def ask(server, **fields):
     return server.http.post("/v1/completions", json=body)
 
 
-def test_usage_and_metrics_tell_what_became_of_drafts(drafting, tiny):
+def test_usage_and_metrics_count_accepted_drafts(drafting, tiny):
     """SP-7: the answer equals that of a server without drafts, whose usage has no draft counts."""
     plain, drafted = ask(tiny).json(), ask(drafting).json()
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]

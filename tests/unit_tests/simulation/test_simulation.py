@@ -181,7 +181,7 @@ class TestPoints:
         waits = [run_point(turns, HYBRID, ROOMY, Batch(), machine).ttft_p50 for machine in (fast, slow)]
         assert waits[1] > 5 * waits[0]
 
-    def test_a_step_takes_what_takes_longer(self):
+    def test_a_step_takes_the_longer_of_compute_and_memory(self):
         costs = EntryCosts(block_size=4, token_flops=100, block_bytes=40, state_bytes=10)
         machine = Machine(flops=1000, bytes=100, parameter_bytes=50, overhead=1)
         prefill, decode = make_request(0, 8), make_request(1, 8, 1)
@@ -189,7 +189,7 @@ class TestPoints:
         assert machine.seconds([Chunk(prefill, 0, 8)], costs) == pytest.approx(1 + 800 / 1000)
         assert machine.seconds([Chunk(decode, 8, 9)], costs) == pytest.approx(1 + (50 + 90 + 10) / 100)
 
-    def test_a_grid_runs_what_is_the_same_once(self):
+    def test_a_grid_runs_equal_points_once(self):
         """Runs that differ only in the share for states are equal without recurrent layers."""
         settings = grid([8.0], [0.2, 0.5], [64], ["lru"], ["kernel", "align"])
         points = list(sweep(alternating(512, 64, 8), ATTENTION, settings, Batch(), Machine()))

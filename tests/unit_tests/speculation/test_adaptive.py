@@ -70,7 +70,7 @@ def test_large_batches_draft_less():
     assert allot([0.05], [4], 1, CHEAP) == [0]
 
 
-def test_acceptance_follows_what_comes():
+def test_acceptance_follows_recent_drafts():
     known = Acceptance()
     for _ in range(8):
         known = known.verified(4, 4, 0)
@@ -155,7 +155,7 @@ def test_drafts_that_never_come_cost_little(requests):
     assert cost / steps < 0.02
 
 
-def test_new_requests_begin_with_what_others_showed():
+def test_new_requests_begin_with_the_acceptance_of_others():
     drafter = AdaptiveDrafter(Knowing(), CHEAP, guesses_are_free=True)
     assert len(drafter.propose([DraftAsk(0, (1,), 7)])[0]) > 3
     for _ in range(20):

@@ -94,7 +94,7 @@ def make(**changes):
 
 @pytest.mark.parametrize("has_states", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_drafts_are_what_the_model_says(seed, has_states):
+def test_drafts_equal_the_greedy_tokens_of_the_model(seed, has_states):
     """SP-1: drafts are those of the whole text after any number of accepted tokens, beside any others."""
     source = random.Random(seed)
     drafter, _ = make(has_states=has_states, blocks=80)

@@ -26,7 +26,7 @@ def guesses(drafter: NgramDrafter, tokens: list[int], limit: int, request_id: in
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_finds_what_a_search_finds(seed):
+def test_drafts_equal_a_search(seed):
     """SP-1: drafts equal a search at every length of a growing text, however many tokens came since the last call."""
     source = random.Random(seed)
     vocabulary, longest, shortest = source.choice([2, 3, 6]), source.choice([1, 3, 5]), 1

@@ -128,7 +128,7 @@ class TestUsers:
         assert ids != honest
         assert kind.controls(ids) == kind.controls(kind.ids("fox"))
 
-    def test_the_template_cannot_complete_what_they_begin(self, tmp_path):
+    def test_the_template_cannot_complete_a_token_of_a_content(self, tmp_path):
         """Contents side by side, and a template whose own text ends a token that a content begins."""
         hf_tokenizers.llama_3(tmp_path / "t")
         template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}|><|eot_id|>"

@@ -210,7 +210,7 @@ async def test_without_events_of_states_runs_count_in_full():
         await fake.stop()
 
 
-async def test_without_replay_what_comes_is_known():
+async def test_without_replay_live_events_are_applied():
     with publisher(replay=None) as one:
         async with reading(one) as (router, reader):
             number = 0
@@ -221,7 +221,7 @@ async def test_without_replay_what_comes_is_known():
             assert 0 < known(router) <= number
 
 
-async def test_a_coordinator_knows_what_its_replicas_publish():
+async def test_coordinator_knows_published_contents():
     """RP-3: contents of a replica with events are not guessed; after a restart they are requested again."""
     with publisher() as one:
         fake = await FakeReplica(beat={"kv_events": announced(one)}).start()

@@ -339,7 +339,7 @@ async def test_a_subscription_without_replays_is_made_again(monkeypatch):
     await replica.close()
 
 
-async def test_without_replays_nonsense_ends_what_was_known():
+async def test_without_replays_an_invalid_message_clears_known_contents():
     """Nothing that a faulty replica has said is believed until it says more."""
     replica = Replica()
     async with reading(source=dataclasses.replace(replica.source, replay=None)) as (router, _, _):

@@ -67,7 +67,7 @@ def test_equals_the_plain_layer(dtype: torch.dtype, way: str) -> None:
 
 
 @pytest.mark.parametrize("control", LAYER_CONTROLS)
-def test_comparison_sees_what_is_wrong(control: str) -> None:
+def test_comparison_finds_planted_errors(control: str) -> None:
     """Negative controls."""
     config = LAYERS["groups"]
     layer, hidden = make_layer(config), make_hidden(config)

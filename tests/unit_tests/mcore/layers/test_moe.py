@@ -124,7 +124,7 @@ class TestLayer:
 
     @pytest.mark.parametrize("control", LAYER_CONTROLS)
     @torch.no_grad()
-    def test_comparison_sees_what_is_wrong(self, control):
+    def test_comparison_finds_planted_errors(self, control):
         """Negative controls."""
         config = LAYERS["groups"]
         layer, hidden = make_layer(config), make_hidden(config)
@@ -265,7 +265,7 @@ CONTROLS = {
 
 @pytest.mark.parametrize("control", CONTROLS)
 @torch.no_grad()
-def test_engine_comparison_sees_what_is_wrong(control, oracle):
+def test_engine_comparison_finds_planted_errors(control, oracle):
     """Negative controls."""
     model = build_moe()
     CONTROLS[control](model)

@@ -97,7 +97,7 @@ def test_a_share_of_heads_that_is_none_is_one_line(share: object) -> None:
             translate(FIELDS | said)
 
 
-def test_older_files_and_what_they_leave_out() -> None:
+def test_older_files_and_their_missing_fields() -> None:
     """Published files say how often attention comes, and the share outside of any object."""
     older = {name: value for name, value in FIELDS.items() if name not in ("rope_parameters", "head_dim")}
     config = translate(older | {"full_attention_interval": 2, "rope_theta": 10_000_000, "partial_rotary_factor": 0.5})

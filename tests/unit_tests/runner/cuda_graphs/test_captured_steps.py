@@ -217,7 +217,7 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     assert sources[0] == sources[2] != sources[1], "two buffers of the host take turns"
 
 
-def test_the_recorder_sees_what_no_graph_can_have():
+def test_recorder_finds_operations_that_no_graph_can_have():
     """The recorder sees a read-back, a tensor from the host, a boolean index, an address, a number, and a shape."""
 
     def record(*, number: float = 2.0, rows: int = 3, tensor=torch.arange(6.0)) -> ProgramRecorder:  # noqa: B008

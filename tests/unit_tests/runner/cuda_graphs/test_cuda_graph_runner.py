@@ -138,7 +138,7 @@ def test_more_snapshots_than_a_program_copies(get_oracle):
         assert assert_snapshots_equal_oracle(driver, tokens[:32], get_oracle("hybrid")) == [16, 32]
 
 
-def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
+def test_steps_outside_the_program_are_reported_once(get_oracle, caplog, monkeypatch):
     """CU-5: unsupported steps run eagerly with a message; size alone gives none."""
     driver = new_driver("hybrid", get_oracle, max_tokens=700, max_sequence_length=1000)
     scored = {"num_tokens_to_generate": 2, "return_log_probs": True}
@@ -227,7 +227,7 @@ def test_padding_has_memory_of_its_own(get_oracle):
 
 
 @pytest.mark.parametrize("settings", [{"cuda_graph_impl": "graphs"}, {"num_cuda_graphs": 0}, {"num_cuda_graphs": -2}])
-def test_what_makes_no_sense_is_refused(settings):
+def test_contradictory_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="cuda-graph"):
         BatchingConfig(**settings)
 

@@ -78,7 +78,7 @@ def one_mixed_size(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net", "experts"])
-def test_graphs_give_what_plain_steps_give(get_oracle, kind):
+def test_graphs_equal_plain_steps(get_oracle, kind):
     """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
     captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
     assert captured.graphs.captured == 8 * 2 * 2  # the forward, six that choose, scores; with prefills or not; sizes
@@ -206,7 +206,7 @@ def test_new_weights_elsewhere_need_new_graphs(get_oracle):
         fixed.forget()
 
 
-def test_the_stand_in_sees_what_is_baked_in():
+def test_stand_in_keeps_captured_numbers():
     """The negative control: a number from the host stays what it was when the program was captured."""
     place, answer, numbers = torch.tensor([1.0, 2.0]), torch.zeros(2), [1.0]
     replay = ReplayedGraphs().capture(lambda: answer.copy_(place * numbers[0] + place.sum()))

@@ -97,7 +97,7 @@ def test_norms_of_heads_are_in_the_launch_that_rotates() -> None:
     assert counter.of("0*") <= MOST["hybrid"][1] + ROTATION, counter.launches
 
 
-def test_a_model_of_all_of_them_gives_what_plain_torch_gives() -> None:
+def test_a_model_with_all_of_them_equals_plain_torch() -> None:
     """CU-1, CU-2: norms around one, norms of heads, positions, factors of residuals, gates after norms; in fp32."""
     of = dataclasses.replace(
         CONFIGS["hybrid"],

@@ -125,7 +125,7 @@ class TestLeaders:
         assert followers(step(scheduler)) == {1: 0, 2: 0}
         return scheduler, requests
 
-    def test_followers_wait_for_the_end_of_what_they_share(self):
+    def test_followers_wait_for_the_end_of_the_shared_prefix(self):
         """KV-6, chunked prefill: neither for the first chunk only nor for the leader's own tokens."""
         scheduler = make_scheduler(max_tokens=6)
         leader, follower = sharing(0, own=8), sharing(1)

@@ -44,7 +44,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class TestWhoIsLookedAt:
     """Planning time of a step does not grow with requests that cannot be admitted anyway."""
 
-    def test_followers_once_and_when_what_they_wait_for_is_there(self, monkeypatch):
+    def test_followers_are_looked_at_once_and_when_their_prefix_is_cached(self, monkeypatch):
         """KV-6: followers are not looked at in the steps between, and then only as far as there is room."""
         seen = looks(monkeypatch)
         scheduler = led(200, max_requests=3)

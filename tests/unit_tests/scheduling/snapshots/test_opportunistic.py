@@ -159,7 +159,7 @@ def test_a_limit_of_their_number():
     assert scheduler.cache.use().provisional_taken == 5
 
 
-def test_aligned_chunks_leave_what_they_left():
+def test_aligned_chunks_leave_the_same_snapshots():
     """Every boundary at which a chunk ends is kept, as an ordinary snapshot; there is nothing beside it."""
     seen = []
     for rules in (OpportunisticRules(), OFF):

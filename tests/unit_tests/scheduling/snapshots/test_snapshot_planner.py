@@ -50,7 +50,7 @@ def test_slots_go_to_awaited_snapshots_first_and_to_decodes_last():
     assert positions(plan) == [(1, 8, False), (1, 16, False), (0, 8, True)]
 
 
-def test_a_decode_that_passes_a_boundary_says_what_it_replaces():
+def test_decode_past_a_boundary_names_the_replaced_snapshot():
     """HY-4: two boundaries in decode."""
     request = request_of(0, range(100, 103))
     scheduler = make_scheduler(request)

@@ -60,7 +60,7 @@ class TestDraws:
         assert draws.current() == RequestRng(5).current()
 
 
-class TestWhatCame:
+class TestAcceptedTokens:
     @pytest.mark.parametrize(
         ("drafts", "drawn", "came"),
         [

@@ -85,7 +85,7 @@ class TestContentType:
         [({}, "has no Content-Type"), ({"content-type": "text/plain"}, "is 'text/plain'")],
         ids=["none", "another"],
     )
-    def test_anything_else_says_what_to_send(self, tiny, headers, named):
+    def test_other_content_types_name_the_accepted_one(self, tiny, headers, named):
         error = check_error(tiny.http.post(COMPLETIONS, content=padded(50), headers=headers), 415)
         assert named in error["message"]
         assert "send" in error["message"]
@@ -199,7 +199,7 @@ class TestParts:
         assert bodies.count_containers(body) == count
 
 
-class TestWhatIsAskedFor:
+class TestRequestLimits:
     @pytest.mark.parametrize(
         ("fields", "named"),
         [

@@ -224,7 +224,7 @@ class TestFiles:
             monkeypatch.setattr(guarded.resource, "getrlimit", lambda _, files=files: (files, files))
             assert effective_max_connections(ServerLimits()) == most
 
-    def test_if_none_is_left_it_says_what_would_do(self, monkeypatch):
+    def test_too_few_open_files_names_a_sufficient_limit(self, monkeypatch):
         monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: (SPARE_FILES, SPARE_FILES))
         with pytest.raises(ConfigError, match=r"`ulimit -n` is 64.*raise it to 1\d\d\d for --max-connections 1024"):
             effective_max_connections(ServerLimits())

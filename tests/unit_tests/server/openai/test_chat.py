@@ -45,7 +45,7 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def test_several_turns_hit_what_came_before(embedded, stream):
+def test_later_turns_hit_earlier_ones(embedded, stream):
     """FX-2: each later turn skips what the conversation has in common with the turn before."""
     embedded.reset_cache()
     messages = [{"role": "system", "content": SYSTEM}]
@@ -128,7 +128,7 @@ def test_streamed_log_probs_are_all_there(embedded):
     assert [one.token for one in parts] == [one.token for one in whole]
 
 
-def test_contents_in_parts_and_what_clients_send_back(embedded):
+def test_contents_in_parts_and_returned_messages(embedded):
     """A client returns an answer as it got it, including null fields; texts may come in parts."""
     client = embedded.client()
     first = client.chat.completions.create(model="embedded", messages=[user("Hello")], temperature=0, max_tokens=4)
@@ -242,7 +242,7 @@ class TestFormat:
             ("{{ raise_exception('no') }}", None),
         ],
     )
-    def test_the_end_of_a_turn_is_what_the_template_puts_there(self, tmp_path, template, end):
+    def test_end_of_turn_is_the_token_of_the_template(self, tmp_path, template, end):
         (tmp_path / "tokenizer.json").write_bytes((EMBEDDED_MODEL_DIR / "tokenizer.json").read_bytes())
         (tmp_path / "chat_template.jinja").write_text(template)
         tokenizer = TextTokenizer(tmp_path)
