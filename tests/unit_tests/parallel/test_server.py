@@ -20,7 +20,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.dist_checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
-from tests.unit_tests.parallel.test_failures import before_step, exit_codes, fail, hang
+from tests.unit_tests.parallel.test_failures import MINUTES, SHORT, be_patient, before_step, exit_codes, fail, hang
 from tests.unit_tests.server.test_megatron_server import CONFIG, RUN_C
 from tests.unit_tests.support.ranks import Outcome, run_at_once, run_world
 
@@ -34,6 +34,7 @@ def run_server(arguments: Sequence[str], client: str, kind: str) -> None:
     from megatron_ext.server import run
     from tools.run_server import main
 
+    be_patient()
     rank = torch.distributed.get_rank()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
     run.announce = lambda url: threading.Thread(target=CLIENTS[client], args=(url,), daemon=True).start()
@@ -47,7 +48,7 @@ def ask(url: str, prompt: str, count: int = 5) -> tuple[int, str]:
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.loads(answer.read())["choices"][0]["text"]
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -62,7 +63,7 @@ def chat(url: str, silence: float = 0.0) -> None:
     for seconds in (0.0, 0.0, silence):
         time.sleep(seconds)
         print("answer", *ask(url, "The quick brown fox"), flush=True)
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=120) as answer:
         print("\n".join(line for line in answer.read().decode().splitlines() if "tokens_generated" in line), flush=True)
     stop()
 
@@ -71,7 +72,7 @@ def send_ids(url: str) -> None:
     body = {"model": "model", "prompt": list(range(1, 40)), "max_tokens": 5, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         print("answer", answer.status, json.loads(answer.read())["usage"]["completion_tokens"], flush=True)
     stop()
 
@@ -82,7 +83,7 @@ def wait(url: str) -> None:
 
 CLIENTS = {
     "chat": chat,
-    "patient": lambda url: chat(url, 3.5),
+    "patient": lambda url: chat(url, 60 * MINUTES + 0.5),
     "wait": wait,
     "ids": send_ids,
     "no client": lambda url: None,
@@ -123,21 +124,21 @@ def said(outcomes: Sequence[Outcome]) -> list[str]:
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[Outcome]]:
     """Servers whose ranks wait, for each other or for a client."""
-    sizes, short = ["--tensor-model-parallel-size", "2"], ["--distributed-timeout-minutes", "0.05"]
+    sizes = ["--tensor-model-parallel-size", "2"]
     return run_at_once(
         {
-            "TP 2": lambda: run_world(run_server, 2, [*sizes, *short], "patient", "nothing"),
-            "2 replicas": lambda: run_world(run_server, 2, short, "chat", "nothing"),
-            "hangs": lambda: run_world(run_server, 2, [*sizes, *short], "wait", "hang", grace=1.0),
-            "dies at start": lambda: run_world(run_server, 2, short, "no client", "die at start"),
-            "dies when ready": lambda: run_world(run_server, 2, short, "no client", "die when ready"),
+            "TP 2": lambda: run_world(run_server, 2, [*sizes, *SHORT], "patient", "nothing"),
+            "2 replicas": lambda: run_world(run_server, 2, [], "chat", "nothing"),
+            "hangs": lambda: run_world(run_server, 2, [*sizes, *SHORT], "wait", "hang", grace=1.0),
+            "dies at start": lambda: run_world(run_server, 2, SHORT, "no client", "die at start"),
+            "dies when ready": lambda: run_world(run_server, 2, SHORT, "no client", "die when ready"),
         }
     )
 
 
 @pytest.mark.parametrize("name", ["TP 2", "2 replicas"])
 def test_it_answers_and_outlives_silence(name: str, ends: dict[str, list[Outcome]]):
-    """Three seconds are what a rank waits, and the silence is longer; a signal to rank 0 ends all."""
+    """The silence with TP 2 is longer than a rank waits for another one; a signal to rank 0 ends all."""
     outcomes = ends[name]
     assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
     answers = [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")]
@@ -158,7 +159,7 @@ def test_a_rank_that_raises_ends_the_server():
 def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
     outcomes = ends["hangs"]
     assert outcomes[0].exit_code == 1, outcomes[0].describe()
-    words = "rank 1 did not answer within 0.05 minutes (--distributed-timeout-minutes)"
+    words = f"rank 1 did not answer within {MINUTES} minutes (--distributed-timeout-minutes)"
     assert said(outcomes) == [f"run_server.py: error: {words}"]
 
 
