@@ -129,7 +129,7 @@ class PrefixRouting:
             return
         member.load = dataclasses.replace(report.load, name=replica)
         self._router.note_others(replica, *report.others)
-        if self._scaling is not None:
+        if self._scaling is not None and replica == next(iter(self._members)):  # once a round
             loads = [one.load for one in self._members.values() if one.load is not None]
             is_known = len(loads) == len(self._members)
             self._router.retire(retiring(loads, *self._scaling) if is_known else ())

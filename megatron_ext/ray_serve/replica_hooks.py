@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STARTED = time.time()  # of this process
+_PERIOD = 1.0  # seconds; the engine's thread measures between two steps
 
 
 class ReplicaHooks:
@@ -29,6 +30,7 @@ class ReplicaHooks:
 
     _serving: Serving
     _user_config: Mapping[str, object] | None = None
+    _measured: tuple[float, ReplicaLoad] | None = None
 
     async def load_report(self, sender: str) -> LoadReport:
         """Return the current load.
@@ -36,24 +38,31 @@ class ReplicaHooks:
         Args:
             sender: Id of the router that asks.
         """
+        load = await self._load()
+        return LoadReport(load, self._serving.requests.load_of_others(sender))
+
+    async def _load(self) -> ReplicaLoad:
+        """Return a load that is a second old at most, however many routers ask."""
         from ray import get_runtime_context
 
-        requests, engine = self._serving.requests, self._serving.engine
-        waiting, statistics = await requests.call(_measure, engine.core)
-        load = ReplicaLoad(
-            "",
-            waiting,
-            requests.living,
-            engine.context.max_requests * len(engine.core.replicas),
-            statistics.counters.skipped_tokens,
-            STARTED,
-            get_runtime_context().get_node_id(),
-        )
-        return LoadReport(load, requests.load_of_others(sender))
+        if self._measured is None or self._measured[0] + _PERIOD < time.monotonic():
+            requests, engine = self._serving.requests, self._serving.engine
+            waiting, statistics = await requests.call(_measure, engine.core)
+            load = ReplicaLoad(
+                "",
+                waiting,
+                requests.living,
+                engine.context.max_requests * len(engine.core.replicas),
+                statistics.counters.skipped_tokens,
+                STARTED,
+                get_runtime_context().get_node_id(),
+            )
+            self._measured = time.monotonic(), load
+        return self._measured[1]
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the autoscaling policy reads; see `WaitingTokensPolicy`."""
-        fields = asdict((await self.load_report("")).load)
+        fields = asdict(await self._load())
         del fields["name"]
         return fields | {"node": float(int(fields["node"][:12], 16))}  # exact, as a float
 

@@ -233,7 +233,7 @@ def test_no_conversation_starts_where_a_replica_is_about_to_leave(scaling: tuple
         made.join(name, FACTS)
     made.begin("r", "old", made.prompt([1]), 0)
     made.end("r")
-    for started, name in enumerate(("old", "new")):
+    for name, started in (("old", 0), ("new", 1), ("old", 0)):
         assert made.choose(made.prompt(()), ["old", "new"]).replica == "new", "it was given less"
         made.note_load(name, LoadReport(ReplicaLoad("", 0, 0, 8, started=started), (0, 0, 0)))
     assert made.choose(made.prompt(()), ["old", "new"]).replica == expected
