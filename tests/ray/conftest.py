@@ -38,11 +38,13 @@ def cluster(folder: Path) -> Iterator[str]:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder), _system_config=often)
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PATIENCE))  # 5 s are too few on a busy machine
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder), _system_config=often)
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+        serve.shutdown()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ray.conftest import PATIENCE
+from tests.ray.test_routing import replicas
+from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.ray
 
@@ -43,6 +47,23 @@ def test_routes_reach_all_replicas(client: httpx.Client):
     emptied = client.post("/reset_prefix_cache").raise_for_status().json()["replicas"]
     assert set(emptied) == {row["replica"] for row in found}
     assert not any(row["blocks_cached"] for row in rows(client))
+
+
+@pytest.fixture
+def frozen(client: httpx.Client) -> Iterator[psutil.Process]:
+    """One of the replicas, which computes nothing meanwhile."""
+    process = replicas()[0]
+    process.suspend()
+    yield process
+    process.resume()
+
+
+def test_a_replica_that_hangs_costs_its_own_answer(client: httpx.Client, frozen: psutil.Process):
+    """RP-6: the others are shown, and the fleet is healthy."""
+    assert client.get("/health").json() == {"status": "ok", "replicas": {"ok": 1, "silent": 1}}
+    found = rows(client)
+    assert sorted(row["status"] for row in found) == ["ok", "silent"]
+    assert len({row["replica"] for row in found}) == 2
 
 
 def test_metrics_are_in_rays_endpoint(client: httpx.Client):
@@ -85,3 +106,13 @@ def test_a_request_is_followed_through_the_logs(client: httpx.Client, folder: Pa
     (replica,) = [line for line in lines if answer.json()["id"] in line]
     assert re.search(r" replica=(\w+)", ingress)[1] in {row["replica"] for row in rows(client)}
     assert "prompt=" in replica
+
+
+def test_ray_accepts_the_manifest():
+    """RP-6: what the example for KubeRay hands to Ray Serve is of Ray's own schema."""
+    from ray.serve.schema import ServeDeploySchema
+
+    manifest = yaml.safe_load((ROOT / "examples/ray_serve/rayservice.yaml").read_text("utf-8"))
+    content = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(content).applications
+    assert application.model_dump(exclude_unset=True) == content["applications"][0]
