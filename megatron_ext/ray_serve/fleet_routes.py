@@ -23,7 +23,7 @@ from megatron_ext.server.http.combined_answers import combined
 from megatron_ext.server.openai.streaming import while_connected
 from megatron_ext.server.scope import route_path
 
-PROMPT_REPLY = 2.0  # seconds that a replica has for an answer that waits for no step of its engine
+PROMPT_REPLY = 5.0  # seconds that a replica has for an answer that waits for no step of its engine
 LATE_REPLY = 60.0  # for the others: a reset waits for a step, a wake-up for memory
 ANSWERED_BY = "megatron_ext.replica"  # key in the first message of an answer
 _NO_ANSWER = 502
