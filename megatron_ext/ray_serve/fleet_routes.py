@@ -183,7 +183,7 @@ _ROUTES: Mapping[tuple[str, str], _Route] = {
     ("GET", "/load"): _Route(_load, PROMPT_REPLY),
     ("GET", "/metrics"): _Route(_metrics, PROMPT_REPLY),
     ("GET", "/replicas"): _Route(_rows, PROMPT_REPLY),
-    ("GET", "/is_sleeping"): _Route(_by_replica, PROMPT_REPLY),
+    ("GET", "/is_sleeping"): _Route(_by_replica),
     ("GET", "/metrics/history"): _Route(_by_replica),
     ("GET", "/prefix_cache"): _Route(_by_replica),
     ("GET", "/prefix_cache/trace"): _Route(_by_replica),

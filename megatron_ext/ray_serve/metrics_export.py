@@ -8,10 +8,13 @@ Ray's counters and histograms would be one call for each event, and stay in its 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client.core import Metric, Sample
+
+logger = logging.getLogger(__name__)
 
 INTERVAL = 5.0  # seconds; Ray's agents collect every 10 s
 _UNWANTED = "_created"
@@ -33,17 +36,23 @@ class MetricsExport:
     Args:
         collect: Returns the metrics.
         make_gauge: Makes a gauge.
+        interval: Seconds between exports.
     """
 
-    def __init__(self, collect: Callable[[], Iterator[Metric]], make_gauge: MakeGauge) -> None:
-        self._collect, self._make_gauge = collect, make_gauge
+    def __init__(
+        self, collect: Callable[[], Iterator[Metric]], make_gauge: MakeGauge, interval: float = INTERVAL
+    ) -> None:
+        self._collect, self._make_gauge, self._interval = collect, make_gauge, interval
         self._gauges: dict[str, Gauge] = {}
 
     async def run(self) -> None:
-        """Export until cancelled."""
+        """Export until cancelled; a failure is logged, and the next export is tried."""
         while True:
-            self.export()
-            await asyncio.sleep(INTERVAL)
+            try:
+                self.export()
+            except Exception:  # the other system's: serving does not depend on it
+                logger.exception("metrics were not exported")
+            await asyncio.sleep(self._interval)
 
     def export(self) -> None:
         """Set all gauges."""

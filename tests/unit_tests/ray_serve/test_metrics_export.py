@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.ray_serve.metrics_export import MetricsExport
@@ -70,3 +72,20 @@ def test_gauges_are_made_once():
     labels = dict(exported.made)
     assert labels["megatron_ext_inter_token_seconds_bucket"] == ("le",)
     assert labels["megatron_ext_requests_total"] == ("outcome",)
+
+
+async def test_a_failure_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture):
+    """RP-6: the next export is tried, and then all values are there."""
+    metrics, exported = Metrics("tiny"), Exported()
+    failures = iter([True])
+
+    def make(name: str, text: str, labels: tuple[str, ...]) -> FakeGauge:
+        if next(failures, False):
+            raise RuntimeError("not connected")
+        return exported.make(name, text, labels)
+
+    running = asyncio.create_task(MetricsExport(metrics.families, make, interval=0.0).run())
+    while exported.values != samples(metrics):
+        await asyncio.sleep(0)
+    running.cancel()
+    assert "not connected" in caplog.text

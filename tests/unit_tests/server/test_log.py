@@ -72,6 +72,16 @@ class TestRequests:
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == skipped
             assert 0 < float(line["ttft"]) <= float(line["duration"])
 
+    def test_an_id_that_the_client_gives(self, server, lines, caplog):
+        """RP-6: it ends the line of its request, and of no other."""
+        caplog.handler.setFormatter(LineFormatter())
+        for headers in ({"X-Request-Id": "mine " + "x" * 200}, {}):
+            server.http.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 1}, headers=headers)
+        server.wait_until(lambda: caplog.text.count(access.__name__) == 2)
+        first, second = [line for line in caplog.text.splitlines() if access.__name__ in line]
+        assert re.search(r"duration=\S+ request=mine x{95}\.\.\. \(105 more characters\)$", first), first
+        assert re.search(r"duration=\S+$", second), second
+
     def test_several_prompts_and_a_stream(self, server, lines):
         body = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "stream": True, "ignore_eos": True}
         text = server.http.post(COMPLETIONS, json=body).text
