@@ -178,7 +178,8 @@ def pipeline_stage() -> int:
 
 def _start_distributed(backend: str, timeout: timedelta) -> None:
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # A launcher may show each rank its own devices only, as Ray does.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     with allocating("the threads of torch.distributed", enough_for_the_embedded_model):
         if "RANK" in os.environ:
             torch.distributed.init_process_group(backend, timeout=timeout)

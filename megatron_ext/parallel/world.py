@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import ConfigError, MachineError
@@ -47,6 +47,28 @@ def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
             f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}; a rank is a number from 0 on, below the size"
         )
     return World(int(rank), int(size), is_launched="RANK" in variables)
+
+
+def environments_of_ranks(nodes: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
+    """Return the environment of each rank of a world without torchrun, whose store already listens; as torchrun's.
+
+    Args:
+        nodes: Name of each rank's node, in the order of ranks.
+        address: Address of the store.
+        port: Port of the store.
+    """
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank starts a store
+        }
+        for rank, node in enumerate(nodes)
+    ]
 
 
 def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:

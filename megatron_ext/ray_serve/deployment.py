@@ -8,13 +8,17 @@ replica of an HTTP request before its body is read.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import ray
-from ray import serve
+from ray import get_runtime_context, serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -22,12 +26,17 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Gauge
 from starlette.types import Message
 
+from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
+from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
+from megatron_ext.ray_serve.liveness import Liveness
 from megatron_ext.ray_serve.metrics_export import MetricsExport
+from megatron_ext.ray_serve.process import joined_world, prepare_process
+from megatron_ext.ray_serve.ranks import Ranks
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
@@ -40,43 +49,54 @@ if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
     from starlette.types import ASGIApp
 
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 5.0  # seconds for the errors of requests to reach Ray's proxies
+FAILED = 1  # exit code
 NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
 WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
 LONGER = 10.0  # seconds that an ingress stops after the replicas, so that it passes their errors on
 
 
 class Replica(ReplicaHooks):
-    """Replica of one process.
+    """Replica of one process, or the first rank of one.
 
     Args:
         words: Command line of `tools/run_server.py`.
+        ranks: Number of ranks.
+        timeout: Seconds without a sign of life after which a part of the replica is dead.
 
     Raises:
         ConfigError: The settings cannot be satisfied on this machine.
+        RankError: A rank could not start.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        from arguments import parse_server_arguments
-        from megatron_ext.console.start import check_machine, limit_spinning, say_start
-        from megatron_ext.memory.host_limits import check_address_space
-
-        settings = parse_server_arguments(words)
-        set_up_logging(settings.server.log_level)
-        os.environ.update(settings.start.environment)
-        limit_spinning()
-        check_address_space()
-        say_start(settings.start)
-        check_machine(settings.parallel)
+    def __init__(self, words: Sequence[str], ranks: int, timeout: float) -> None:
+        self._liveness = Liveness(timeout)
+        self._resources = contextlib.ExitStack()
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the application, once it has started
+        self._steps = 0
+        self._ranks = Ranks(words, ranks) if ranks > 1 else None
+        if self._ranks is not None:
+            self._ranks.watch(self._lose_rank)
+        settings = prepare_process(words)
 
         from megatron_ext.mcore import platform
         from megatron_ext.server.run import loaded_serving
 
-        self._resources = contextlib.ExitStack()
         with contextlib.ExitStack() as resources:  # released if loading fails
             resources.callback(platform.shut_down)
-            platform.initialize(settings.parallel)
-            self._serving = resources.enter_context(loaded_serving(settings))
+            try:
+                with joined_world(settings) as parallel_context:
+                    self._serving = resources.enter_context(loaded_serving(settings, None, parallel_context))
+            except RankError as error:
+                self._is_stopping = True
+                if str(error) or self._ranks is None:
+                    raise
+                raise RankError(self._ranks.error()) from None
             self._resources = resources.pop_all()
+        self._serving.requests.on_lost_ranks = self._end_soon
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application that Ray's proxy calls; its lifespan starts and stops the engine's thread."""
@@ -86,16 +106,62 @@ class Replica(ReplicaHooks):
         from megatron_ext.server.app import create_app
 
         export = MetricsExport(self._serving.metrics.families, Gauge)
-        return create_app(self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,))
+        app = create_app(self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,))
+        started = app.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            async with started(app):
+                self._loop = asyncio.get_running_loop()
+                yield
+                self._is_stopping = True  # the ranks end with the engine
+
+        app.router.lifespan_context = lifespan
+        return app
+
+    def _lose_rank(self, message: str) -> None:
+        """End this replica since one of its other ranks has ended; called in any thread."""
+        if self._loop is None:  # loading may have no other way to see it
+            threading.Timer(LAST_WORDS, self._end_loading, (message,)).start()
+        elif not self._is_stopping:
+            self._loop.call_soon_threadsafe(self._fail, message)
+
+    def _end_loading(self, message: str) -> None:
+        """End this process if loading neither failed by itself nor was complete before the rank ended."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail, message)
+        elif not self._is_stopping:
+            logger.error("this replica ends while it is loaded: %s", message)
+            os._exit(FAILED)
+
+    def _fail(self, message: str) -> None:
+        """End all requests with an error, and then this process: Ray replaces it, with all its ranks."""
+        if not self._is_stopping:
+            self._serving.requests.note_lost_ranks(RankError(message))
+
+    def _end_soon(self) -> None:
+        """End this process when its requests have sent their errors."""
+        self._is_stopping = True
+        logger.error("this replica ends: %s", self._serving.requests.lost_ranks)
+        threading.Timer(LAST_WORDS, os._exit, (FAILED,)).start()
 
     def check_health(self) -> None:
-        """Raise while steps fail or other ranks are lost: Ray then replaces this replica.
+        """Raise while steps fail: Ray then replaces this replica; end it if its engine or a rank does not answer.
 
         Raises:
             RuntimeError: The replica is not healthy.
         """
-        if not self._serving.requests.is_healthy:
-            raise RuntimeError(f"steps fail; errors so far: {self._serving.requests.error_count}")
+        requests, state = self._serving.requests, self._serving.metrics.state
+        if not requests.is_healthy:
+            raise RuntimeError(f"steps fail; errors so far: {requests.error_count}")
+        steps = 0 if state is None else state.steps
+        is_idle = requests.is_asleep or not requests.living
+        self._liveness.look("the engine", is_alive=is_idle or steps != self._steps)
+        self._steps = steps
+        for rank, is_alive in ({} if self._ranks is None else self._ranks.alive()).items():
+            self._liveness.look(f"rank {rank}", is_alive=is_alive)
+        if silent := self._liveness.silent():
+            self._fail(f"no sign of life of {', '.join(silent)}")
 
     def __del__(self) -> None:
         """Free the model; the application's lifespan has ended."""
@@ -112,25 +178,31 @@ class RoutedReplica(Replica):
     Args and errors are those of `Replica`.
     """
 
-    async def __init__(self, words: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, words: Sequence[str], ranks: int, timeout: float
+    ) -> None:
         from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, status_router
 
-        super().__init__(words)
-        cache = self._serving.engine.scheduler.cache
+        super().__init__(words, ranks, timeout)
+        self._callers = Callers()
         size = self._serving.engine.geometry.block_size_tokens
-        self._log = CacheLog(Mirror(size, has_states=cache.states is not None))
-        cache.observer = self._log.changes
+        self._logs = []
+        for one in self._serving.engine.core.replicas:
+            cache = one.scheduler.cache
+            self._logs.append(CacheLog(Mirror(size, has_states=cache.states is not None)))
+            cache.observer = self._logs[-1].changes
         self._name = serve.get_replica_context().replica_id.unique_id
         status = status_router(self._name, ray.util.get_node_ip_address())
         self._app = self._create_app((status,), ADMIN_PATHS)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
-    async def answer(self, request: ForwardedRequest) -> AsyncIterator[Message]:
+    async def answer(self, request: ForwardedRequest, ingress: ActorHandle) -> AsyncIterator[Message]:
         """Answer a request that an ingress forwards, as ASGI messages."""
-        async with contextlib.aclosing(respond(self._app, request)) as messages:
-            async for message in messages:
-                yield {**message, ANSWERED_BY: self._name} if message["type"] == "http.response.start" else message
+        with self._callers.answering(ingress) as lost:
+            async with contextlib.aclosing(respond(self._app, request, lost)) as messages:
+                async for message in messages:
+                    yield {**message, ANSWERED_BY: self._name} if message["type"] == "http.response.start" else message
 
     async def answer_whole(self, request: ForwardedRequest) -> WholeAnswer:
         """Answer a request that every replica gets."""
@@ -147,12 +219,21 @@ class RoutedReplica(Replica):
         identity, geometry = self._serving.identity, self._serving.engine.geometry
         group = Group(self._serving.model, identity.configuration, identity.tokenizer)
         return ReplicaFacts(
-            group, geometry.block_size_tokens, geometry.blocks, has_states=geometry.state_bytes > 0
+            group,
+            geometry.block_size_tokens,
+            geometry.blocks,
+            has_states=geometry.state_bytes > 0,
+            caches=len(self._logs),
         ).to_dict()
 
-    async def cache_report(self, position: LogPosition, patience: float) -> CacheReport:
-        """Return the events of the cache from a position on; see `CacheLog.wait`."""
-        return await self._log.wait(position, patience)
+    async def cache_report(self, position: LogPosition, patience: float, cache: int = 0) -> CacheReport:
+        """Return the events of one of the caches from a position on; see `CacheLog.wait`."""
+        return await self._logs[cache].wait(position, patience)
+
+    def _end_soon(self) -> None:
+        """End this process at once: the ingress sends the errors, or requests that had not begun to other replicas."""
+        logger.error("this replica ends: %s", self._serving.requests.lost_ranks)
+        os._exit(FAILED)
 
     async def __del__(self) -> None:  # type: ignore[override]  # Ray awaits it
         """Stop the engine's thread, and free the model."""
@@ -175,6 +256,7 @@ class Ingress:
         self._replicas = replicas
         self._limit, self._logs = max_body_bytes, access_log
         set_up_logging(log_level)
+        self._actor = get_runtime_context().current_actor
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray's proxy calls."""
@@ -188,7 +270,7 @@ class Ingress:
         return prompt
 
     async def _forward(self, request: ForwardedRequest) -> AsyncIterator[Message]:
-        answer = self._replicas.options(stream=True).answer.remote(request)
+        answer = self._replicas.options(stream=True).answer.remote(request, self._actor)
         is_ended = False
         try:
             with _naming_lost_replicas():
@@ -213,16 +295,23 @@ def _naming_lost_replicas() -> Iterator[None]:
 def deploy(settings: AppSettings) -> Application:
     """Return the application of settings."""
     wanted, server = settings.deployment, settings.server.server
-    words, timeout = list(settings.words), server.shutdown_timeout
+    timeout = server.shutdown_timeout
     options = {
         **wanted.scaling.options(wanted.num_replicas),
         "max_ongoing_requests": wanted.max_ongoing_requests,
         "ray_actor_options": wanted.actor_options,
         "graceful_shutdown_timeout_s": timeout,
         "graceful_shutdown_wait_loop_s": WAIT_LOOP,
+        # Ray replaces a replica after three checks in a row that failed or had no answer.
+        "health_check_period_s": wanted.replica_timeout / 6,
+        "health_check_timeout_s": wanted.replica_timeout / 3,
     }
+    if settings.ranks > 1:
+        options["placement_group_bundles"] = [wanted.bundle] * settings.ranks
+        options["placement_group_strategy"] = wanted.placement_group_strategy
+    arguments = list(settings.words), settings.ranks, wanted.replica_timeout
     if not settings.routes_by_prefix:
-        return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(words)
+        return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(*arguments)
     routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.scaling.rule}
     config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
     replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
@@ -235,4 +324,4 @@ def deploy(settings: AppSettings) -> Application:
         graceful_shutdown_timeout_s=timeout + LONGER,
         graceful_shutdown_wait_loop_s=WAIT_LOOP,
     )(serve.ingress()(Ingress))
-    return ingress.bind(replicas.bind(words), server.limits.body_bytes, server.log_level, server.access_log)
+    return ingress.bind(replicas.bind(*arguments), server.limits.body_bytes, server.log_level, server.access_log)

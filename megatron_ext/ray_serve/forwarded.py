@@ -85,10 +85,18 @@ class ForwardedRequest:
         return cls(kept, body, prompt)
 
 
-async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[Message, None]:
-    """Answer a forwarded request in a replica; the application sees a disconnect if this generator is closed."""
+async def respond(
+    app: ASGIApp, request: ForwardedRequest, gone: asyncio.Event | None = None
+) -> AsyncGenerator[Message, None]:
+    """Answer a forwarded request in a replica; the application sees a disconnect if this generator is closed.
+
+    Args:
+        app: Application of the replica.
+        request: The request.
+        gone: Event that means a disconnect, too: the ingress is lost.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
-    is_gone = asyncio.Event()
+    is_gone = gone or asyncio.Event()
     unread = [request.body]
 
     async def receive() -> Message:

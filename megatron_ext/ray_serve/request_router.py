@@ -50,11 +50,12 @@ class PrefixRequestRouter(RequestRouter):
         for name, one in by_name.items():
             if name not in self._readers:
                 try:
-                    self._routing.join(name, ReplicaFacts.of(one.replica_metadata))
+                    facts = ReplicaFacts.of(one.replica_metadata)
+                    self._routing.join(name, facts)
                 except ValueError as error:
                     logger.error("replica %s gets requests by load only: %s", name, error)
                     continue
-                self._readers[name] = asyncio.get_running_loop().create_task(self._read(name, one))
+                self._readers[name] = asyncio.get_running_loop().create_task(self._read_all(name, one, facts.caches))
                 self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -111,12 +112,16 @@ class PrefixRequestRouter(RequestRouter):
                 self._prompts.popitem(last=False)
         return self._prompts[request]
 
-    async def _read(self, name: str, replica: RunningReplica) -> None:
-        """Read the events of a replica's cache until it is gone."""
+    async def _read_all(self, name: str, replica: RunningReplica, caches: int) -> None:
+        """Read the events of all caches of a replica until it is gone."""
+        await asyncio.gather(*(self._read(name, replica, cache) for cache in range(caches)))
+
+    async def _read(self, name: str, replica: RunningReplica, cache: int) -> None:
+        """Read the events of one cache."""
         rest = FIRST_REST
         while True:
             try:
-                report = await self._report(replica, self._routing.position(name))
+                report = await self._report(replica, self._routing.position(name, cache), cache)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # the replica's or Ray's: a replica that is gone leaves, another is asked again
@@ -126,7 +131,7 @@ class PrefixRequestRouter(RequestRouter):
                 continue
             rest = FIRST_REST
             faults = self._routing.faults
-            for _ in self._routing.apply(name, report):
+            for _ in self._routing.apply(name, report, cache):
                 await asyncio.sleep(0)
             if self._routing.faults > faults:
                 logger.warning("replica %s contradicts itself; its cache is read again", name)
@@ -146,8 +151,8 @@ class PrefixRequestRouter(RequestRouter):
                 logger.warning("replica %s does not report its load: %s", name, " ".join(str(error).split())[:500])
                 rest = LONGEST_REST
 
-    async def _report(self, replica: RunningReplica, position: LogPosition) -> CacheReport:
-        report: CacheReport = await self._call(replica, "cache_report", position, PATIENCE)
+    async def _report(self, replica: RunningReplica, position: LogPosition, cache: int) -> CacheReport:
+        report: CacheReport = await self._call(replica, "cache_report", position, PATIENCE, cache)
         return report
 
     async def _call(self, replica: RunningReplica, method: str, *arguments: object) -> Any:

@@ -25,10 +25,12 @@ EMBEDDED = "embedded"
 # Requests of one replica that Ray passes on at once; others wait in Ray. Above what an engine admits, so that a full
 # replica answers with the server's own 429.
 MAX_ONGOING_REQUESTS = 1000
+STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 PREFIX, SERVE = "prefix", "serve"
 ROUTERS = (PREFIX, SERVE)
 _KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
     **{"num_replicas": int, "num_cpus": float, "num_gpus": float, "max_ongoing_requests": int},
+    **{"placement_group_strategy": str, "replica_timeout": float},
     **{"router": str, "routing_policy": str, "routing_alpha": float},
 }
 _SCALING_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
@@ -49,8 +51,10 @@ class DeploymentConfig:
 
     Attributes:
         num_replicas: Number of replicas; with autoscaling, at the start.
-        num_cpus: CPUs that Ray reserves for a replica; None for Ray's default of one.
-        num_gpus: GPUs of a replica.
+        num_cpus: CPUs that Ray reserves for each rank of a replica; None for Ray's default of one.
+        num_gpus: GPUs of each rank.
+        placement_group_strategy: Nodes of a replica's ranks, as Ray names it.
+        replica_timeout: Seconds without a sign of life after which a replica is replaced.
         max_ongoing_requests: Requests that Ray passes to a replica at once.
         router: "prefix": an ingress sends requests to where their prefix is cached; "serve": Ray's proxies call the
             replicas by Ray's own rule. None for the first one if there are several replicas with prefix caching.
@@ -62,6 +66,8 @@ class DeploymentConfig:
     num_replicas: int = 1
     num_cpus: float | None = None
     num_gpus: float = 0.0
+    placement_group_strategy: str = "PACK"
+    replica_timeout: float = 30.0
     max_ongoing_requests: int = MAX_ONGOING_REQUESTS
     router: str | None = None
     routing_policy: str = RoutingPolicyName.LONGEST_PREFIX.value
@@ -72,6 +78,12 @@ class DeploymentConfig:
         require(self.num_replicas >= 1, f"num_replicas={self.num_replicas} must be at least 1")
         self.scaling.check(self.num_replicas)
         require(self.max_ongoing_requests >= 1, f"max_ongoing_requests={self.max_ongoing_requests} must be at least 1")
+        strategies = ", ".join(STRATEGIES)
+        require(
+            self.placement_group_strategy in STRATEGIES,
+            f"placement_group_strategy={shown(self.placement_group_strategy)} is unknown; one of {strategies}",
+        )
+        require(0 < self.replica_timeout < 2**20, f"replica_timeout={self.replica_timeout} must be positive seconds")
         names = ", ".join(ROUTERS)
         require(self.router in (None, *ROUTERS), f"router={shown(self.router)} is unknown; one of {names}")
         assert self.routing, "checked by its own settings"
@@ -89,6 +101,12 @@ class DeploymentConfig:
         """Options of a replica's actor."""
         options = {"num_gpus": self.num_gpus} if self.num_gpus else {}
         return options if self.num_cpus is None else options | {"num_cpus": self.num_cpus}
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one rank in its replica's placement group."""
+        cpus = 1.0 if self.num_cpus is None else self.num_cpus
+        return {name: value for name, value in (("CPU", cpus), ("GPU", self.num_gpus)) if value}
 
 
 @dataclass(frozen=True)
@@ -109,6 +127,11 @@ class AppSettings:
     def __post_init__(self) -> None:
         weights, root = self.deployment.scaling.weights, self.server.server.weights_root
         require(weights is None or root is not None, f"weights={weights} needs weights_root; give both or neither")
+        require(
+            self.ranks == 1 or bool(self.deployment.bundle),
+            f"num_cpus={self.deployment.num_cpus} and no GPU with {self.ranks} ranks: Ray cannot place them; "
+            "give num_cpus or num_gpus",
+        )
         if self.deployment.router != PREFIX:
             return
         require(
@@ -121,6 +144,11 @@ class AppSettings:
             f"router=prefix and kv_events_endpoint={endpoint} contradict each other: a cache reports to one of them; "
             "give router=serve",
         )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a replica."""
+        return self.server.parallel.smallest_world
 
     @property
     def routes_by_prefix(self) -> bool:
@@ -149,13 +177,6 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
     )
     words = [*_model_words(rest.pop("model", None), rest), *_words(rest)]
     server = parse_server_arguments(words)
-    sizes = server.parallel
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        size = getattr(sizes, name)
-        require(
-            size == 1,
-            f"{name}={size}: a replica under Ray Serve is one process; leave it out, or use tools/run_server.py",
-        )
     config = ScalingConfig(**scaling)  # type: ignore[arg-type]  # of `_SCALING_KINDS`
     return AppSettings(DeploymentConfig(**resources, scaling=config), tuple(words), server)  # type: ignore[arg-type]
 

@@ -198,6 +198,11 @@ class RequestManager:
             await self.call(self._core.resume)
             self.is_asleep = False
 
+    @property
+    def lost_ranks(self) -> RankError | None:
+        """Error that ended all requests: other ranks are lost; None while they live."""
+        return self._lost_ranks
+
     def raise_lost_ranks(self) -> None:
         """Raise the error that ended the server, unless a signal did.
 

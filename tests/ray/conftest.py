@@ -6,11 +6,19 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 import pytest
 
-PATIENCE = 120.0  # seconds until a test gives up; nothing is measured
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
+
+CPUS = 2  # of a node with replicas
+PATIENCE = 300.0  # seconds until a test gives up; nothing is measured
+REPLICAS = "ServeReplica:default:megatron_ext_replicas"
+INGRESS = "ServeReplica:default:megatron_ext"
 SETTINGS = {
     "model": "embedded",
     "num_cpus": 1,
@@ -29,22 +37,50 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(folder: Path) -> Iterator[str]:
-    """URL of Ray's proxy."""
+def nodes(folder: Path) -> Iterator[Cluster]:
+    """Three raylets on this machine: one with the controller and Ray's proxy, and two with CPUs for replicas."""
     import ray
+    from ray.cluster_utils import Cluster
+
+    often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
+    head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder), "_system_config": often}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PATIENCE))  # 5 s are too few on a busy machine
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            cluster.add_node(num_cpus=CPUS)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(nodes: Cluster) -> Iterator[str]:
+    """URL of Ray's proxy."""
     from ray import serve
 
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PATIENCE))  # 5 s are too few on a busy machine
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=str(folder), _system_config=often)
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield f"http://127.0.0.1:{port}"
-        serve.shutdown()
-        ray.shutdown()
+    # With a proxy on each node, all of them would share the port.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def processes(nodes: Cluster, name: str) -> list[psutil.Process]:
+    """Actors of the cluster whose class, or deployment, is `name`; machines may run other clusters, too."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes()]
+    workers = [one for raylet in raylets for one in psutil.Process(raylet).children()]
+    return [one for one in workers if _title(one).removeprefix("ray::").partition(".")[0] == name]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline())
+    except psutil.NoSuchProcess:  # zombies included
+        return ""
 
 
 @pytest.fixture(scope="module")

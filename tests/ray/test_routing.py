@@ -12,12 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import psutil
 import pytest
 
-from tests.ray.conftest import PATIENCE, SETTINGS
+from tests.ray.conftest import PATIENCE, REPLICAS, SETTINGS, processes
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.ray
 
@@ -70,29 +74,23 @@ def test_conversations_return_to_their_replica(run: Callable[..., httpx.Client],
     assert found >= SHARE * expected
 
 
-def test_a_replica_is_killed_during_a_stream(run: Callable[..., httpx.Client]):
+def test_a_replica_is_killed_during_a_stream(run: Callable[..., httpx.Client], nodes: Cluster):
     """RP-6: the stream ends with an error that says so, other requests are answered, and the replica comes back."""
     client = run(num_replicas=2)
     endless = {"prompt": [5] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=endless) as answer:
         lines = answer.iter_lines()
         next(lines)
-        (busy,) = [one for one in replicas() if is_busy(one)]
+        (busy,) = [one for one in processes(nodes, REPLICAS) if is_busy(one)]
         busy.kill()
         *_, last = [line for line in lines if line]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
     for first in range(4):
         client.post("/v1/completions", json={"prompt": [first] * 40, "max_tokens": 2}).raise_for_status()
     deadline = time.monotonic() + PATIENCE
-    while len(replicas()) < 2:
+    while len(processes(nodes, REPLICAS)) < 2:
         assert time.monotonic() < deadline, "no replica takes its place"
         time.sleep(0.1)
-
-
-def replicas() -> list[psutil.Process]:
-    """Processes of the replicas."""
-    found = psutil.process_iter(["cmdline"])
-    return [one for one in found if "megatron_ext_replicas" in "".join(one.info["cmdline"] or ())]
 
 
 def is_busy(process: psutil.Process) -> bool:

@@ -9,7 +9,13 @@ import pytest
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.layout import Layout, check_model, plan_layout
-from megatron_ext.parallel.world import World, is_first_rank, ranks_on_this_machine, world_of_environment
+from megatron_ext.parallel.world import (
+    World,
+    environments_of_ranks,
+    is_first_rank,
+    ranks_on_this_machine,
+    world_of_environment,
+)
 
 
 def sizes(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelConfig:
@@ -98,6 +104,14 @@ class TestEnvironment:
     )
     def test_counts_the_ranks_on_this_machine(self, said, ranks):
         assert ranks_on_this_machine(said) == ranks
+
+    def test_describes_a_world_over_two_nodes(self):
+        """RP-6: ranks that Ray places get what torchrun would give them: their world, and those of their machine."""
+        worlds = environments_of_ranks(["a", "b", "a"], "10.0.0.1", 4242)
+        assert [world_of_environment(one) for one in worlds] == [World(rank, 3, is_launched=True) for rank in range(3)]
+        assert [ranks_on_this_machine(one) for one in worlds] == [2, 1, 2]
+        assert [one["LOCAL_RANK"] for one in worlds] == ["0", "0", "1"]
+        assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in worlds} == {("10.0.0.1", "4242")}
 
     @pytest.mark.parametrize("variables", [{"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
     def test_nonsense(self, variables):

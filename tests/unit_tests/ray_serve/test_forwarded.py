@@ -199,6 +199,23 @@ async def test_a_client_that_leaves_aborts_its_request():
         await asyncio.sleep(0)
 
 
+async def test_a_lost_ingress_aborts_its_requests():
+    """RP-6: the application sees a disconnect when the reader of its answer is lost, and the answer ends."""
+    backend, lost = Backend(), asyncio.Event()
+    request = ForwardedRequest.of(scope("POST", "/stream"), b"endless")
+
+    async def read() -> None:
+        async for _ in respond(backend.app, request, lost):
+            pass
+
+    answering = asyncio.create_task(read())
+    await asyncio.wait_for(backend.has_begun.wait(), PATIENCE)
+    assert backend.group.aborts == 0
+    lost.set()
+    await asyncio.wait_for(answering, PATIENCE)
+    assert backend.group.aborts == 1
+
+
 async def test_a_body_that_is_too_long_is_not_forwarded():
     """RP-4: the ingress keeps no more of a body than the replica would take."""
     backend = Backend()

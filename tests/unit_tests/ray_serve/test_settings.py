@@ -46,6 +46,17 @@ def test_texts_and_typed_values_give_equal_settings():
     assert texts.deployment.actor_options == {"num_cpus": 0.5}
 
 
+def test_ranks_of_a_replica():
+    """RP-6: parallel sizes give the ranks of a replica, each with a bundle of the resources of one."""
+    settings = read_app_settings(
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": "2", "num_gpus": 1, "num_cpus": 0}
+    )
+    assert settings.ranks == 4
+    assert settings.deployment.bundle == {"GPU": 1}
+    assert read_app_settings({}).ranks == 1
+    assert read_app_settings({"num_cpus": 2}).deployment.bundle == {"CPU": 2}
+
+
 def test_the_format_of_a_model_is_found(tmp_path: Path):
     """A directory with config.json is a Hugging Face checkpoint, any other one is given to --load."""
     assert read_app_settings({"model": tmp_path}).server.source.load == str(tmp_path)
@@ -85,7 +96,9 @@ def test_lists_of_numbers_and_several_words():
         ({"max_surge_percent": 101}, "0 to 100"),
         ({"weights": "a"}, "needs weights_root"),
         ({"max_replica": 2}, "did you mean max_replicas?"),
-        ({"tensor_model_parallel_size": 2}, "is one process"),
+        ({"tensor_model_parallel_size": 2, "num_cpus": 0}, "Ray cannot place them"),
+        ({"placement_group_strategy": "NEAR"}, "one of PACK, STRICT_PACK"),
+        ({"replica_timeout": 0}, "replica_timeout=0.0 must be positive"),
     ],
 )
 def test_mistakes_are_named(given: dict[str, object], part: str):

@@ -1,0 +1,131 @@
+"""Further ranks of a replica: actors in the replica's placement group, which start and end with it.
+
+Ray reserves the group before the replica starts, and removes it, with all actors in it, when the replica has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import ray
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_ext.console.start import limit_spinning
+from megatron_ext.parallel.world import environments_of_ranks
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS = 5.0  # seconds for a rank to report the error that has ended another one
+
+
+class RankActor:
+    """Rank other than the first."""
+
+    def node(self) -> str:
+        """Import torch, as the first rank does meanwhile, and return the id of this actor's node."""
+        limit_spinning()
+        import torch  # noqa: F401
+
+        return _node()
+
+    def prepare(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Prepare this process; its errors come before any rank waits for another one."""
+        from megatron_ext.ray_serve.process import prepare_process
+
+        os.environ.update(environment)
+        self._settings = prepare_process(words)
+
+    def run(self) -> None:
+        """Compute with the other ranks until the replica stops; see `run_rank`."""
+        from megatron_ext.ray_serve.process import run_rank
+
+        run_rank(self._settings)
+
+    def ping(self) -> None:
+        """Answer as a sign of life, beside `run`."""
+
+
+class Ranks:
+    """Actors of all ranks but the first; this process becomes the first rank.
+
+    Args:
+        words: Command line of `tools/run_server.py`.
+        size: Number of ranks, at least 2.
+
+    Raises:
+        ConfigError: The settings do not fit the machine of a rank.
+    """
+
+    def __init__(self, words: Sequence[str], size: int) -> None:
+        group = get_current_placement_group()
+        assert group is not None, "Ray reserves a bundle for each rank"
+        assert group.bundle_count == size, (group.bundle_count, size)
+        self._actors = [
+            ray.remote(RankActor)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=2,  # `run`, and `ping` beside it
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            )
+            .remote()
+            for index, bundle in enumerate(group.bundle_specs)
+            if index
+        ]
+        nodes = [actor.node.remote() for actor in self._actors]
+        limit_spinning()
+        from torch.distributed import TCPStore
+
+        address = ray.util.get_node_ip_address()
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)  # lives as long as this process
+        first, *others = environments_of_ranks([_node(), *ray.get(nodes)], address, self._store.port)
+        os.environ.update(first)
+        given = zip(self._actors, others, strict=True)
+        ray.get([actor.prepare.remote(list(words), variables) for actor, variables in given])
+        self._runs = [actor.run.remote() for actor in self._actors]
+        self._pings = [actor.ping.remote() for actor in self._actors]
+
+    def watch(self, on_end: Callable[[str], object]) -> None:
+        """Call a function, in any thread, with a sentence about each rank that has ended."""
+
+        def ended(rank: int, run: Future[None]) -> None:
+            error = run.exception()
+            on_end(f"rank {rank} has ended" + (f": {_text(error)}" if error else ""))
+
+        for rank, run in enumerate(self._runs, 1):
+            run.future().add_done_callback(lambda future, rank=rank: ended(rank, future))
+
+    def alive(self) -> dict[int, bool]:
+        """Return for each rank whether it has answered since the last call that returned True for it."""
+        answered = []
+        for index, actor in enumerate(self._actors):
+            ready, _ = ray.wait([self._pings[index]], timeout=0)
+            answered.append(bool(ready))
+            if ready:
+                self._pings[index] = actor.ping.remote()
+        return dict(enumerate(answered, 1))
+
+    def error(self) -> str:
+        """Return what the ranks that have failed report; empty if none has."""
+        done, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=_LAST_WORDS)
+        texts = []
+        for run in done:
+            try:
+                ray.get(run)
+            except Exception as error:  # of whichever kind; it is reported
+                texts.append(_text(error))
+        return "; ".join(text for text in texts if text)
+
+
+def _node() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _text(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    return " ".join(str(cause).split())

@@ -1,0 +1,44 @@
+"""Signs of life of a replica's parts, as its health checks see them."""
+
+from __future__ import annotations
+
+from megatron_ext.ray_serve.liveness import Liveness
+
+
+class Checks:
+    """Health checks by a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.liveness = Liveness(30.0, lambda: self.now)
+
+    def after(self, seconds: float, **parts: bool) -> list[str]:
+        """Return the silent parts of a check that finds these parts alive or not."""
+        self.now += seconds
+        for name, is_alive in parts.items():
+            self.liveness.look(name, is_alive=is_alive)
+        return self.liveness.silent()
+
+
+def test_a_silent_part_is_named():
+    """RP-6: after as many seconds as are given without a sign of life; parts that give signs are not named."""
+    checks = Checks()
+    found = [checks.after(10, engine=True, rank=number == 0) for number in range(6)]
+    assert found == [[], [], [], [], ["rank"], ["rank"]]
+    assert checks.after(10, engine=True, rank=True) == []
+
+
+def test_the_first_look_counts_as_a_sign():
+    """RP-6: a part that is looked at for the first time has as much time as any other."""
+    checks = Checks()
+    assert checks.after(100, engine=False) == []
+    assert [checks.after(29, engine=False) for _ in range(3)] == [[], [], ["engine"]]
+
+
+def test_time_without_checks_does_not_count():
+    """RP-6: a replica that stood still itself has seen no signs, which says nothing about its parts."""
+    checks = Checks()
+    checks.after(0, engine=True)
+    assert checks.after(1000, engine=False) == []
+    assert checks.after(1, engine=False) == []
+    assert checks.after(1, engine=False) == ["engine"]
