@@ -85,4 +85,4 @@ def test_log_line_describes_the_step(get_driver, caplog):
     assert len(lines) == 2
     assert "0 decode + 10 prefill tokens" in lines[0]
     assert "1 decode + 0 prefill tokens" in lines[1]
-    assert "50 computed, 0 skipped" in lines[1]
+    assert "prefill (cumul)" not in lines[1], "caching is off"
