@@ -18,6 +18,7 @@ from tests.ray.conftest import PATIENCE
 pytestmark = pytest.mark.ray
 
 DEPLOYMENT = "megatron_ext_replicas"
+TIMEOUT = 10 * PATIENCE  # seconds that requests have when a replica stops: none is to need it
 
 
 def tokens(first: int, count: int) -> list[int]:
@@ -126,7 +127,7 @@ def traffic(url: httpx.URL) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def fleet(run: Callable[..., httpx.Client]) -> httpx.Client:
-    return run(num_replicas=2)
+    return run(num_replicas=2, shutdown_timeout=TIMEOUT)
 
 
 def test_a_prompt_is_no_load_after_its_first_token(fleet: httpx.Client):
@@ -151,7 +152,7 @@ def test_an_update_loses_no_request(run: Callable[..., httpx.Client], fleet: htt
     with traffic(fleet.base_url) as wrong:
         with Stream(fleet, tokens(300, 40), 600) as stream:
             stream.read(1)
-            client = run(num_replicas=2, num_ingress_replicas=2, served_model_name="other")
+            client = run(num_replicas=2, num_ingress_replicas=2, served_model_name="other", shutdown_timeout=TIMEOUT)
             stream.check_rest()
         wait_until(lambda: not before & pids(), "an old replica goes on")
     assert wrong == []
@@ -176,7 +177,7 @@ def test_a_fleet_grows_and_shrinks(run: Callable[..., httpx.Client]):
         scaling_window=1.5,
         upscale_delay=0,
         downscale_delay=1,
-        shutdown_timeout=10 * PATIENCE,
+        shutdown_timeout=TIMEOUT,
         inference_dynamic_batching_max_requests=8,
     )
     assert states() == {"RUNNING": 1}
