@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -74,4 +75,5 @@ def test_a_client_that_leaves_ends_its_request(client: httpx.Client):
     deadline = time.monotonic() + PATIENCE
     while client.get("/load").json()["server_load"]:
         assert time.monotonic() < deadline, "the request goes on"
-    assert 'requests_total{outcome="aborted"} 1.0' in client.get("/metrics").text
+    metrics = client.get("/metrics").text
+    assert re.search(r'^megatron_ext_requests_total\{(replica="\w+",)?outcome="aborted"\} 1\.0$', metrics, re.MULTILINE)
