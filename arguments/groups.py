@@ -16,6 +16,7 @@ from megatron_ext.config import (
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
     ROUTER_SCORE_FUNCTIONS,
+    SOFTMAX_TYPES,
     BatchingConfig,
     CacheConfig,
     EvictionPolicyName,
@@ -34,6 +35,7 @@ from megatron_ext.config.batching import (
     OPERATOR_BACKENDS,
 )
 from megatron_ext.config.checks import flags_of
+from megatron_ext.config.layers.pattern import YARN
 
 _BATCHING = "--inference-dynamic-batching"
 
@@ -86,7 +88,24 @@ MODEL = FlagGroup(
             "moe_router_enable_expert_bias",
             "Add a bias to each expert's score for the choice, not for its weight; needs sigmoid",
         ),
-        Flag("position_embedding_type", "Kind of position embedding", choices=POSITION_EMBEDDINGS),
+        Flag("softmax_type", "learnable: attention with a learned sink for each query head", choices=SOFTMAX_TYPES),
+        Flag("attention_window", "Number of tokens that a query of a layer W attends to, its own included"),
+        Flag(
+            "position_embedding_type",
+            "Kind of position embedding; yarn is rope with stretched wavelengths",
+            choices=(*POSITION_EMBEDDINGS, YARN),
+        ),
+        Flag(
+            "yarn_rotary_scaling_factor",
+            "Factor by which yarn stretches wavelengths; default: 1",
+            name="--rotary-scaling-factor",
+        ),
+        Flag("yarn_original_max_position_embeddings", "Maximum length of the model before yarn stretched it"),
+        Flag("yarn_beta_fast", "Turns within that length at and above which yarn keeps a wavelength"),
+        Flag("yarn_beta_slow", "Turns up to which yarn stretches a wavelength by the whole factor"),
+        Flag("yarn_mscale", "Scale of yarn's factor of queries and keys", name="--mscale"),
+        Flag("yarn_mscale_all_dim", "Scale of the divisor of that factor", name="--mscale-all-dim"),
+        Flag("yarn_correction_range_round_to_int", "Round yarn's range of wavelengths to pairs of channels"),
         Flag("rotary_base", "Base of the rotary wavelengths, with rope"),
         Flag("rotary_percent", "Fraction of each attention head that is rotated, with rope"),
         Flag("use_rope_scaling", "Stretch the long rotary wavelengths as Llama 3.1 does"),
@@ -96,6 +115,9 @@ MODEL = FlagGroup(
         Flag("apply_layernorm_1p", "Multiply by one plus the weight in norms"),
         Flag("squared_relu", "Use squared ReLU in MLPs"),
         Flag("swiglu", "Use SwiGLU in MLPs"),
+        Flag("quick_geglu", "Use a gate of x * sigmoid(1.702 x) in MLPs"),
+        Flag("activation_func_clamp_value", "Bound of the inputs of gated MLPs' activations"),
+        Flag("glu_linear_offset", "Number added to what the gate of an MLP multiplies"),
         Flag("disable_bias_linear", "Omit the biases of linear layers"),
         Flag("untie_embeddings_and_output_weights", "Give the output layer weights of its own"),
         Flag("max_position_embeddings", "Maximum sequence length of the model in tokens"),

@@ -9,6 +9,7 @@ from typing import NoReturn
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.megatron import options
+from arguments.megatron.attention_flags import describe_attention
 from arguments.megatron.flag_record import MegatronGroup
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.megatron.layer_flags import describe_layers
@@ -209,6 +210,7 @@ def _completed(
             raise MachineError(str(error)) from error
     without_checkpoint(given)
     describe_layers(given)
+    describe_attention(given)
     require_16_bits(given)
     note_no_effect(given)
     return given

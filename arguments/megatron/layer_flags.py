@@ -7,7 +7,7 @@ from typing import Any
 
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config import MAX_LAYERS
-from megatron_ext.config.layers.moe_layers import EVERY_LAYER, moe_letters, parse_layer_freq
+from megatron_ext.config.layers.layer_freq import EVERY_LAYER, moe_letters, parse_layer_freq
 from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, pattern_from_ratios, read_pattern
 from megatron_ext.errors import ConfigError
 

@@ -19,8 +19,6 @@ VALUES = MegatronGroup(
             "log-probs are of the model's logits, before temperature and filters",
             "raw_logprobs",
         ),
-        _only("--softmax-type", "attention has no learned or offset softmax", "vanilla"),
-        _only("--glu-linear-offset", "gated MLPs have no offset", "0"),
         _only("--context-parallel-size", "sequences are not split over ranks", "1"),
         _only("--ckpt-format", "checkpoints of other formats are not read", "torch_dist"),
     ),
@@ -29,13 +27,6 @@ VALUES = MegatronGroup(
 RESTRICTED = (VALUES,)
 
 
-ATTENTION = group(
-    "attention and activations",
-    Effect.REFUSED,
-    "it requests an attention or activation that is missing here; leave it out for a model without it",
-    bare="--quick-geglu --no-yarn-*",
-    one="--window-* --activation-func-clamp-value --rotary-scaling-factor --yarn-* --mscale*",
-)
 QUANTIZED = group(
     "8-bit computation",
     Effect.CONDITIONAL,
@@ -57,7 +48,7 @@ SERVING = group(
     Effect.REFUSED,
     "tools/run_server.py runs one engine for prefill and decode; leave it out, and use "
     "tools/run_coordinator.py to route between servers",
-    one="--inference-shards --disagg-role --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path",
+    one="--inference-shards --disagg-* --frontend --coordinator-schedule-output-path",
 )
 PARSERS = group(
     "parsers of answers",
@@ -73,5 +64,5 @@ STRESS = group(
     one="--prefix-cache-stress-* --prefix-cache-compare-*",
 )
 
-REFUSED = (ATTENTION, STATIC, SERVING, PARSERS, STRESS)
+REFUSED = (STATIC, SERVING, PARSERS, STRESS)
 CONDITIONAL = (QUANTIZED,)

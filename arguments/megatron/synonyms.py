@@ -27,6 +27,8 @@ class Synonyms:
     hybrid_mlp_ratio: float = 0.0
     max_requests_override: int | None = None
     fp8_as_16bit: bool = False
+    window_size: str | None = None
+    window_attn_skip_freq: str | None = None
 
 
 SYNONYMS = FlagGroup(
@@ -41,6 +43,11 @@ SYNONYMS = FlagGroup(
             "Fraction of --num-layers that are attention layers, evenly spaced; instead of a pattern",
         ),
         Flag("hybrid_mlp_ratio", "Fraction of --num-layers that are MLP layers, likewise"),
+        Flag("window_size", "Tokens before and after its own that attention sees: 127,0 is --attention-window 128"),
+        Flag(
+            "window_attn_skip_freq",
+            "Layers of a GPT without a window: every Nth, or those with 0 in a list; default: none",
+        ),
         Flag(
             "max_requests_override",
             f"--{_MAX_REQUESTS} if that is not given; Megatron's older name",

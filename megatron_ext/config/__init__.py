@@ -16,7 +16,7 @@ from megatron_ext.config.batching import (
 from megatron_ext.config.layers.letters import LAYER_SYMBOLS
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, RECURRENT_LAYERS, ModelConfig
-from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS, ROUTER_SCORE_FUNCTIONS
+from megatron_ext.config.model_fields import NORMALIZATIONS, POSITION_EMBEDDINGS, ROUTER_SCORE_FUNCTIONS, SOFTMAX_TYPES
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS
 from megatron_ext.config.request import (
@@ -49,6 +49,7 @@ __all__ = [
     "RECURRENT_KINDS",
     "RECURRENT_LAYERS",
     "ROUTER_SCORE_FUNCTIONS",
+    "SOFTMAX_TYPES",
     "AccessConfig",
     "BatchingConfig",
     "CacheConfig",

@@ -86,7 +86,7 @@ def _projected_heads(config: ModelConfig) -> int:
 
 
 def _mlp_parameters(config: ModelConfig, width: int, inner: int) -> int:
-    return (3 if config.swiglu else 2) * width * inner
+    return (3 if config.is_gated else 2) * width * inner
 
 
 def _expert_parameters(config: ModelConfig) -> int:

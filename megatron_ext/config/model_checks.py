@@ -11,6 +11,7 @@ from megatron_ext.config.model_fields import (
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
     ROUTER_SCORE_FUNCTIONS,
+    SOFTMAX_TYPES,
     ModelFields,
 )
 from megatron_ext.errors import ConfigError
@@ -45,6 +46,10 @@ def check_attention(config: ModelFields) -> None:
         not config.qk_layernorm_over_heads
         or (config.qk_layernorm and config.normalization == "RMSNorm" and not config.apply_layernorm_1p),
         "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm",
+    )
+    require(
+        config.softmax_type in SOFTMAX_TYPES,
+        f"softmax type {config.softmax_type!r} is unknown; one of {', '.join(SOFTMAX_TYPES)}",
     )
     require(
         config.add_qkv_bias or not config.add_attention_output_bias,
@@ -112,10 +117,25 @@ def _check_yarn(config: ModelFields, factor: float) -> None:
 
 
 def check_mlp(config: ModelFields) -> None:
-    """Require at most one activation flag."""
+    """Require at most one activation flag, and a gate for its settings."""
+    names = ("squared_relu", "swiglu", "quick_geglu")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(config, name)]
+    require(len(given) <= 1, f"{' and '.join(given)} contradict each other; give one of them")
+    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
     require(
-        not (config.squared_relu and config.swiglu),
-        "--squared-relu and --swiglu contradict each other; give one of them",
+        clamp is None or (math.isfinite(clamp) and clamp > 0),
+        f"--activation-func-clamp-value {clamp} must be more than zero",
+    )
+    require(math.isfinite(offset), f"--glu-linear-offset {offset} must be a finite number")
+    require(
+        config.is_gated or (clamp is None and offset == 0),
+        f"--activation-func-clamp-value {clamp} and --glu-linear-offset {offset} are for gated MLPs; give --swiglu or "
+        "--quick-geglu",
+    )
+    require(
+        config.mlp_gate_multiplier == 1 or (clamp is None and offset == 0),
+        f"mlp_gate_multiplier {config.mlp_gate_multiplier} is not supported with --activation-func-clamp-value or "
+        "--glu-linear-offset",
     )
 
 
@@ -141,8 +161,10 @@ def check_moe(config: ModelFields) -> None:
         f"--moe-router-topk {chosen} experts of --num-experts {experts} cannot be chosen; give at most {experts}",
     )
     require(
-        config.disable_bias_linear,
-        f"pattern {pattern!r} has MoE layers (E), which have no biases; leave --no-disable-bias-linear out",
+        config.disable_bias_linear
+        or (config.moe_shared_expert_intermediate_size is None and config.moe_latent_size is None),
+        f"pattern {pattern!r} has MoE layers (E) with shared experts or a latent width, which have no biases; leave "
+        "--no-disable-bias-linear out",
     )
     require(
         not config.moe_shared_expert_gate or config.moe_shared_expert_intermediate_size is not None,

@@ -13,6 +13,7 @@ NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 LEARNED_POSITIONS = "learned_absolute"
 POSITION_EMBEDDINGS = ("none", "rope", LEARNED_POSITIONS)
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SOFTMAX_TYPES = ("vanilla", "learnable")  # learnable: with a sink for each query head
 INNER_NORMS = ("none", "plain", "weighted")  # of Mamba-1
 GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"  # of Mamba-2
 MULTIPLIERS = (
@@ -75,6 +76,9 @@ class ModelFields:
     ffn_hidden_size: int | None = None  # default: 4 * hidden_size
     squared_relu: bool = False
     swiglu: bool = False
+    quick_geglu: bool = False  # gated, like swiglu; the gate's activation is x * sigmoid(1.702 x)
+    activation_func_clamp_value: float | None = None  # of gated MLPs: above for the gate, both ways for the other part
+    glu_linear_offset: float = 0.0  # of gated MLPs: added to the part that the gate multiplies
     disable_bias_linear: bool = True
     add_mlp_bias: bool = False  # with disable_bias_linear: MLPs (-) have biases nevertheless
 
@@ -102,6 +106,7 @@ class ModelFields:
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
     add_qkv_bias: bool = False  # with disable_bias_linear: queries, keys and values have biases nevertheless
     add_attention_output_bias: bool = False  # attention's output projection too; needs add_qkv_bias
+    softmax_type: str = SOFTMAX_TYPES[0]
     attention_window: int | None = None  # of layers W: tokens that a query sees, including its own
 
     # Position embeddings, which rotate attention heads or are added to the token embeddings
@@ -183,6 +188,11 @@ class ModelFields:
     def ffn_size(self) -> int:
         """Width of the MLP's hidden layer."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def is_gated(self) -> bool:
+        """True if MLPs and experts have a gate."""
+        return self.swiglu or self.quick_geglu
 
     @property
     def expert_ffn_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import require
-from megatron_ext.config.layers.moe_layers import parse_layer_freq
+from megatron_ext.config.layers.layer_freq import parse_layer_freq
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
 from megatron_ext.config.tokenizer import TokenizerConfig
 
@@ -26,7 +26,7 @@ class SourceConfig(TokenizerConfig):
     model_config: str | None = None  # a YAML file of flags
     use_checkpoint_args: bool = False  # the checkpoint's values override model flags
     model_provider: str | None = None  # one of MODEL_PROVIDERS; default: any that the checkpoint has
-    moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.moe_layers`
+    moe_layer_freq: str | None = None  # which layers of a GPT have experts; see `config.layers.layer_freq`
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
     generation_config: str = NO_GENERATION_CONFIG  # one of GENERATION_CONFIGS: source of sampling defaults
     transformer_impl: str = LOCAL  # one of TRANSFORMER_IMPLEMENTATIONS, for linear layers and norms

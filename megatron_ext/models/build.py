@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_config import LayerConfig
-from megatron_ext.mcore.layers.mlp import ScaledSilu, squared_relu
+from megatron_ext.mcore.layers.mlp import ScaledSilu, quick_gelu, squared_relu
 from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.mcore.layers.transformer_engine import with_transformer_engine
 from megatron_ext.memory.host_limits import allocating
@@ -164,7 +164,10 @@ def transformer_config(
         add_attention_output_bias=config.add_attention_output_bias,
         add_mlp_bias=config.add_mlp_bias,
         attention_window=config.attention_window,
-        gated_linear_unit=config.swiglu,
+        gated_linear_unit=config.is_gated,
+        activation_func_clamp_value=config.activation_func_clamp_value,
+        glu_linear_offset=config.glu_linear_offset,
+        softmax_type=config.softmax_type,
         activation_func=_activation(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -218,6 +221,8 @@ def _moe_fields(config: ModelConfig) -> dict[str, object]:
 
 
 def _activation(config: ModelConfig) -> object:
+    if config.quick_geglu:
+        return quick_gelu
     if config.swiglu:
         return F.silu if config.mlp_gate_multiplier == 1 else ScaledSilu(config.mlp_gate_multiplier)
     return squared_relu if config.squared_relu else F.gelu

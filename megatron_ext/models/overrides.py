@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import as_flag, differences
-from megatron_ext.config.layers.moe_layers import moe_letters, parse_layer_freq
+from megatron_ext.config.layers.layer_freq import moe_letters, parse_layer_freq
 from megatron_ext.config.layers.pattern import GPT, gpt_layers, is_gpt_pattern
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts

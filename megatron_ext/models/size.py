@@ -56,7 +56,7 @@ def _attention(config: ModelConfig) -> int:
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:
-    return (3 if config.swiglu else 2) * width * inner
+    return (3 if config.is_gated else 2) * width * inner
 
 
 def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:

@@ -87,6 +87,11 @@ def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
             f"layer; leave --expert-model-parallel-size and --expert-tensor-parallel-size out",
         )
         return
+    require(
+        config.disable_bias_linear or parallel.expert_tensor_size == 1,
+        f"{parallel.described()} splits each expert over {parallel.expert_tensor_size} ranks, and experts have biases; "
+        "give --expert-tensor-parallel-size 1",
+    )
     experts = config.num_experts or 0
     _check("--expert-model-parallel-size", expert, lambda size: _unshared({"experts": experts}, size))
     widths = {"channels inside an expert (--moe-ffn-hidden-size)": config.expert_ffn_size}

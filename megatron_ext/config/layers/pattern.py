@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from megatron_ext.errors import ConfigError
 
 GPT = "gpt"
+YARN = "yarn"  # Megatron's position embedding type of rope with stretched wavelengths
 MODEL_PROVIDERS = (GPT, "hybrid", "mamba")  # "mamba" is the old name of "hybrid"
 _STAGE, _PREDICTION = "|", "/"  # between pipeline stages; before multi-token prediction layers
 _DELTA_NET, _RECURRENT = "G", "M"

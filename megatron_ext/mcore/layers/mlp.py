@@ -21,6 +21,11 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(1.702 x); upstream's is compiled, which takes seconds per new shape."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 class ScaledSilu:
     """SiLU of the input times a factor."""
 

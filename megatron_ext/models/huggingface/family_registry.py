@@ -6,6 +6,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.families.bamba import BAMBA
 from megatron_ext.models.huggingface.families.falcon_h1 import FALCON_H1
 from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
+from megatron_ext.models.huggingface.families.gpt_oss import GPT_OSS
 from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
 from megatron_ext.models.huggingface.families.jamba import JAMBA
 from megatron_ext.models.huggingface.families.lfm2 import LFM2
@@ -51,6 +52,7 @@ FAMILIES = {
         QWEN3_5_MOE_TEXT,
         QWEN3_5_MOE,
         OLMO_HYBRID,
+        GPT_OSS,
     )
 }
 

@@ -31,11 +31,13 @@ class Conversion:
         rows: Returns the rows of each of theirs; their further dimensions are those of ours.
         convert: Theirs, in the order of the table, to ours; any floating point type.
         revert: Ours to theirs, in the same order; None disables the export.
+        is_transposed: Whether theirs are matrices whose columns are the `rows`.
     """
 
     rows: Callable[[ModelConfig], Sequence[int]]
     convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     revert: Callable[[Tensor, ModelConfig], Sequence[Tensor]] | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -148,5 +148,7 @@ def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> 
     if source.conversion is None and len(source.names) == 1:
         return [shape]
     count = len(source.names)
-    rows = [shape[0] // count] * count if source.conversion is None else source.conversion.rows(config)
-    return [(row, *shape[1:]) for row in rows]
+    if source.conversion is None:
+        return [(shape[0] // count, *shape[1:])] * count
+    parts = [(row, *shape[1:]) for row in source.conversion.rows(config)]
+    return [part[::-1] for part in parts] if source.conversion.is_transposed else parts

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
-from megatron_ext.config.layers.moe_layers import EVERY_LAYER, moe_letters
-from megatron_ext.config.layers.pattern import pattern_from_ratios, read_pattern
+from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, SOFTMAX_TYPES, ModelConfig
+from megatron_ext.config.layers.layer_freq import EVERY_LAYER, moe_letters, windowed_letters
+from megatron_ext.config.layers.pattern import YARN, pattern_from_ratios, read_pattern
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
 from megatron_ext.models.native.directory import model_config
@@ -35,6 +35,10 @@ _TAKEN = (
     "rotary_percent",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "quick_geglu",
+    "softmax_type",
     "squared_relu",
     "swiglu",
     "untie_embeddings_and_output_weights",
@@ -54,9 +58,7 @@ _TAKEN_FOR_EXPERTS = (
     "moe_router_enable_expert_bias",
 )
 _MUST_BE_OFF = (
-    "activation_func_clamp_value",
     "apply_residual_connection_post_layernorm",
-    "glu_linear_offset",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "layernorm_zero_centered_gamma",
@@ -65,22 +67,31 @@ _MUST_BE_OFF = (
     "multi_latent_attention",
     "no_rope_freq",
     "qk_l2_norm",
-    "quick_geglu",
     "retro_add_retriever",
     "rotary_interleaved",
     "use_legacy_models",
-    "window_size",
 )
 # Megatron's hybrid models ignore the first; their patterns replace the others, which are for GPT.
-_MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "experimental_attention_variant", "linear_attention_freq")
+_MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "window_size", "experimental_attention_variant", "linear_attention_freq")
 _MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_expert_capacity_factor", "moe_router_force_load_balancing")
 _DELTA_NET = "gated_delta_net"
+_POSITIONS, _SIZE = "position_embedding_type", "window_size"
+# Arguments of YaRN, which have the prefix `yarn_` in some versions of Megatron.
+_YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "correction_range_round_to_int",
+)
 _ALLOWED = {
     "position_embedding_type": POSITION_EMBEDDINGS,
     "normalization": NORMALIZATIONS,
     "rope_type": ("rope",),
     "rotary_seq_len_interpolation_factor": (1,),
-    "softmax_type": ("vanilla",),
+    "softmax_type": SOFTMAX_TYPES,
 }
 _LARGEST = 2**53  # the whole numbers that are exact as floats
 _MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, regardless of the arguments
@@ -117,6 +128,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     if recurrent_layer is not None:
         fields["recurrent_layer"] = recurrent_layer
     if is_gpt:
+        fields |= _positions_and_window(known)
         fields |= known.given(("qk_layernorm",))
         fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
     if "-" in pattern or ("E" in pattern and known.get("moe_ffn_hidden_size") is None):
@@ -125,6 +137,36 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         _require_supported_experts(known)
         fields |= known.given(_TAKEN_FOR_EXPERTS)
     return model_config(fields, f"the arguments in {where}")
+
+
+def _is_yarn(known: _Arguments) -> bool:
+    return known.get(_POSITIONS) == YARN
+
+
+def _positions_and_window(known: _Arguments) -> dict[str, Any]:
+    """Return the fields of YaRN and of a window of a GPT."""
+    window = _window(known)
+    fields: dict[str, Any] = {} if window is None else {"attention_window": window}
+    if not _is_yarn(known):
+        return fields
+    given = {f"yarn_{name}": known.get(f"yarn_{name}", known.get(name)) for name in _YARN}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    return {"yarn_rotary_scaling_factor": 1.0, _POSITIONS: "rope", **fields}
+
+
+def _window(known: _Arguments) -> int | None:
+    """Return the number of tokens that a query sees, its own included; None for all."""
+    size = known.get(_SIZE)
+    if not size:
+        return None
+    if not isinstance(size, list | tuple) or len(size) != 2 or any(type(one) is not int for one in size):
+        known.refuse(_SIZE, "a number of tokens before a query, and 0")
+    before, after = size
+    if before == -1:
+        return None
+    if before < 0 or after != 0:
+        known.refuse(_SIZE, "a number of tokens before a query, and 0")
+    return int(before) + 1
 
 
 def padded_vocabulary(args: object, where: str) -> int:
@@ -189,7 +231,7 @@ class _Arguments:
 def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     known.require_off(_MUST_BE_OFF)
     for name, allowed in _ALLOWED.items():
-        if known.get(name, allowed[0]) not in allowed:
+        if known.get(name, allowed[0]) not in allowed and not (is_gpt and _is_yarn(known) and name == _POSITIONS):
             known.refuse(name, " or ".join(map(str, allowed)))
     if not is_gpt:
         known.require_off(_MUST_BE_OFF_IN_HYBRIDS)
@@ -232,12 +274,25 @@ def _gpt_mixers(known: _Arguments) -> str:
     """Return M for each layer with a gated delta net, * for each with attention."""
     count, every = known.layers(), known.get("linear_attention_freq")
     if known.get("experimental_attention_variant") is None:
-        return "*" * count
+        return _gpt_attention(known, count)
     if type(every) is int and every > 0:  # every `every`-th layer is attention
         return "".join("M" if (index + 1) % every else "*" for index in range(count))
     if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
         known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
     return "".join("*M"[is_linear] for is_linear in every)
+
+
+def _gpt_attention(known: _Arguments, count: int) -> str:
+    """Return W for each layer with attention in a window, * for each other one."""
+    if _window(known) is None:
+        return "*" * count
+    freq = known.get("window_attn_skip_freq")
+    try:
+        if not isinstance(freq, int | list | None):
+            raise ValueError
+        return windowed_letters("*" * count, freq)
+    except ValueError:
+        known.refuse("window_attn_skip_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
 
 
 def _gpt_mlps(known: _Arguments) -> str:

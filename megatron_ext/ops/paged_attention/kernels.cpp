@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,7 @@ struct Step {
   const int64_t* lengths;  // [R]
   int64_t width, heads, shared, head_size, block_size;  // shared: J
   float scale;  // times log2(e)
+  const float* sinks;  // [Hq], or null
 };
 
 // Up to LANES rows of one sequence and key head: row i is query head i % J of query i / J.
@@ -199,12 +201,26 @@ void attend_span(const Step& step, const Rows& rows, int64_t begin, const Room& 
   }
 }
 
+// What a row's values are to be multiplied with and divided by.
+struct Faded {
+  float values, weights;
+};
+
+// A sink is one more key, without a value; it may be greater than all scores.
+Faded with_sink(const Step& step, const Rows& rows, int64_t lane, const Sums& sums) {
+  if (step.sinks == nullptr) return {1.0f, sums.weights[lane]};
+  const float sink = step.sinks[rows.head * step.shared + (rows.first + lane) % step.shared] * static_cast<float>(LOG2_E);
+  const float top = std::max(sums.top[lane], sink), fade = power_of_two(sums.top[lane] - top);
+  return {fade, sums.weights[lane] * fade + power_of_two(sink - top)};
+}
+
 template <typename Way>
 void store_rows(const Step& step, const Rows& rows, const Sums& sums) {
   for (int64_t m = 0; m < rows.count; ++m) {
     float* to = step.out + offset_of(step, rows, m, step.heads * step.head_size, step.head_size);
+    const Faded faded = with_sink(step, rows, m, sums);
     for (int64_t d = 0; d < step.head_size; ++d)
-      to[d] = sums.values[Way::place(m, d, step.head_size)] / sums.weights[m];
+      to[d] = sums.values[Way::place(m, d, step.head_size)] * faded.values / faded.weights;
   }
 }
 
@@ -299,13 +315,15 @@ void check(const Step& step, const at::Tensor& tables, int64_t sequences, int64_
 
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& lengths,
-                           double scale) {
+                           double scale, const std::optional<at::Tensor>& sinks) {
   const at::Tensor queries = rows(q);
   at::Tensor out = at::empty(q.sizes(), queries.options());
   const int64_t sequences = lengths.size(0), heads = q.size(1), head_size = q.size(2), key_heads = key_cache.size(2);
   const Step step{floats(queries), queries.stride(0), queries.stride(1), out.mutable_data_ptr<float>(),
                   Cache(key_cache), Cache(value_cache), integers(tables), integers(starts), integers(lengths),
-                  tables.size(1), heads, heads / key_heads, head_size, key_cache.size(1), static_cast<float>(scale * LOG2_E)};
+                  tables.size(1), heads, heads / key_heads, head_size, key_cache.size(1), static_cast<float>(scale * LOG2_E),
+                  sinks ? floats(*sinks) : nullptr};
+  TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "a sink for each head");
   check(step, tables, sequences, q.size(0), key_cache.size(0));
   attend_all(step, cut(step, sequences, key_heads));
   std::fill(step.out + step.starts[sequences] * heads * head_size, step.out + out.numel(), 0.0f);
@@ -318,7 +336,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, con
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
       "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor tables, Tensor starts, Tensor lengths, "
-      "float scale) -> Tensor");
+      "float scale, Tensor? sinks=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {

@@ -143,8 +143,25 @@ def attend_keys(
     return greatest, total, weighted
 
 
+@triton.jit
+def add_sink(greatest, total, weighted, sink):
+    """Add a sink per row, a score (to base e) without a value, to an unnormalized softmax; -inf changes no bit.
+
+    Returns the sum of the weights [M] and the weighted values [M, DP].
+    """
+    sink = sink * 1.4426950408889634  # log2(e)
+    greater = tl.maximum(greatest, sink)
+    base = tl.where(greater == float("-inf"), 0.0, greater)  # for rows without keys and sinks
+    fade = tl.exp2(greatest - base)
+    return total * fade + tl.exp2(sink - base), weighted * fade[:, None]
+
+
 @kernel(
-    pointers={"T": "q key_cache value_cache out", "i64": "block_table cu_seqlens_q seqlens_k"},
+    pointers={
+        "T": "q key_cache value_cache out",
+        "fp32": "sinks",
+        "i64": "block_table cu_seqlens_q seqlens_k",
+    },
     strides="head_size q_row block_stride token_stride",
     counts="num_sequences group_size window block_size table_row",
     scalars="scale",
@@ -156,6 +173,7 @@ def paged_prefill(
     key_cache,
     value_cache,
     out,
+    sinks,
     block_table,
     cu_seqlens_q,
     seqlens_k,
@@ -177,7 +195,7 @@ def paged_prefill(
     """Attend from a tile of rows to all keys in one program, for sequences with any number of queries.
 
     The grid is (tiles of pieces, key heads) with the pieces of `find_piece`; the last tiles, which have the most keys,
-    start first. `group_size` is J.
+    start first. `group_size` is J; sinks [Hq], see `add_sink`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -195,7 +213,9 @@ def paged_prefill(
         keys, values = key_cache + head * head_size, value_cache + head * head_size
         table = block_table + sequence.to(tl.int64) * table_row
         where = (keys, values, table, block_size, block_stride, token_stride, head_size)
-        _, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32)
+        greatest, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32)
+        sink = tl.load(sinks + query_head, mask=is_row, other=float("-inf"))
+        total, weighted = add_sink(greatest, total, weighted, sink)
         weighted = weighted / tl.where(is_row, total, 1.0)[:, None]
         channel = tl.arange(0, DP)
         query_heads = tl.num_programs(1) * group_size
@@ -273,7 +293,7 @@ def paged_decode_split(
 
 
 @kernel(
-    pointers={"T": "out", "fp32": "sums parts", "i64": "cu_seqlens_q seqlens_k"},
+    pointers={"T": "out", "fp32": "sums parts sinks", "i64": "cu_seqlens_q seqlens_k"},
     strides="head_size",
     counts="max_queries spans window",
     types=TYPES,
@@ -283,6 +303,7 @@ def merge_splits(
     sums,
     parts,
     out,
+    sinks,
     cu_seqlens_q,
     seqlens_k,
     max_queries,
@@ -323,5 +344,8 @@ def merge_splits(
             part = tl.load(parts + at[:, None] * head_size + channel[None, :], mask=is_real, other=0.0)
             weighted = weighted * fade + tl.sum(part * weights[:, None], 0)
             greatest = greater
-        weighted = weighted / tl.where(total == 0.0, 1.0, total)
+        total, row_of_values = add_sink(
+            greatest, total, weighted[None, :], tl.load(sinks + tl.program_id(1) + tl.zeros([1], tl.int32))
+        )
+        weighted = tl.sum(row_of_values, 0) / tl.where(total == 0.0, 1.0, total)
         tl.store(out + row * head_size + channel, weighted.to(out.dtype.element_ty), mask=channel < head_size)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.sinks import attend, by_group
 from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
 
@@ -27,7 +27,7 @@ class AttentionBackend:
     Attributes:
         name: Unique among the backends.
         takes: Returns whether the backend supports given queries.
-        attend: Function with the signature of `paged_attention`.
+        attend: Function with the signature of `paged_attention`, without `window` unless it has windows.
         has_windows: True if `attend` takes a `window`, too.
     """
 
@@ -110,28 +110,46 @@ def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See the operator."""
     if batch.has_static_shapes:
-        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale)
-    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale)
+        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
+    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale, sinks)
 
 
 def attend_gathered(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, plan: GatherPlan, scale: float
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    plan: GatherPlan,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to the keys of a gather plan."""
     decodes, parts = batch.num_decode, []
+    grouped = by_group(sinks, key_cache.shape[2])
     if decodes:
-        parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale))
+        parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale, grouped))
     for own in plan.prefills:
-        parts.append(_prefill(q[own.queries], _gather(key_cache, own), _gather(value_cache, own), own, scale))
+        keys, values = _gather(key_cache, own), _gather(value_cache, own)
+        parts.append(_prefill(q[own.queries], keys, values, own, scale, grouped))
     if q.shape[0] > batch.num_tokens:
         parts.append(q.new_zeros(q.shape[0] - batch.num_tokens, *q.shape[1:]))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float) -> Tensor:
+def _decode(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Attend from one query of each sequence, all at once: [R, Hq, D]. A key head's query heads act as its queries."""
     kv_heads, head_size = key_cache.shape[2:]
     places = plan.decode_places
@@ -141,7 +159,7 @@ def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan,
     )  # [R, K, Hkv, D]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     heads = q.unflatten(1, (kv_heads, -1))  # [R, Hkv, J, D]
-    out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=plan.decode_mask, scale=scale)
+    out = attend(heads, keys, values, mask=plan.decode_mask, scale=scale, sinks=sinks)
     return out.reshape(q.shape)
 
 
@@ -150,16 +168,13 @@ def _gather(cache: Tensor, plan: PrefillPlan) -> Tensor:
     return cache.index_select(0, plan.blocks).flatten(0, 1)[: plan.kv_length]
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: float) -> Tensor:
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: float, sinks: Tensor | None) -> Tensor:
     """Attend from all queries of one sequence: [queries, Hq, D]. Key heads act as the batch, so no key is repeated."""
     kv_heads = keys.shape[1]
     heads = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, J, queries, D]
-    keys, values = (
-        t.transpose(0, 1).unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for t in (keys, values)
-    )  # [Hkv, J, kv_length, D]
-    out = F.scaled_dot_product_attention(
-        heads, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale
-    )
+    keys, values = (t.transpose(0, 1).unsqueeze(1) for t in (keys, values))  # [Hkv, 1, kv_length, D]
+    sinks = None if sinks is None else sinks.unsqueeze(-1)
+    out = attend(heads, keys, values, mask=plan.mask, is_causal=plan.is_causal, scale=scale, sinks=sinks)
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.sinks import attend, by_group
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,26 @@ class Spans:
 
 
 def static_shape_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See the operator."""
     decodes, parts = batch.num_decode, []
     if decodes:
         spans = batch.prepared(_decodes_of(window))
-        parts.append(_attend(q[:decodes].unsqueeze(1), key_cache, value_cache, spans, scale)[:, 0])
+        parts.append(_attend(q[:decodes].unsqueeze(1), key_cache, value_cache, spans, scale, sinks)[:, 0])
     if len(batch.query_lengths) > decodes:
         spans = batch.prepared(_prefills_of(window, q.shape[0] - decodes))
         assert spans.queries is not None, "prefills have places"
         assert spans.origin is not None, "and tokens have one of them"
         assert spans.is_real is not None, "or none"
-        out = _attend(q[decodes:][spans.queries], key_cache, value_cache, spans, scale)
+        out = _attend(q[decodes:][spans.queries], key_cache, value_cache, spans, scale, sinks)
         out = out.flatten(0, 1).index_select(0, spans.origin)
         parts.append(out.where(spans.is_real[:, None, None], 0))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -107,7 +114,9 @@ def _visible(batch: PagedBatch, rows: slice, positions: Tensor, window: int | No
     return seen[:, None, None]
 
 
-def _attend(q: Tensor, key_cache: Tensor, value_cache: Tensor, spans: Spans, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, spans: Spans, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Attend from the queries [S, Q, Hq, D] to the keys of `spans`; return [S, Q, Hq, D]."""
     kv_heads, head_size = key_cache.shape[2:]
     keys, values = (
@@ -115,6 +124,8 @@ def _attend(q: Tensor, key_cache: Tensor, value_cache: Tensor, spans: Spans, sca
         for cache in (key_cache, value_cache)
     )  # [S, K, Hkv, D]
     heads = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [S, Hkv, J, Q, D]
-    keys, values = (t.transpose(1, 2).unsqueeze(2).expand(-1, -1, heads.shape[2], -1, -1) for t in (keys, values))
-    out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=spans.mask, scale=scale)
+    keys, values = (t.transpose(1, 2).unsqueeze(2) for t in (keys, values))
+    grouped = by_group(sinks, kv_heads)
+    grouped = None if grouped is None else grouped.unsqueeze(-1)
+    out = attend(heads, keys, values, mask=spans.mask, scale=scale, sinks=grouped)
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape)

@@ -40,6 +40,7 @@ class _Call:
     batch: PagedBatch
     scale: float
     window: int
+    sinks: Tensor
 
     @property
     def group_size(self) -> int:
@@ -73,9 +74,16 @@ class _Call:
 
 
 def paged_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute paged attention, optionally with a `window`.
+    """Compute paged attention, optionally with a `window` and `sinks`.
 
     The keys of the first `num_decode` sequences, with few queries each, are split among programs, 512 keys to each. For
     every other sequence a program computes a tile of queries over all keys. The choice depends on `num_decode` alone,
@@ -85,9 +93,10 @@ def paged_attention(
     if lack is not None:
         say_reference_computes(lack)
         if window is None:
-            return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale)
-        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
-    call = _Call(_aligned(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window)
+            return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale, sinks=sinks)
+        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
+    scores = _no_sinks(q.shape[1], q.device) if sinks is None else sinks.float().contiguous()
+    call = _Call(_aligned(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window, scores)
     decoded = sum(batch.query_lengths[: batch.num_decode])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if decoded:
@@ -95,6 +104,12 @@ def paged_attention(
     if decoded < len(out):
         _attend_many(call, out, decoded)
     return out
+
+
+@functools.cache
+def _no_sinks(heads: int, device: torch.device) -> Tensor:
+    """Return sinks that change nothing, [heads]; made once, so that no layer of a step fills them."""
+    return torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
 
 
 def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
@@ -137,6 +152,7 @@ def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
         "cu_seqlens_q": batch.cu_seqlens_q[few:],
         "seqlens_k": batch.seqlens_k[few:],
         "out": out,
+        "sinks": call.sinks,
         "num_sequences": sequences,
     }
     _kernels().paged_prefill.launch((tiles, call.key_cache.shape[2]), chosen, **arguments)
@@ -160,6 +176,7 @@ def _attend_few(call: _Call, out: Tensor) -> None:
         adding,
         **lengths,
         out=out,
+        sinks=call.sinks,
         max_queries=max_queries,
         spans=spans,
         window=call.window,

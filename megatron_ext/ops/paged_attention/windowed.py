@@ -19,12 +19,19 @@ _SMALLEST_TILE = 128  # queries; smaller tiles are slow
 
 
 def windowed_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute paged attention with a `window` of N keys."""
     if batch.has_static_shapes:
-        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
-    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(_planner(window)), scale)
+        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, window=window, sinks=sinks)
+    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(_planner(window)), scale, sinks)
 
 
 @functools.cache

@@ -92,7 +92,7 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         (f"{MOE} --moe-router-topk 5", "--moe-router-topk 5 experts of --num-experts 4 cannot be chosen"),
         (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 gives every expert the softmax weight 1"),
         (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs sigmoid"),
-        (f"{MOE} --no-disable-bias-linear", "leave --no-disable-bias-linear out"),
+        (f"{MOE} --moe-latent-size 8 --no-disable-bias-linear", "leave --no-disable-bias-linear out"),
         (f"{MOE} --moe-router-topk-scaling-factor 0", "--moe-router-topk-scaling-factor 0.0 must be more than zero"),
         (f"{MOE} --moe-router-topk-scaling-factor nan", "must be more than zero"),
         (f"{MOE} --moe-router-score-function tanh", "sigmoid"),

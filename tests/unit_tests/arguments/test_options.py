@@ -14,7 +14,6 @@ from arguments.megatron.flag_table import SERVER_TABLE, TABLE, records
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
-from megatron_ext.config import ModelConfig
 from megatron_ext.config.model_fields import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
 
@@ -36,9 +35,13 @@ OPTIONS = """
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-pre-softmax --no-moe-router-pre-softmax
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
---position-embedding-type --rotary-base --rotary-percent --use-rope-scaling --no-use-rope-scaling --rope-scaling-factor
+--softmax-type --attention-window --position-embedding-type --rotary-scaling-factor
+--yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow --mscale --mscale-all-dim
+--yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
+--rotary-base --rotary-percent --use-rope-scaling --no-use-rope-scaling --rope-scaling-factor
 --normalization --norm-epsilon
 --apply-layernorm-1p --no-apply-layernorm-1p --squared-relu --no-squared-relu --swiglu --no-swiglu
+--quick-geglu --no-quick-geglu --activation-func-clamp-value --glu-linear-offset
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights
 --max-position-embeddings --vocab-size
@@ -80,7 +83,7 @@ OPTIONS = """
 SYNONYM_OPTIONS = """
 --pretrained-checkpoint --disable-chunked-prefill --no-disable-chunked-prefill
 --use-rotary-position-embeddings --no-use-rotary-position-embeddings --hybrid-attention-ratio --hybrid-mlp-ratio
---inference-dynamic-batching-max-requests-override
+--window-size --window-attn-skip-freq --inference-dynamic-batching-max-requests-override
 --fp8-as-16bit --no-fp8-as-16bit
 """.split()
 
@@ -89,8 +92,7 @@ WITHOUT_FLAG = {
     "ModelConfig": {
         *("mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"),
         *MULTIPLIERS,
-        *("add_attention_output_bias", "add_mlp_bias", "attention_window"),
-        *(name for name in ModelConfig.__dataclass_fields__ if name.startswith("yarn_")),
+        *("add_attention_output_bias", "add_mlp_bias"),
         *("qk_layernorm_over_heads", "mamba_gated_norm", "mamba_multipliers"),
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },

@@ -59,6 +59,22 @@ class Step:
         batch = build_paged_batch(self.tables, queries, keys, decode_rows, BLOCK, "cpu")
         return paged_attention(self.q if q is None else q, self.key_cache, self.value_cache, batch, scale=SCALE)
 
+    def with_sinks(self, sinks: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Attention with sinks, and its formula in fp64: the sink is a further score, and has no value."""
+        queries, keys = zip(*self.rows, strict=True)
+        batch = build_paged_batch(self.tables, queries, keys, self.decode_rows, BLOCK, "cpu")
+        caches = (self.key_cache, self.value_cache)
+        found = paged_attention(self.q, *caches, batch, scale=SCALE, window=window, sinks=sinks)
+        rows, group = [], self.query_heads // self.kv_heads
+        for table, (count, length) in zip(self.tables, self.rows, strict=True):
+            k, v = (cache[table].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for cache in caches)
+            for last in range(length - count, length):
+                first = 0 if window is None else max(0, last + 1 - window)
+                scores = torch.einsum("hd,khd->hk", self.q[len(rows)].double(), k[first : last + 1]) * SCALE
+                weights = torch.cat([scores, sinks.double()[:, None]], dim=1).softmax(-1)[:, :-1]
+                rows.append(torch.einsum("hk,khd->hd", weights, v[first : last + 1]))
+        return found, torch.stack(rows)
+
     def expected(self) -> Tensor:
         parts = []
         queries = self.q.split([queries for queries, _ in self.rows])
@@ -102,6 +118,34 @@ def test_equals_each_row_alone(name: str) -> None:
 def test_a_decode_row_may_be_attended_as_prefill(name: str) -> None:
     step = STEPS[name]
     assert_close(name, step.attend(decode_rows=0), step.attend(), atol=1e-5)
+
+
+SINKS = ["decode and prefill", "decode rows of all lengths", "one query head a key head", "odd head size", "long"]
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks(name: str, window: int | None) -> None:
+    """FA-4: sinks above and below all scores, in every backend, with a window and without."""
+    step = STEPS[name]
+    sinks = torch.linspace(-4, 6, step.query_heads)
+    found, expected = step.with_sinks(sinks, window)
+    assert_close(name, found, expected.float())
+
+
+def test_sinks_far_away() -> None:
+    """A sink that is far below all scores changes nothing, one far above takes all the weight."""
+    step = STEPS["decode and prefill"]
+    found, _ = step.with_sinks(torch.full((4,), -1e4), None)
+    assert_close("below", found, step.attend())
+    found, _ = step.with_sinks(torch.full((4,), 1e4), None)
+    assert found.abs().max() < 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_in_16_bits(dtype: torch.dtype) -> None:
+    found, expected = Step(MIXED, 4, dtype=dtype).with_sinks(torch.linspace(-2, 3, 4), 20)
+    assert_close("16 bits", found, expected.to(dtype), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ import pytest
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from arguments import parse_arguments
+from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 
 GPT = "--model-provider gpt"
@@ -61,6 +62,39 @@ def test_understood(argv, field, expected):
     for name in field.split("."):
         value = getattr(value, name)
     assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("", "W-W-W-W-"),
+        ("--window-attn-skip-freq 2", "W-*-W-*-"),
+        ("--window-attn-skip-freq 3", "W-W-*-W-"),
+        ("--window-attn-skip-freq [0,1,1,0]", "*-W-W-*-"),
+        ("--window-attn-skip-freq ([1]*3+[0])", "W-W-W-*-"),
+    ],
+)
+def test_layers_of_a_gpt_with_a_window(flags, pattern):
+    """MF-1: --window-size is the tokens before a query; every Nth layer has no window."""
+    overrides = parse(f"{GPT} --num-layers 4 --window-size 127,0 {flags}").model_overrides
+    assert overrides == {"hybrid_override_pattern": pattern, "attention_window": 128}
+
+
+def test_a_line_of_gpt_oss():
+    """MF-1: the settings of gpt-oss, as a launch script has them."""
+    overrides = parse(
+        f"{GPT} --num-layers 2 --num-experts 4 --moe-router-topk 2 --position-embedding-type yarn --quick-geglu "
+        "--rotary-scaling-factor 32.0 --yarn-original-max-position-embeddings 4096 --yarn-beta-fast 32.0 "
+        "--yarn-beta-slow 1.0 --mscale 1.0 --mscale-all-dim 0.0 --no-yarn-correction-range-round-to-int "
+        "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable --window-size 127,0 "
+        "--window-attn-skip-freq 2"
+    ).model_overrides
+    config = ModelConfig(**overrides)
+    assert (config.hybrid_override_pattern, config.attention_window) == ("WE*E", 128)
+    assert (config.position_embedding_type, config.yarn_rotary_scaling_factor) == ("rope", 32.0)
+    assert not config.yarn_correction_range_round_to_int
+    assert (config.quick_geglu, config.glu_linear_offset, config.activation_func_clamp_value) == (True, 1.0, 7.0)
+    assert config.softmax_type == "learnable"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +161,13 @@ def test_a_spec_in_quotes_is_two_words():
         ),
         ("--num-layers 0", "--num-layers 0 must be from 1"),
         ("--model-provider bert", "invalid choice: 'bert'"),
-        ("--position-embedding-type yarn", "invalid choice: 'yarn'"),
+        ("--position-embedding-type yarns", "invalid choice: 'yarns'"),
+        (f"{GPT} --num-layers 2 --window-size 127,1", "--window-size '127,1' must be the tokens before a query and 0"),
+        (f"{GPT} --num-layers 2 --window-size 127", "--window-size '127' must be the tokens before a query and 0"),
+        (f"{GPT} --num-layers 2 --window-size 9,0 --attention-window 9", "--attention-window 9 contradict each other"),
+        (f"{GPT} --num-layers 2 --window-size 9,0 --window-attn-skip-freq [1]", "does not fit 2 layers; give a number"),
+        (f"{GPT} --num-layers 2 --window-size 9,0 --window-attn-skip-freq x", "--window-attn-skip-freq 'x' is neither"),
+        ("--hybrid-layer-pattern M* --window-size 9,0", "--window-size 9,0 is for layers of a GPT, and the pattern is"),
     ],
 )
 def test_refused(argv, expected):
@@ -180,6 +220,11 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
         ("--load a --moe-layer-freq 2", ""),
         ("--use-checkpoint-args", "--use-checkpoint-args"),
         ("--use-checkpoint-args --load a", ""),
+        ("--rotary-scaling-factor 32 --mscale 1", "--rotary-scaling-factor, --mscale"),
+        ("--position-embedding-type yarn --rotary-scaling-factor 32 --hybrid-layer-pattern *-", ""),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq"),
+        (f"{GPT} --num-layers 2 --window-size=-1,0", "--window-size"),
+        ("--load a --window-size 127,0 --window-attn-skip-freq 2", "--window-attn-skip-freq"),
     ],
 )
 def test_what_has_no_effect_beside_others_is_said(argv, idle):

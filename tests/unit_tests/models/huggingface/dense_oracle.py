@@ -43,6 +43,7 @@ _SMALL = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE_YARN = YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
 ALL_WINDOWED = {"use_sliding_window": True, "sliding_window": 100}
 
 SHAPES = (
@@ -101,6 +102,25 @@ SHAPES = (
     Shape("mistral", "mistral", seed=10, fields={"head_dim": 12, "sliding_window": None}),
     Shape("mistral, window", "mistral", seed=11, tied=True, fields={"sliding_window": 40}),
     Shape("mixtral", "mixtral", seed=12, fields={"num_local_experts": 6, "num_experts_per_tok": 2}),
+    Shape(
+        "gpt-oss",
+        "gpt_oss",
+        seed=13,
+        fields=GPT_OSS | {"rope_parameters": WIDE_YARN, "num_hidden_layers": 4, "sliding_window": 40},
+    ),
+    Shape(
+        "gpt-oss, listed windows, low limit",
+        "gpt_oss",
+        seed=15,
+        fields=GPT_OSS
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 100,
+            "swiglu_limit": 0.6,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 3,
+        },
+    ),
 )
 
 
@@ -120,8 +140,10 @@ def _value(name: str, parameter: Tensor) -> Tensor:
     """Attention that prefers some positions, routers that choose, and logits that are not flat."""
     kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
     noise = torch.randn_like(parameter)
-    if kind == "bias":
+    if kind.endswith("bias"):
         return 0.4 * noise
+    if kind == "sinks":
+        return 1 + 2 * noise
     if "norm" in kind:
         return 1 + 0.2 * noise
     if kind == "embed_tokens":
@@ -139,7 +161,8 @@ def routing_margin(model: PreTrainedModel, tokens: list[int]) -> float:
         ranked = output[0].sort(descending=True).values
         margins.append((ranked[:, gate.top_k - 1] - ranked[:, gate.top_k]).min().item())
 
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    experts = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    gates = [layer.gate if hasattr(layer, "gate") else layer.router for layer in experts]
     hooks = [gate.register_forward_hook(note) for gate in gates]
     oracle.their_logits(model, tokens)
     for hook in hooks:

@@ -166,6 +166,7 @@ def _set(module: str, name: str, value: object) -> Spoil:
 QKV = "self_attention.linear_qkv.weight"
 EXPERTS = "mlp.experts.local_experts"
 YARN = "llama, biases of attention, yarn"
+GPT_OSS = "gpt-oss, listed windows, low limit"
 QWEN = "qwen3_5, as many heads, other window, base and share, yarn"
 LATENT = "MoE, latent, one expert a token"
 GRANITE = "granite, experts, rotary, tied"
@@ -291,6 +292,12 @@ CONTROLS: dict[tuple[str, str], dict[str, Spoil]] = {
         "an expert": _filled(LAYERS + f"1.{EXPERTS}.2.linear_fc1.weight", 0),
     },
     ("denses", "mixtral"): {"gate and up of an expert": _halves(LAYERS + f"1.{EXPERTS}.2.linear_fc1.weight")},
+    ("denses", GPT_OSS): {
+        "sinks": _filled(LAYERS + "0.self_attention.core_attention.softmax_offset", 0),
+        "bias of a router": _filled(LAYERS + "1.mlp.router.bias", 0),
+        "bias of gate and up of an expert": _halves(LAYERS + f"1.{EXPERTS}.2.linear_fc1.bias"),
+        "bias after an expert": _filled(LAYERS + f"1.{EXPERTS}.2.linear_fc2.bias", 0),
+    },
     ("denses", "qwen3 moe, one expert a token"): {"router": _halves(LAYERS + "1.mlp.router.weight")},
 }
 ONE_BY_ONE = [(*shape, words) for shape, controls in CONTROLS.items() for words in controls]
@@ -351,6 +358,9 @@ SETTINGS = [
     ("denses", "qwen3", {"rotary_base": 11000}),
     ("denses", "mistral", {"norm_epsilon": 1e-3}),
     ("denses", "mistral, window", {"attention_window": 41}),
+    ("denses", GPT_OSS, {"attention_window": 101}),
+    ("denses", GPT_OSS, {"activation_func_clamp_value": 0.7}),
+    ("denses", GPT_OSS, {"glu_linear_offset": 0.9}),
 ]
 
 

@@ -36,7 +36,7 @@ TIGHT = {"block_size": BLOCK, "block_count": 14, "max_requests": 8, "max_tokens"
 P95, MOST = math.log(1.05), math.log(1.2)  # of differences between log-probs in 16 bits
 
 
-WARM = ("llama, biases of attention, yarn", "mistral, window", "qwen3 moe")
+WARM = ("llama, biases of attention, yarn", "mistral, window", "qwen3 moe", "gpt-oss")
 
 
 def play(driver: Driver) -> None:

@@ -91,6 +91,41 @@ PUBLISHED = {
         "vocab_size": 32000,
     },
 }
+PUBLISHED_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}  # as Qwen's model cards tell
 
 
@@ -111,6 +146,36 @@ def test_published_configurations() -> None:
     assert (large.num_experts, large.moe_router_topk, large.expert_ffn_size) == (128, 8, 768)
     assert not small.moe_router_pre_softmax
     assert not large.moe_router_pre_softmax
+
+
+def test_gpt_oss() -> None:
+    """FA-1: fields as published; transformers' defaults are the same model, with as many experts as it has."""
+    config = translate(PUBLISHED_GPT_OSS)
+    assert (config.hybrid_override_pattern, config.attention_window) == ("WE*E", 128)
+    assert (config.num_experts, config.moe_router_topk, config.expert_ffn_size) == (32, 4, 2880)
+    assert (config.quick_geglu, config.glu_linear_offset, config.activation_func_clamp_value) == (True, 1.0, 7.0)
+    assert (config.softmax_type, config.disable_bias_linear, config.rotary_base) == ("learnable", False, 150000)
+    assert round(config.rotary_magnitude, 6) == 1.346574
+    assert not config.yarn_correction_range_round_to_int
+    sizes = {"architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"}
+    given = {key: PUBLISHED_GPT_OSS[key] for key in sizes} | {"num_hidden_layers": 2, "num_local_experts": 32}
+    assert translate(given) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": False}, "attention_bias = False is not supported; supported is True"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 is not supported; supported is 1.702"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = .* is not supported"),
+        ({"sliding_window": None}, "layer_types has 'sliding_attention', and sliding_window is null"),
+        ({"layer_types": ["sliding_attention"]}, "num_hidden_layers 2 contradicts the 1 layers of layer_types"),
+    ],
+    ids=str,
+)
+def test_gpt_oss_that_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        translate(PUBLISHED_GPT_OSS | changes)
 
 
 def test_missing_fields_get_defaults() -> None:

@@ -28,6 +28,7 @@ from megatron_ext.models.load import LoadedModel, load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface import qwen3_next_oracle
 from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED as DENSE
+from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED_GPT_OSS
 from tests.unit_tests.models.huggingface.test_hybrid_config import PUBLISHED as HYBRIDS
 from tests.unit_tests.models.huggingface.test_llama_config import LLAMA_3
 from tests.unit_tests.models.huggingface.test_mamba_config import PUBLISHED as MAMBAS
@@ -37,6 +38,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 
 QWEN = qwen3_next_oracle._SMALL | {"model_type": "qwen3_next", "num_experts": 4, "linear_conv_kernel_dim": 4}
 PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, **MAMBAS, **HYBRIDS, **DENSE}
+PUBLISHED["gpt_oss"] = PUBLISHED_GPT_OSS
 MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 
 

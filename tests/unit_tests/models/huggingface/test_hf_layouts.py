@@ -34,18 +34,24 @@ SHAPES = {
         "llamas": ("gqa, tied",),
         "mambas": ("mamba, tied", "jamba, experts"),
         "qwens": ("experts",),
-        "denses": ("llama, biases of MLPs, tied", "qwen2, window, yarn, tied", "mixtral"),
+        "denses": ("llama, biases of MLPs, tied", "qwen2, window, yarn, tied", "mixtral", "gpt-oss"),
         "hybrids": ("bamba", "lfm2, tied", "falcon_h1, no norm", "qwen3_5, that reads images too", "olmo"),
     },
     "EP 2": {
         "oracles": ("MoE", "MoE, latent, one expert a token"),
         "mambas": ("jamba, experts",),
         "qwens": ("experts",),
-        "denses": ("qwen3 moe",),
+        "denses": ("qwen3 moe", "gpt-oss"),
         "hybrids": ("granite, experts, rotary, tied", "qwen3_5 moe"),
     },
 }
-LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}
+SHAPES["TP 2, whole experts"] = {"denses": ("gpt-oss", "qwen3 moe")}
+LAYOUTS = {
+    "TP 2": sizes(tp=2),
+    "PP 2": sizes(pp=2),
+    "EP 2": sizes(ep=2),
+    "TP 2, whole experts": sizes(tp=2, etp=1),
+}
 
 
 def load_all(directories: Sequence[Path], parallel: ParallelConfig) -> list[Part]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
+from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.config.layers.moe_layers import moe_letters
+from megatron_ext.config.layers.layer_freq import moe_letters
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
 from megatron_ext.models.build import transformer_config
@@ -72,9 +74,30 @@ MODELS = {
 }
 
 
+GPT_OSS = "gpt-oss: sinks, windows, biases, YaRN, clamped gates"
+YARN = {"yarn_original_max_position_embeddings": 16, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0}
+MODELS[GPT_OSS] = (
+    {
+        "swiglu": False,
+        "quick_geglu": True,
+        "activation_func_clamp_value": 0.6,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "disable_bias_linear": False,
+        "attention_window": 12,
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_correction_range_round_to_int": False,
+        **YARN,
+    },
+    1,
+)
+WINDOWS = {"window_size": (11, 0), "window_attn_skip_freq": 2}
+
+
 def configured(name: str) -> ModelConfig:
     fields, freq = MODELS[name]
-    pattern = "".join(f"*{letter}" for letter in moe_letters(freq, LAYERS))
+    mixers = "W*W*" if name == GPT_OSS else "*" * LAYERS
+    pattern = "".join(map("".join, zip(mixers, moe_letters(freq, LAYERS), strict=True)))
     return dataclasses.replace(BASE, **fields, hybrid_override_pattern=pattern)
 
 
@@ -82,6 +105,10 @@ def arguments(name: str, **changes: object) -> Namespace:
     config = configured(name)
     fields = {field: value for field, value in config.to_dict().items() if field.startswith("moe_")}
     fields |= {"num_experts": config.num_experts, "moe_layer_freq": MODELS[name][1]}
+    if name == GPT_OSS:
+        fields |= {key: config.to_dict()[key] for key in MODELS[name][0] if not key.startswith(("yarn", "disable"))}
+        fields |= WINDOWS | YARN | {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+        fields |= {"yarn_correction_range_round_to_int": False, "mscale": 1.0, "mscale_all_dim": 0.0}
     return megatron_lm.gpt_arguments(config, **(fields | changes))
 
 
@@ -92,12 +119,15 @@ def upstream_model(name: str) -> GPTModel:
     settings = dataclasses.replace(
         transformer_config(config, torch.float32), num_layers=LAYERS, moe_layer_freq=MODELS[name][1]
     )
+    if name == GPT_OSS:
+        for key, value in {**WINDOWS, **YARN, "yarn_correction_range_round_to_int": False}.items():
+            setattr(settings, key, value)
     model = GPTModel(
         settings,
         get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization=config.normalization),
         config.vocab_size,
         config.max_position_embeddings,
-        position_embedding_type=config.position_embedding_type,
+        position_embedding_type="yarn" if name == GPT_OSS else config.position_embedding_type,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
     ).eval()
     generator = torch.Generator().manual_seed(5)
@@ -111,16 +141,22 @@ def upstream_model(name: str) -> GPTModel:
         for module in model.modules():
             if not isinstance(module, TopKRouter):
                 continue
-            module.gating = lambda hidden, router=module: F.linear(hidden, router.weight)
+            module.gating = lambda hidden, router=module: F.linear(hidden, router.weight, router.bias)
             if module.expert_bias is not None:
                 module.expert_bias.uniform_(-0.3, 0.3, generator=generator)
     return model
 
 
+def windowed_mask(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
+    """Upstream's mask, True where a key is hidden, on the CPU."""
+    behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    return (behind < 0) | (behind > window[0])
+
+
 def their_logits(model: GPTModel) -> Tensor:
     length = len(TOKENS)
     mask = torch.ones(1, 1, length, length).triu(1).bool()
-    with torch.no_grad():
+    with torch.no_grad(), mock.patch.object(fused_softmax, "get_sliding_window_causal_mask", windowed_mask):
         return model(torch.tensor([TOKENS]), torch.arange(length)[None], mask)[0]
 
 
@@ -157,6 +193,17 @@ def test_norms_of_their_own(tmp_path: Path) -> None:
     )
 
 
+def test_sinks_are_seen(tmp_path: Path) -> None:
+    """Negative control: without its sinks the model computes something else."""
+    model = upstream_model(GPT_OSS)
+    save(model, arguments(GPT_OSS), tmp_path)
+    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    with torch.no_grad():
+        for layer in loaded.decoder.layers[::2]:
+            layer.self_attention.core_attention.softmax_offset.fill_(-100.0)
+    assert (oracle.our_logits(loaded, TOKENS) - their_logits(model)).abs().max() > 0.01
+
+
 LAYOUTS = {
     "TP 2 of layers, EP 2 of experts": sizes(tp=2, ep=2, etp=1),
     "TP 2": sizes(tp=2),
@@ -175,7 +222,8 @@ def logits_at(directories: list[Path], parallel: ParallelConfig) -> list[Tensor 
 def test_layouts(layout: str, tmp_path: Path) -> None:
     """MR-4: a checkpoint of one rank loads at every layout, with the logits of upstream's model on one rank."""
     parallel, directories, expected = LAYOUTS[layout], [], []
-    for name in MODELS:
+    names = [name for name in MODELS if name != GPT_OSS or parallel.expert_tensor_size == 1]
+    for name in names:
         model = upstream_model(name)
         (tmp_path / name).mkdir()
         save(model, arguments(name), tmp_path / name)

@@ -160,11 +160,10 @@ REFUSED = {
     "qk_layernorm": True,
     "rotary_interleaved": True,
     "window_size": (128, 0),
-    "quick_geglu": True,
     "heterogeneous_layers_config_path": "layers.json",
     "position_embedding_type": "yarn",
     "normalization": "ScaleNorm",
-    "softmax_type": "learnable",
+    "softmax_type": "off-by-one",
     "rotary_seq_len_interpolation_factor": 4,
     "norm_epsilon": 1e-6,
     "rotary_base": 10000.5,
@@ -188,7 +187,11 @@ def test_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"add_bias_linear": True}, "MoE layers .* have no biases"),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "with shared experts or a latent width, which have no biases",
+        ),
+        ({"swiglu": True}, "--squared-relu and --swiglu contradict each other"),
         (
             {"hybrid_override_pattern": "M-G*E"},
             "'M-G\\*E' has M and G; all recurrent layers of a model are of one kind",
@@ -256,3 +259,51 @@ def test_padding_of_the_vocabulary(asked: int, fits: bool) -> None:
         with pytest.raises(CheckpointError, match=f"--vocab-size {asked} .*; give more than 496 and at most 512"):
             converted(arguments(), vocab_size=asked)
     assert padded_vocabulary(arguments(), "common.pt") == 512
+
+
+GPT = {"num_layers": 3, "hybrid_override_pattern": None, "spec": None, "num_experts": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern", "window"),
+    [
+        ({"window_size": None, "window_attn_skip_freq": 2}, "*-*-*-", None),
+        ({"window_size": (-1, 0)}, "*-*-*-", None),
+        ({"window_size": (127, 0)}, "W-W-W-", 128),
+        ({"window_size": [127, 0], "window_attn_skip_freq": 2}, "W-*-W-", 128),
+        ({"window_size": (127, 0), "window_attn_skip_freq": [0, 0, 1]}, "*-*-W-", 128),
+    ],
+    ids=str,
+)
+def test_windows_of_a_gpt(changes: dict, pattern: str, window: int | None) -> None:
+    """MF-1, FA-4: windows are those of window_size, in the layers that window_attn_skip_freq leaves."""
+    config = converted(arguments(**(GPT | changes)), is_gpt=True)
+    assert (config.hybrid_override_pattern, config.attention_window) == (pattern, window)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_size": (127, 1)},
+        {"window_size": "127,0"},
+        {"window_size": (127, 0), "window_attn_skip_freq": 0},
+        {"window_size": (127, 0), "window_attn_skip_freq": [1, 0]},
+    ],
+    ids=str,
+)
+def test_windows_that_are_refused(changes: dict) -> None:
+    with pytest.raises(CheckpointError, match=r"window_.* = .*, which is not supported; supported is a number"):
+        converted(arguments(**(GPT | changes)), is_gpt=True)
+
+
+@pytest.mark.parametrize("prefix", ["", "yarn_"])
+def test_yarn_of_a_gpt(prefix: str) -> None:
+    """MF-1: the arguments have one name or the other; a missing one has Megatron's default, which is ours."""
+    given = {f"{prefix}rotary_scaling_factor": 8.0, f"{prefix}mscale": 0.5, f"{prefix}beta_fast": None}
+    args = arguments(**GPT, position_embedding_type="yarn", **given, yarn_correction_range_round_to_int=False)
+    config = converted(args, is_gpt=True)
+    assert (config.position_embedding_type, config.yarn_rotary_scaling_factor) == ("rope", 8.0)
+    assert (config.yarn_mscale, config.yarn_beta_fast) == (0.5, 32.0)
+    assert not config.yarn_correction_range_round_to_int
+    with pytest.raises(CheckpointError, match="position_embedding_type = 'yarn', which is not supported"):
+        converted(arguments(position_embedding_type="yarn"))
