@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -110,6 +111,13 @@ class TestRefusedWhole:
         (tmp_path / "new").mkdir()
         shutil.copy(Path(source.load) / WEIGHTS_FILE, tmp_path / "new")
         self.check(source, tmp_path / "new", "config.json")
+
+    def test_a_checkpoint_with_other_digests(self, source, tmp_path):
+        """A manifest of SHA-256 digests is verified before anything is read."""
+        shutil.copytree(source.load, tmp_path / "new")
+        manifest = {"algorithm": "sha256", "files": {WEIGHTS_FILE: "0" * 64}}
+        (tmp_path / "new" / "integrity.json").write_text(json.dumps(manifest))
+        self.check(source, tmp_path / "new", f"{WEIGHTS_FILE} is damaged")
 
 
 class TestTheRoot:
