@@ -9,10 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
-BASED := $(if $(BASE),$(BIN)/python -m tools.base $(BASE))
+BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 # One thread a worker: the workers already use every core, and results do not depend on the thread count.
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	$(LOWERED) $(BASED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup demo test test-all test-kernels test-gpu test-ray kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
 """The mark `base`: tests that depend on megatron-core. A pytest plugin.
 
 `-m base` runs the files below and imports no others. `.ci/run` runs them a second time with another megatron-core than
-the installed one (`make test BASE=0.19.2`, tools/base.py), which every process has to find then.
+the installed one (`make test BASE=0.19.2`, tools/bases.py), which every process has to find then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import base
+from tools import bases
 
 MARK = "base"
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,6 @@ PATHS = (
     "tests/functional_tests/test_golden_values.py",
     "tests/unit_tests/api",
     "tests/unit_tests/mcore",
-    "tests/unit_tests/mixers/test_sharding.py",
     "tests/unit_tests/models/megatron",
     "tests/unit_tests/parallel/test_parallel_context.py",
     "tests/unit_tests/test_base.py",
@@ -39,8 +38,8 @@ def found_core() -> tuple[str, Path]:
 
 def asked_core() -> tuple[str, Path] | None:
     """Return version and folder of the megatron-core that `BASE` asks for; None for the installed one."""
-    version = os.environ.get(base.VARIABLE)
-    return None if version is None else (version, base.unpacked(version).resolve())
+    version = os.environ.get(bases.VARIABLE)
+    return None if version is None else (version, bases.fetch(version).resolve())
 
 
 def pytest_configure(config: pytest.Config) -> None:

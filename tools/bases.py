@@ -1,20 +1,32 @@
+#!/usr/bin/env python
 """Wheels of megatron-core that tests run with or exchange checkpoints with, unpacked below out/oracles, not installed.
 
 They are for Python 3.12 and x86_64; the modules that the tests use are plain Python, which 3.10 and 3.11 read, too.
+
+    python -m tools.bases 0.19.2 python -m pytest -m base
+
+runs a command with a version first on the path, of child processes too; so does `make test BASE=0.19.2`.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools import oracles
 
+VARIABLE = "MEGATRON_CORE_BASE"
+"""Environment variable with the version, for the tests that look at the path."""
 # Version -> SHA-256 of its wheel.
 WHEELS = {
     "0.16.1": "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61",
     "0.17.1": "6dd0826489ee70a791e38612b25e914c4a18b0b074f2282353f235ee96273cf2",
     "0.18.2": "c2717b84079bf0bad1151525533a251870d1a86201f8c0702e0b5a6d6b5594f1",
+    "0.19.0": "ed4f503a4a6944599857c4f702f3a33039656fe119309119fc5bb8cba8a38240",
     **{one.version: one.digest for one in oracles.LIBRARIES if one.name == "megatron-core"},
 }
 
@@ -32,3 +44,23 @@ def fetch(version: str) -> Path:
         if not library.folder.exists():
             oracles.fetch(library)
     return library.packages
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fetch the version, set the path, and become the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("version", choices=WHEELS, metavar="VERSION", help=f"one of {', '.join(WHEELS)}")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command to run")
+    given = parser.parse_args(arguments)
+    try:
+        folder = fetch(given.version)
+    except ValueError as error:
+        sys.exit(f"bases.py: error: {error}")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    print(f"BASE={given.version}: {folder}", flush=True)
+    if given.command:
+        os.execvpe(given.command[0], given.command, {**os.environ, "PYTHONPATH": path, VARIABLE: given.version})
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 """Fetch libraries whose kernels serve as references for this package's: `make oracles`, then `make test-kernels`.
 
 Files of fixed versions and hashes, unpacked below out/oracles, a folder each. Nothing is installed: one of them is a
-version of megatron-core, and the tests load them in separate processes. See also tools/base.py.
+version of megatron-core, and the tests load them in separate processes. See also tools/bases.py.
 """
 
 from __future__ import annotations
@@ -50,23 +50,8 @@ class Library:
 
 # The wheel is for one Python and one kind of machine; the files used from it are not.
 WHEEL_FOR = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64")
-MEGATRON_CORE = {
-    "0.16.1": "3fb26cb407aa3c4b609c08664022c08146f1648b3d6f2ef2bbe9d3b1294ace61",
-    "0.17.1": "6dd0826489ee70a791e38612b25e914c4a18b0b074f2282353f235ee96273cf2",
-    "0.18.2": "c2717b84079bf0bad1151525533a251870d1a86201f8c0702e0b5a6d6b5594f1",
-    "0.19.0": "ed4f503a4a6944599857c4f702f3a33039656fe119309119fc5bb8cba8a38240",
-    "0.19.2": "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5",
-}
-"""SHA-256 of megatron-core's wheels by version: the bases that `make test BASE=VERSION` knows."""
-
-
-def megatron_core(version: str) -> Library:
-    """Return a version of megatron-core."""
-    return Library("megatron-core", version, MEGATRON_CORE[version], WHEEL_FOR)
-
-
 LIBRARIES = (
-    megatron_core("0.19.2"),
+    Library("megatron-core", "0.19.2", "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5", WHEEL_FOR),
     Library(
         "mamba-ssm",
         "2.3.2.post1",

@@ -17,8 +17,7 @@ from tests import base
 from tests.forked import fork, spawn
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.source import ROOT
-from tools import base as tool
-from tools import oracles
+from tools import bases, oracles
 
 
 def expected() -> list[str]:
@@ -67,7 +66,7 @@ class TestEveryProcess:
 
 
 class TestTool:
-    """tools/base.py."""
+    """tools/bases.py."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -84,34 +83,34 @@ class TestTool:
         return tmp_path / "megatron-core-0.18.2"
 
     def test_a_version_is_fetched_by_its_hash_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        assert tool.unpacked("0.18.2") == folder
-        assert (folder / "version").read_text() == f"0.18.2 {oracles.MEGATRON_CORE['0.18.2']}"
+        assert bases.fetch("0.18.2") == folder
+        assert (folder / "version").read_text() == f"0.18.2 {bases.WHEELS['0.18.2']}"
         monkeypatch.delattr(oracles, "download")
-        assert tool.unpacked("0.18.2") == folder
+        assert bases.fetch("0.18.2") == folder
 
     def test_it_is_first_on_the_path_of_the_command(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         called: list[tuple] = []
-        monkeypatch.setattr(tool.os, "execvpe", lambda *arguments: called.append(arguments))
+        monkeypatch.setattr(bases.os, "execvpe", lambda *arguments: called.append(arguments))
         monkeypatch.setenv("PYTHONPATH", "before")
-        tool.main(["0.18.2", "python", "-m", "pytest"])
+        bases.main(["0.18.2", "python", "-m", "pytest"])
         ((program, command, environment),) = called
         assert (program, command) == ("python", ["python", "-m", "pytest"])
         assert environment["PYTHONPATH"] == os.pathsep.join([str(folder), "before"])
-        assert environment[tool.VARIABLE] == "0.18.2"
+        assert environment[bases.VARIABLE] == "0.18.2"
 
     def test_an_unknown_version_names_the_choices(self, capsys: pytest.CaptureFixture[str]):
         with pytest.raises(SystemExit):
-            tool.main(["0.20.0", "true"])
+            bases.main(["0.20.0", "true"])
         said = capsys.readouterr().err
-        assert all(version in said for version in oracles.MEGATRON_CORE)
+        assert all(version in said for version in bases.WHEELS)
 
     def test_a_failed_download_is_one_line(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         def fail(*_: object) -> None:
             raise ValueError("no such file")
 
         monkeypatch.setattr(oracles, "download", fail)
-        with pytest.raises(SystemExit, match=r"^base\.py: error: no such file$"):
-            tool.main(["0.19.0", "true"])
+        with pytest.raises(SystemExit, match=r"^bases\.py: error: no such file$"):
+            bases.main(["0.19.0", "true"])
 
 
 class TestMark:

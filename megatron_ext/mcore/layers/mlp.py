@@ -57,12 +57,11 @@ class PlainMLP(MLP):
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection | None = None,
-        is_mtp_layer: bool = False,
-        name: str | None = None,
         **options: object,
     ) -> None:
         config = with_biases(config, "add_mlp_bias")
         group = None if pg_collection is None else pg_collection.tp
+        options.pop("is_mtp_layer", None)  # from newer versions' layers; no MLP of upstream takes it
         options = {"ffn_hidden_size": config.ffn_hidden_size, "tp_group": group, **options}
         super().__init__(config, self.linears, **options)
 

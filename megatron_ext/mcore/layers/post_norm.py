@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -53,8 +52,10 @@ class NormedSelfAttention(PagedSelfAttention):
 class NormedMLP(PlainMLP):
     """`PlainMLP` with an output norm."""
 
-    def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        super().__init__(config, **options)
+    def __init__(
+        self, config: TransformerConfig, *, pg_collection: ProcessGroupCollection | None = None, **options: object
+    ) -> None:
+        super().__init__(config, pg_collection=pg_collection, **options)
         self.output_norm = OutputNorm(config)
 
     def forward(

@@ -11,11 +11,17 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.upstream_names import missing_names
 from megatron_ext.mcore.upstream_version import SUPPORTED, TESTED, Version, check_supported, found_version
+
+if TYPE_CHECKING:
+    from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+        AbstractModelInferenceWrapper,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +45,7 @@ def check_names(version: Version) -> None:
         logger.warning("megatron-core %s is not tested with this package; %s", version, SUPPORTED)
 
 
-def _load(version: Version) -> Any:
+def _load(version: Version) -> ModuleType:
     check_supported(version)
     if version not in TESTED:
         check_names(version)
@@ -51,27 +57,27 @@ ADAPTER: Final = _load(VERSION)
 
 # The interface. Classes are upstream's, or subclasses with the arguments below on every version.
 
-BlockAllocator: Any = ADAPTER.BlockAllocator
+BlockAllocator = ADAPTER.BlockAllocator
 """Class of the context's `block_allocator`."""
-Context: Any = ADAPTER.Context
+Context = ADAPTER.Context
 """`DynamicInferenceContext`, initialized with keywords of `InferenceConfig` and without tensors."""
-Controller: Any = ADAPTER.Controller
+Controller = ADAPTER.Controller
 """`TextGenerationController(wrapper, tokenizer)`."""
-Engine: Any = ADAPTER.Engine
+Engine = ADAPTER.Engine
 """`DynamicInferenceEngine(controller, context, random_seed, logging_step_interval)` with `reset_loop_state`."""
-Model: Any = ADAPTER.Model
+Model = ADAPTER.Model
 """The hybrid model: `MambaModel` or `HybridModel`."""
-Stack: Any = ADAPTER.Stack
+Stack = ADAPTER.Stack
 """The stack of its layers."""
-StackSubmodules: Any = ADAPTER.StackSubmodules
+StackSubmodules = ADAPTER.StackSubmodules
 """Specs of a stack's layers."""
-builder: Callable[..., Any] = ADAPTER.builder
+builder: Callable[..., object] = ADAPTER.builder
 """Return what upstream's MoE layers build a part from: (class, submodules, **arguments)."""
 inference_mode: Callable[[], AbstractContextManager[None]] = ADAPTER.inference_mode
 """Return a context in which a model's forward is inference."""
-pattern_arguments: Callable[..., Mapping[str, Any]] = ADAPTER.pattern_arguments
+pattern_arguments: Callable[..., Mapping[str, object]] = ADAPTER.pattern_arguments
 """Return the arguments of `Model` that give its layers: (pattern, config, is_validated=)."""
-wrap: Callable[..., Any] = ADAPTER.wrap
+wrap: Callable[..., AbstractModelInferenceWrapper] = ADAPTER.wrap
 """Return the inference wrapper of a model: (model in eval mode, context, padded_vocab_size)."""
 INTERFACE: Final = (
     "BlockAllocator",

@@ -6,7 +6,6 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -71,7 +70,7 @@ def wrap(model: LanguageModule, context: Context, padded_vocab_size: int) -> GPT
     return GPTInferenceWrapper(model, context)
 
 
-def pattern_arguments(pattern: str, config: TransformerConfig, *, is_validated: bool) -> Mapping[str, Any]:
+def pattern_arguments(pattern: str, config: TransformerConfig, *, is_validated: bool) -> Mapping[str, object]:
     """Return the arguments of `Model` that give its layers.
 
     A model of these versions checks letters and stages before its stack sees them. A stack of ours knows more of both,
@@ -87,6 +86,6 @@ def pattern_arguments(pattern: str, config: TransformerConfig, *, is_validated: 
     return {"hybrid_layer_pattern": "|".join(pattern[first : first + count] for first in range(0, len(pattern), count))}
 
 
-def builder(module: type, submodules: object, **arguments: object) -> Callable[..., Any]:
+def builder(module: type, submodules: object, **arguments: object) -> Callable[..., object]:
     """Return what upstream's MoE layers build a part from."""
     return functools.partial(module, submodules=submodules, **arguments)

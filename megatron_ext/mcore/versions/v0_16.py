@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
@@ -92,7 +91,7 @@ def wrap(model: MambaModel, context: Context, padded_vocab_size: int) -> GPTInfe
     return GPTInferenceWrapper(model, config, context)
 
 
-def pattern_arguments(pattern: str, config: TransformerConfig, *, is_validated: bool) -> Mapping[str, Any]:
+def pattern_arguments(pattern: str, config: TransformerConfig, *, is_validated: bool) -> Mapping[str, object]:
     """Return the arguments of `Model` that give its layers."""
     return {"hybrid_override_pattern": pattern}
 
