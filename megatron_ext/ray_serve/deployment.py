@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 5.0  # seconds for the errors of requests to reach Ray's proxies
+LAST_WORDS = 1.0  # seconds for the errors of requests to reach Ray's proxies
+LOADING_GRACE = 10.0  # seconds for loading to report the error of a rank that has ended
 FAILED = 1  # exit code
 NAME, REPLICAS = "megatron_ext", "megatron_ext_replicas"
 WAIT_LOOP = 1.0  # seconds between two looks whether a replica that stops has requests left
@@ -122,7 +123,7 @@ class Replica(ReplicaHooks):
     def _lose_rank(self, message: str) -> None:
         """End this replica since one of its other ranks has ended; called in any thread."""
         if self._loop is None:  # loading may have no other way to see it
-            threading.Timer(LAST_WORDS, self._end_loading, (message,)).start()
+            threading.Timer(LOADING_GRACE, self._end_loading, (message,)).start()
         elif not self._is_stopping:
             self._loop.call_soon_threadsafe(self._fail, message)
 
