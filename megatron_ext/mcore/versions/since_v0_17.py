@@ -55,6 +55,15 @@ class Engine(DynamicInferenceEngine):
         self.random_seed, self.inference_logging_step_interval = random_seed, logging_step_interval
         super().__init__(controller, context)
 
+    @property
+    def state(self) -> EngineState:
+        """State that upstream's loops wait for: SUSPENDED while the pools are freed."""
+        return EngineState.SUSPENDED if self.is_suspended else self._own_state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._own_state = state
+
     def reset_loop_state(self) -> None:
         """Reset the attributes that upstream's run loops and coordinator code use."""
         self._cond = asyncio.Condition()

@@ -8,6 +8,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.sampling_params import to_request_params
+from megatron_ext.mcore.versions import VERSION
 
 
 def convert(params: SamplingParams | RequestParams | None, prompt: int = 10, longest: int = 64) -> RequestParams:
@@ -24,8 +25,9 @@ def test_ours_passes_through():
 
 
 def test_defaults_are_megatrons():
-    """Megatron samples at temperature 1 unless told otherwise."""
-    assert convert(SamplingParams()) == RequestParams(temperature=1.0, num_tokens_to_generate=30)
+    """Megatron samples at temperature 1 unless told otherwise; 30 tokens, on newer versions as many as fit."""
+    count = 30 if VERSION < (0, 17) else 64 - 10
+    assert convert(SamplingParams(), 10, 64) == RequestParams(temperature=1.0, num_tokens_to_generate=count)
 
 
 def test_every_field_arrives():
@@ -54,7 +56,7 @@ def test_every_field_arrives():
 
 
 def test_attributes_that_callers_add():
-    params = SamplingParams(top_k=1)
+    params = SamplingParams(top_k=1, num_tokens_to_generate=30)
     params.add_attributes({"seed": 7, "ignore_eos": True, "cache_salt": "tenant", "enable_prefix_caching": False})
     assert convert(params) == RequestParams(
         temperature=1.0, top_k=1, seed=7, ignore_eos=True, cache_salt="tenant", enable_prefix_caching=False
@@ -80,7 +82,7 @@ class TestLength:
 
     def test_a_total_and_a_number_to_generate_contradict_each_other(self):
         with pytest.raises(ConfigError, match="num_tokens_total 25 and num_tokens_to_generate 30"):
-            convert(SamplingParams(num_tokens_total=25))
+            convert(SamplingParams(num_tokens_total=25, num_tokens_to_generate=30))
 
     def test_no_length_fills_the_longest_sequence(self):
         assert convert(SamplingParams(num_tokens_to_generate=None), 10, 64).num_tokens_to_generate == 54
