@@ -175,7 +175,7 @@ def padded_vocabulary(args: object, where: str) -> int:
 
 
 class _Arguments:
-    """Arguments that Megatron saved, by name. An argument that is None counts as absent."""
+    """Arguments that Megatron saved, by name; None counts as absent."""
 
     def __init__(self, args: object, where: str) -> None:
         self.where = where

@@ -174,6 +174,12 @@ class TestModels:
             check_model(parallel, EXPERTS)
         assert all(word in str(error.value) for word in words), error.value
 
+    def test_experts_with_biases_are_whole(self):
+        biased = dataclasses.replace(EXPERTS, disable_bias_linear=False, moe_shared_expert_intermediate_size=None)
+        check_model(sizes(tp=2, etp=1), biased)
+        with pytest.raises(ConfigError, match=r"over 2 ranks, and experts have biases; .*-tensor-parallel-size 1"):
+            check_model(sizes(tp=2), biased)
+
     def test_shared_experts(self):
         odd = dataclasses.replace(EXPERTS, moe_shared_expert_intermediate_size=35)
         with pytest.raises(ConfigError, match="35 channels inside the shared experts"):
