@@ -502,7 +502,7 @@ def test_rows_are_told_apart_by_requests():
     assert left.result().tokens.keys() == {4}
 
 
-def flight_of(**tables: dict) -> InFlightStep:
+def flight_of(**tables: object) -> InFlightStep:
     """Three chunks on their way, of requests 0 to 2: two decode, the last one prefills."""
     chunks = tuple(
         Chunk(SimpleNamespace(is_ended=False, request_id=i), start, end)
@@ -516,7 +516,7 @@ def flight_of(**tables: dict) -> InFlightStep:
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
 def test_remaining_rows_keep_their_kind(ended):
     """CU-6: remaining rows keep their kind, decode or prefill, whichever rows are discarded."""
-    in_flight = flight_of()
+    in_flight = flight_of(graph_rows=4)
     for i in ended:
         in_flight.chunks[i].request.is_ended = True
     left, alive = in_flight.living(), [i for i in range(3) if i not in ended]
@@ -527,6 +527,7 @@ def test_remaining_rows_keep_their_kind(ended):
     assert [chunk.request_id for chunk in left.step.chunks] == alive
     assert left.step.num_decode == sum(i < 2 for i in alive)
     assert left.result().tokens == {i: 5 + i for i in alive}
+    assert left.result().graph_rows == 4
 
 
 def test_void_rows_take_nothing_of_the_others_along():

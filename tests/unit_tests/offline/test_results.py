@@ -311,6 +311,10 @@ class TestRuns:
         assert len(ended["0"]["generated_tokens"]) == ended["0"]["step_count"] == 4
         assert ended["async_sched_step_count"] == 2
         assert ended["async_sched_compaction_step_count"] == 1, "the fifth step had been launched"
+        both, _ = written(*flags, "--prompts", "The import statement", "What does a generator do?")
+        assert [len(both[key]["generated_tokens"]) for key in "01"] == [4, 8]
+        assert both["async_sched_compaction_step_count"] == 1, "a row of the fifth step"
+        assert sum(both["0"]["cuda_graph_request_count_map"].values()) == 7
 
     @pytest.mark.parametrize("form", ["full", "megatron"])
     def test_every_nth_result_and_the_last(self, written, form):
