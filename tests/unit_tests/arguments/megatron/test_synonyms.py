@@ -44,6 +44,7 @@ def parse(argv: str):
         (f"{GPT} --num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
         ("--num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
         ("--num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
+        ("--model-provider hybrid --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
         ("--inference-dynamic-batching-max-requests-override 8", "batching.max_requests", 8),
         (
             "--inference-dynamic-batching-max-requests-override 8 --inference-dynamic-batching-max-requests 4",
