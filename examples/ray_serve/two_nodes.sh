@@ -17,12 +17,12 @@ export RAY_AUTH_MODE=token
 export RAY_ADDRESS="$HEAD:$PORT"
 
 if [ "$NODE" != 0 ]; then
-    until "$BIN/ray" health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; do sleep 1; done
+    until (: > "/dev/tcp/$HEAD/$PORT") 2> /dev/null; do sleep 1; done
     exec "$BIN/ray" start --address "$RAY_ADDRESS" --block
 fi
 env -u RAY_ADDRESS "$BIN/ray" start --head --port "$PORT" --block &
 HEAD_PID=$!
 trap 'kill "$HEAD_PID" 2> /dev/null || true' EXIT
-until "$BIN/ray" health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; do sleep 1; done
+until (: > "/dev/tcp/$HEAD/$PORT") 2> /dev/null; do sleep 1; done
 "$BIN/serve" start --http-host 0.0.0.0
 "$BIN/serve" run megatron_ext.ray_serve:app model=embedded num_replicas=2 "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,6 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ray.conftest import PATIENCE
-from tests.ray.test_routing import replicas
 from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.ray
@@ -50,9 +50,13 @@ def test_routes_reach_all_replicas(client: httpx.Client):
 
 
 @pytest.fixture
-def frozen(client: httpx.Client) -> Iterator[psutil.Process]:
-    """One of the replicas, which computes nothing meanwhile."""
-    process = replicas()[0]
+def frozen(client: httpx.Client, folder: Path) -> Iterator[psutil.Process]:
+    """One of the replicas, which computes nothing meanwhile; machines may run other clusters, too."""
+    raylets = [
+        one for one in psutil.process_iter() if "raylet" in one.name() and str(folder) in " ".join(one.cmdline())
+    ]
+    workers = [one for raylet in raylets for one in raylet.children()]
+    process = next(one for one in workers if "megatron_ext_replicas" in "".join(one.cmdline()))
     process.suspend()
     yield process
     process.resume()
@@ -60,8 +64,10 @@ def frozen(client: httpx.Client) -> Iterator[psutil.Process]:
 
 def test_a_replica_that_hangs_costs_its_own_answer(client: httpx.Client, frozen: psutil.Process):
     """RP-6: the others are shown, and the fleet is healthy."""
-    assert client.get("/health").json() == {"status": "ok", "replicas": {"ok": 1, "silent": 1}}
-    found = rows(client)
+    with ThreadPoolExecutor() as pool:  # each waits for the replica that hangs
+        health, table = pool.map(client.get, ("/health", "/replicas"))
+    assert health.json() == {"status": "ok", "replicas": {"ok": 1, "silent": 1}}
+    found = table.json()["replicas"]
     assert sorted(row["status"] for row in found) == ["ok", "silent"]
     assert len({row["replica"] for row in found}) == 2
 
@@ -74,14 +80,14 @@ def test_metrics_are_in_rays_endpoint(client: httpx.Client):
     own = families(client.get("/metrics").text)
     names = {sample.name for family in own for sample in family.samples if not sample.name.endswith("_created")}
     wanted = {(f"ray_{name}", row["replica"]) for name in names for row in rows(client)}
-    (node,) = ray.nodes()
-    url = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+    urls = [f"http://127.0.0.1:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
     deadline = time.monotonic() + PATIENCE
     found: set[tuple[str, str]] = set()
     while not wanted <= found:
         assert time.monotonic() < deadline, wanted - found
         time.sleep(0.5)
-        samples = [one for family in families(httpx.get(url, timeout=PATIENCE).text) for one in family.samples]
+        texts = [httpx.get(url, timeout=PATIENCE).text for url in urls]
+        samples = [one for text in texts for family in families(text) for one in family.samples]
         ours = [one for one in samples if one.name.startswith("ray_megatron_ext_")]
         place = {"application": "default", "deployment": "megatron_ext_replicas"}
         found = {(one.name, one.labels["replica"]) for one in ours if place.items() <= one.labels.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from importlib import import_module
 from pathlib import Path
@@ -27,22 +28,26 @@ def test_every_example_is_here():
 
 
 def calls(script: str, folder: Path, *arguments: str, **environment: str) -> list[list[str]]:
-    """Return the commands of `ray` and `serve` that a script runs, recorded by stand-ins, but for health checks."""
-    healthy = "true" if environment.get("NODE") == "1" else f"grep -qs -- --head {folder}/calls"  # once it has started
+    """Return the commands of `ray` and `serve` that a script runs, recorded by stand-ins.
+
+    Where there is a head, `serve` waits until it has been started, and a socket accepts connections in its place.
+    """
+    waiting = f"until grep -qs -- --head {folder}/calls; do sleep 0.05; done" if script != "one_machine" else ":"
     for name, body in {
-        "ray": f'[ "$1" = health-check ] && exec {healthy}\nprintf "%s\\n" "ray $*" >> "{folder}/calls"',
-        "serve": f'printf "%s\\n" "serve $*" >> "{folder}/calls"',
+        "ray": f'printf "%s\\n" "ray $*" >> "{folder}/calls"',
+        "serve": f'{waiting}; printf "%s\\n" "serve $*" >> "{folder}/calls"',
         "srun": 'shift; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"',  # its own flag first
-        "scontrol": "printf 'first\\nsecond\\n'",
+        "scontrol": "printf '127.0.0.1\\nsecond\\n'",
     }.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "first,second"}
     path = {"BIN": str(folder), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(FOLDER / f"{script}.sh"), *arguments]
-    done = subprocess.run(
-        command, env=os.environ | job | path | environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        place = {"HEAD": "127.0.0.1", "PORT": str(head.getsockname()[1])}
+        env = os.environ | job | path | place | environment
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return [line.split() for line in (folder / "calls").read_text("utf-8").splitlines()]
 
@@ -52,6 +57,11 @@ def settings_of(commands: list[list[str]]) -> AppSettings:
     (arguments,) = [one[2:] for one in commands if one[:2] == ["serve", "run"]]
     assert_is_our_app(arguments[0])
     return read_app_settings(dict(one.split("=", 1) for one in arguments[1:]))
+
+
+def is_joining(command: list[str]) -> bool:
+    """Return whether a machine joins the head."""
+    return command[:3] == ["ray", "start", "--address"] and command[3].startswith("127.0.0.1:")
 
 
 def assert_is_our_app(path: str) -> None:
@@ -69,7 +79,7 @@ def test_one_machine(tmp_path: Path):
 
 def test_two_nodes(tmp_path: Path):
     """The first machine has the head and serves to others; the second one joins it."""
-    commands = calls("two_nodes", tmp_path, HEAD="first", NODE="0")
+    commands = calls("two_nodes", tmp_path, NODE="0")
     assert settings_of(commands).deployment.num_replicas == 2
     assert sorted(one[:3] for one in commands) == [
         ["ray", "start", "--head"],
@@ -77,15 +87,15 @@ def test_two_nodes(tmp_path: Path):
         ["serve", "start", "--http-host"],
     ]
     (tmp_path / "calls").unlink()
-    (joining,) = calls("two_nodes", tmp_path, HEAD="first", NODE="1")
-    assert joining == ["ray", "start", "--address", "first:6379", "--block"]
+    (joining,) = calls("two_nodes", tmp_path, NODE="1")
+    assert is_joining(joining)
 
 
 def test_slurm(tmp_path: Path):
     """Each node is one of the two machines, with a replica for each."""
     commands = calls("slurm", tmp_path, "num_gpus=1")
     assert settings_of(commands).deployment.num_gpus == 1
-    assert ["ray", "start", "--address", "first:6379", "--block"] in commands
+    assert sum(is_joining(one) for one in commands) == 1
     assert sum(one[:3] == ["ray", "start", "--head"] for one in commands) == 1
 
 
