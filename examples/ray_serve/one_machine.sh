@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Two replicas of the README's embedded model on this machine, until Ctrl-C. Settings may follow; the last of a name wins:
+# Two replicas of the README's embedded model here, until Ctrl-C. Settings may follow; the last of a name wins:
 #   examples/ray_serve/one_machine.sh
 #   examples/ray_serve/one_machine.sh model=/models/mine num_replicas=4 num_gpus=1
-# Any client of OpenAI's API finds them at http://127.0.0.1:8000/v1, and a browser their status page at the address itself.
+# Clients of OpenAI's API find them at http://127.0.0.1:8000/v1, and browsers their status page at http://127.0.0.1:8000.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -3,8 +3,9 @@
 # same HEAD (the first one's name or address); the second may come first. Settings may follow on the first machine:
 #   HEAD=first NODE=0 examples/ray_serve/two_nodes.sh
 #   HEAD=first NODE=1 examples/ray_serve/two_nodes.sh
-# Files that the settings name have to be readable on both. Ray runs the code of whoever reaches its ports and has its
-# token: keep them in a network of their own, and copy ~/.ray/auth_token (`ray get-auth-token --generate` makes it) to both.
+# Files that the settings name have to be readable on both. Any client with Ray's token and access to its ports runs its
+# own code: keep these ports in a network of their own, and copy ~/.ray/auth_token to both (`ray get-auth-token
+# --generate` makes it).
 # Not run by any test, since that takes two machines: `bash -n` and its settings are checked.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
