@@ -250,7 +250,8 @@ class InferenceEngine(Engine):
 
         Returns:
             active_request_ids: requests that computed something and continue; finished_request_records: all requests
-                that ended since the last step; step_time in seconds; cuda_graph_request_count: None.
+                that ended since the last step; step_time in seconds; cuda_graph_request_count: rows of the
+                step's CUDA graph, None for an eager step.
         """
         records = self.core.report(context_state)
         for record in records:
@@ -262,7 +263,7 @@ class InferenceEngine(Engine):
             "active_request_ids": [request.request_id for request in active_requests(context_state)],
             "finished_request_records": records,
             "step_time": step_time,
-            "cuda_graph_request_count": None,
+            "cuda_graph_request_count": None if step_result is None else step_result.graph_rows,
         }
 
     def generate(

@@ -1,4 +1,4 @@
-"""What the versions from 0.17 on have in common: the inference context holds the settings of all parts."""
+"""Parts that the versions from 0.17 on have in common: the inference context holds the settings of all parts."""
 
 from __future__ import annotations
 

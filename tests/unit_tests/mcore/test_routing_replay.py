@@ -1,4 +1,4 @@
-"""MF-1: `--moe-enable-routing-replay` records the experts of every token, those of cached tokens included."""
+"""MF-1, MF-9: `--moe-enable-routing-replay` records the experts of every token, those of cached tokens included."""
 
 from __future__ import annotations
 
