@@ -33,7 +33,7 @@ def found_version() -> Version:
     """Return the version of the megatron-core that an import would find, or has found.
 
     Raises:
-        ModuleNotFoundError: There is none.
+        ModuleNotFoundError: megatron-core is not installed.
         ConfigError: It does not say its version.
     """
     spec = importlib.util.find_spec("megatron.core")

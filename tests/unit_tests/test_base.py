@@ -70,7 +70,7 @@ class TestTool:
 
     @pytest.fixture
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """Where the versions are unpacked; they are fetched as a wheel with nothing but its version."""
+        """Folder of an unpacked version; a fake download makes wheels that hold their version only."""
 
         def download(library: oracles.Library, folder: Path) -> Path:
             path = folder / "core.whl"
@@ -130,7 +130,7 @@ class TestMark:
         assert not base.depends_on_core(other)
 
     def test_another_base_than_the_one_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch):
-        """As if a variable or a plugin had put another folder first."""
+        """Simulates a variable or a plugin that puts another folder first."""
         monkeypatch.setattr(base, "asked_core", lambda: ("0.17.1", ROOT))
         config = SimpleNamespace(addinivalue_line=lambda *_: None)
         with pytest.raises(pytest.UsageError, match=r"0\.17\.1"):

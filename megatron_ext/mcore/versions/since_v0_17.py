@@ -1,4 +1,4 @@
-"""Parts that the versions from 0.17 on have in common: the inference context holds the settings of all parts."""
+"""Shared parts of the adapters to 0.17 and newer, whose inference context holds the settings of all classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BlockAllocator = KVBlockAllocator
 class Context(DynamicInferenceContext):
     """`DynamicInferenceContext` without its initializer; `config` tells upstream's classes what they ask."""
 
-    num_speculative_tokens = 0  # drafts of multi-token prediction layers, of which there are none here
+    num_speculative_tokens = 0  # drafts of multi-token prediction layers, which are not built
 
     def __init__(self, **settings: object) -> None:
         BaseInferenceContext.__init__(self, InferenceConfig(**settings))

@@ -89,7 +89,7 @@ class TestUntestedVersion:
 
 
 class TestUnsupportedVersion:
-    """In a process of its own, with a megatron-core that cannot be imported first on the path."""
+    """Processes with a megatron-core that cannot be imported first on the path."""
 
     @pytest.fixture
     def environment(self, tmp_path: Path) -> dict[str, str]:
