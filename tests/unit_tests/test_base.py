@@ -1,4 +1,4 @@
-"""MF-8: every process of the tests has the megatron-core that `make test BASE=VERSION` asks for, or the installed one."""
+"""MF-8: each process of the tests has the megatron-core that `make test BASE=VERSION` names, or the installed one."""
 
 from __future__ import annotations
 
