@@ -56,7 +56,7 @@ def test_the_installed_version_has_it(where, name):
 
 
 def test_missing_names_are_found(monkeypatch: pytest.MonkeyPatch):
-    """Those of modules, classes, instances, and of a module that is gone; another version's are not looked for."""
+    """Names of modules, classes and instances, and of a module that is gone; not those of another version."""
     context = "megatron.core.inference.contexts.dynamic_context"
     table = {context: ("_gone",), f"{context}.DynamicInferenceContext": ("_lost",), f"{context}_old": ("_left",)}
     monkeypatch.setattr(upstream_names, "UPSTREAM_NAMES", upstream_names.UPSTREAM_NAMES | table)
