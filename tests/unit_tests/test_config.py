@@ -84,7 +84,6 @@ REFUSED = [
     (ModelConfig, {"num_experts": 4}, ["--num-experts 4", "'M-M*M-M-'", "E"]),
     (ModelConfig, {"hybrid_override_pattern": "ME"}, ["'ME'", "--num-experts"]),
     (ModelConfig, MOE | {"moe_router_topk": 9}, ["--moe-router-topk 9", "8"]),
-    (ModelConfig, MOE | {"disable_bias_linear": False}, ["'M*E'", "--no-disable-bias-linear"]),
     (ModelConfig, MOE | {"moe_router_topk_scaling_factor": 0.0}, ["--moe-router-topk-scaling-factor 0.0"]),
     (ModelConfig, MOE | {"moe_router_topk_scaling_factor": NAN}, ["--moe-router-topk-scaling-factor nan"]),
     (ModelConfig, MOE | {"moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),

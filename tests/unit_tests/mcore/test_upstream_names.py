@@ -73,6 +73,10 @@ OURS = [
 ]
 
 
+PUBLIC = {"_exit"}  # of os, whose documentation has it
+OF_RAY = {"fleet_calls.py": {"_fetch_replica_results_async"}}  # docs/ray.md says why
+
+
 def unexplained(path: Path) -> list[tuple[int, str]]:
     """Private names that a file uses and that are neither its own nor those of one of our classes that it imports."""
     tree = parse(path)
@@ -91,12 +95,12 @@ def _attributes_of_module(module: str) -> set[str]:
 
 
 def test_every_private_name_is_ours_or_listed():
-    """Outside mcore/ there is no exception at all."""
+    """Outside mcore/ there is one exception, a name of Ray's."""
     found = [
         f"{path}: {line}: {name}"
         for path in OURS
         for line, name in unexplained(path)
-        if not (path.is_relative_to(MCORE) and name in LISTED)
+        if not (path.is_relative_to(MCORE) and name in LISTED) and name not in PUBLIC | OF_RAY.get(path.name, set())
     ]
     assert found == []
 

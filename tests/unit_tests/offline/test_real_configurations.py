@@ -1,8 +1,8 @@
 """MF-3: Megatron-LM's own configurations of its inference tests start here, from its own files.
 
 The environment variable `MEGATRON_CASES` names a folder with its `test_cases`; without it this module is not collected
-(see conftest.py). Changed are parallel sizes, paths and the buffer only, and the sizes of models without a checkpoint.
-Checkpoints are small, and decide over sizes.
+(see conftest.py). Changed are parallel sizes, paths and the buffer, and the sizes of models: checkpoints are small and
+decide over them, and models of random weights get others.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ ONE_RANK = """
 SMALL = "--hidden-size 128 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 16 --vocab-size 4096".split()
 GPT = "--model-provider gpt --num-layers 2 --position-embedding-type rope --max-position-embeddings 4096".split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32".split()
+GPT_OSS = """
+--position-embedding-type yarn --rotary-scaling-factor 32 --yarn-original-max-position-embeddings 128
+--softmax-type learnable --window-size 127,0 --window-attn-skip-freq 2 --quick-geglu --glu-linear-offset 1
+--activation-func-clamp-value 7 --normalization RMSNorm --disable-bias-linear
+""".split()
 MAMBA = "--mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 1 --mamba-num-heads 8".split()
 KINDS = {
     "gpt": GPT,
     "gpt with experts": [*GPT, *EXPERTS],
+    "gpt-oss": [*GPT, *EXPERTS, *GPT_OSS],
     "hybrid": ["--hybrid-layer-pattern", "M-M*-", *MAMBA],
     "hybrid with experts": ["--hybrid-layer-pattern", "ME*E", *MAMBA, *EXPERTS],
 }
+SMALLER = {"--num-query-groups": "2", "--padded-vocab-size": "4096"}
 EXPORTED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_AUTOTUNING")
 
 
@@ -50,6 +57,8 @@ def flags_of(path: Path) -> Mapping[str, object]:
 
 
 def kind_of(flags: Mapping[str, object]) -> str:
+    if "--softmax-type" in flags:
+        return "gpt-oss"
     experts = " with experts" if {"--num-experts", "--moe-router-score-function"} & flags.keys() else ""
     return ("gpt" if flags.get("--model-provider", "gpt") == "gpt" else "hybrid") + experts
 
@@ -97,7 +106,22 @@ def without_checkpoint(flags: Mapping[str, object]) -> list[str]:
         sizes += ["--num-layers", "2"]
     if "--num-experts" in flags:
         sizes += EXPERTS
-    return ["--load", "", *sizes]
+    return ["--load", "", *sizes, *smaller(flags)]
+
+
+def smaller(flags: Mapping[str, object]) -> list[str]:
+    """Sizes in place of those of the file, as far as it has them."""
+    return [word for flag, size in SMALLER.items() if flag in flags for word in (flag, size)]
+
+
+def golden(results: Mapping[str, object]) -> dict[str, object]:
+    """Return results as golden values, which say of which tokens they have routing indices."""
+    return {
+        key: entry | {"routing_indices_token_indices": list(range(len(entry["routing_indices"])))}
+        if isinstance(entry, dict) and "routing_indices" in entry
+        else entry
+        for key, entry in results.items()
+    }
 
 
 @pytest.mark.parametrize("weights", ["loaded", "random"])
@@ -112,7 +136,7 @@ def test_it_starts(path: Path, weights: str, made, tmp_path, monkeypatch):
     if not flags:  # it describes no run
         model = []
     elif weights == "loaded":
-        model = ["--load", checkpoint(made, kind_of(flags))]
+        model = ["--load", checkpoint(made, kind_of(flags)), "--use-checkpoint-args", *smaller(flags)]
     else:
         model = without_checkpoint(flags)
     more = ["--fp8-as-16bit"] if any(flag.startswith("--fp8") for flag in flags) else []
@@ -130,4 +154,4 @@ def test_it_starts(path: Path, weights: str, made, tmp_path, monkeypatch):
     metrics = yaml.safe_load(path.read_text("utf-8")).get("METRICS") or []
     compared = metrics or ["generated_tokens"]
     assert problems(results, results, compared) == []
-    run_megatrons_checker(results, results, metrics)
+    run_megatrons_checker(golden(results), results, metrics)

@@ -164,7 +164,7 @@ def test_the_engine_knows_the_window(denses, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(
             attention,
             "paged_attention",
-            lambda *args, scale, window, wrong=window: operator(*args, scale=scale, window=wrong),
+            lambda *args, wrong=window, **options: operator(*args, **options | {"window": wrong}),
         )
         driver = CachingDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=48)
         driver.add(0, oracle.prompt(100, seed=1), num_tokens_to_generate=8)
