@@ -1,10 +1,10 @@
-"""Functional test cases: what they run, and how.
+"""Functional test cases in the layout of Megatron-LM's.
 
-A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml`, `golden_values.json`,
-`golden_values.run.json` and the prompts. The YAML
-file has the flags of one run as typed (`flags`), the metrics to compare (`metrics`, see `checker.METRICS`) and whether
-the run must see the cache (`must_see_cache`, true unless said otherwise). Nothing here fails where a folder is
-incomplete: that is the business of this folder's own tests.
+A case is a folder `test_cases/<model>/<case>/` with the run's flags (`model_config.yaml`), its prompts,
+`golden_values.json` as Megatron's checker reads it and `golden_values.run.json` with the counts of the run. The YAML
+file is one of Megatron's functional tests; the tool reads it with `--model-config`. `METRICS` has the names that
+Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a case
+whose golden values need not change when the cache is off or has wrong contents.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from tests.forked import fork
 from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, OUTCOME, Results
 
 CASES = Path(__file__).resolve().parent / "test_cases"
+CONFIG = "model_config.yaml"
+NO_CACHE_EFFECT = "no_cache_effect"
+_KEYS = {"ENV_VARS", "TEST_TYPE", "MODE", "MODEL_ARGS", "METRICS"}
 STATE_ROUNDING = 5e-3  # of log-probs: a tenth of what 95 of 100 tokens may differ by with the cache on and off
 UNREADABLE = (OSError, ValueError, yaml.YAMLError)  # what `read_case` raises
 
@@ -34,8 +37,8 @@ class Case:
 
     Attributes:
         name: `<model>/<case>`.
-        flags: Arguments of `tools/run_inference.py`; paths are relative to the case's folder.
-        metrics: Names of the compared metrics.
+        model_args: Flags of `tools/run_inference.py` and their values; paths are relative to the case's folder.
+        metrics: Names of the metrics that our checker compares.
         must_see_cache: True if tokens are skipped and the golden values differ without the cache or with wrong
             contents.
 
@@ -44,24 +47,26 @@ class Case:
     """
 
     name: str
-    flags: tuple[str, ...]
+    model_args: Mapping[str, object]
     metrics: tuple[str, ...]
     must_see_cache: bool = True
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.metrics) - set(METRICS))
         if unknown or not self.metrics:
-            raise ValueError(f"{self.name}: metrics {unknown or 'missing'}; known are {', '.join(METRICS)}")
+            raise ValueError(
+                f"{self.name}: metrics {unknown or 'missing'}; known are {', '.join((*METRICS, NO_CACHE_EFFECT))}"
+            )
         if self.must_see_cache and not ("counts" in self.metrics and self.outcome):
             raise ValueError(
-                f"{self.name} must see the cache: that takes the metric counts and one of {', '.join(OUTCOME)}; or say "
-                "must_see_cache: false"
+                f"{self.name} must see the cache: that takes the metric counts and one of {', '.join(OUTCOME)}; or add "
+                f"{NO_CACHE_EFFECT}"
             )
 
     @property
     def tolerance(self) -> float:
         """Tolerance of log-probs. States in 16 bits round a sum up or down depending on the order of its terms."""
-        dtypes = {"bf16", "fp16"} & set(self.flags)
+        dtypes = {"bf16", "fp16"} & set(map(str, self.model_args.values()))
         return STATE_ROUNDING if dtypes else LOG_PROB_TOLERANCE
 
     @property
@@ -73,6 +78,16 @@ class Case:
     def folder(self) -> Path:
         """Folder of the case's files."""
         return CASES / self.name
+
+    @property
+    def flags(self) -> list[str]:
+        """Arguments of `tools/run_inference.py`, run in the case's folder."""
+        return ["--model-config", str(self.config)]
+
+    @property
+    def config(self) -> Path:
+        """Path of its YAML file."""
+        return self.folder / CONFIG
 
     @property
     def golden_path(self) -> Path:
@@ -101,8 +116,11 @@ class Case:
         """The command that writes its golden values."""
         return f"make golden ARGS={self.name}"
 
-    def run(self) -> Results:
+    def run(self, *flags: str) -> Results:
         """Run the tool in a process of its own, as `python tools/run_inference.py` does after its imports.
+
+        Args:
+            *flags: More flags than the case has; they override its own.
 
         Returns:
             Both files that it writes, with events.
@@ -112,7 +130,7 @@ class Case:
         """
         with tempfile.TemporaryDirectory() as folder:
             errors = Path(folder) / "stderr"
-            arguments = [*self.flags, *output_flags(Path(folder))]
+            arguments = [*self.flags, *flags, *output_flags(Path(folder))]
             process = fork(_run_tool, arguments, self.folder, errors)
             process.join()
             if process.exitcode != 0:
@@ -162,18 +180,16 @@ def read_case(folder: Path) -> Case:
 
     Raises:
         OSError: If the file does not exist.
-        ValueError: If the file is not a mapping with `flags`, `metrics` and, if wanted, `must_see_cache`; see also
-            `Case`.
+        ValueError: If the file is not a mapping with Megatron's keys, or one of them has another type; see also `Case`.
         yaml.YAMLError: If the file is not YAML.
     """
     name = folder.relative_to(CASES).as_posix()
-    config = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     keys = set(config) if isinstance(config, dict) else set()
-    if not {"flags", "metrics"} <= keys <= {"flags", "metrics", "must_see_cache"}:
-        raise ValueError(
-            f"{name}: model_config.yaml has {sorted(keys, key=str)}, not flags, metrics and, if wanted, must_see_cache"
-        )
-    flags, metrics, must_see = config["flags"], config["metrics"], config.get("must_see_cache", True)
-    if not isinstance(flags, str) or not isinstance(metrics, list) or not isinstance(must_see, bool):
-        raise ValueError(f"{name}: flags must be a string, metrics a list and must_see_cache true or false")
-    return Case(name, tuple(shlex.split(flags)), tuple(str(metric) for metric in metrics), must_see)
+    if keys != _KEYS:
+        raise ValueError(f"{name}: {CONFIG} has {sorted(keys, key=str)}, not {', '.join(sorted(_KEYS))}")
+    model_args, metrics = config["MODEL_ARGS"], config["METRICS"]
+    if not isinstance(model_args, dict) or not isinstance(metrics, list):
+        raise ValueError(f"{name}: MODEL_ARGS must be a mapping and METRICS a list")
+    ours = tuple(str(metric) for metric in metrics if metric != NO_CACHE_EFFECT)
+    return Case(name, model_args, ours, NO_CACHE_EFFECT not in metrics)

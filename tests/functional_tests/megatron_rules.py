@@ -100,13 +100,13 @@ _COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], list[str]]] = {
 COMPARED = tuple(_COMPARED)
 
 
-def run_megatrons_checker(golden: dict[str, Any], current: dict[str, Any], metrics: Sequence[str]) -> None:
+def run_megatrons_checker(golden: dict[str, Any], current: dict[str, Any], metrics: Sequence[str] | Path) -> None:
     """Run Megatron's own checker, if `MEGATRON_CHECKER` names its file or the folder with it; else do nothing.
 
     Args:
         golden: Golden values.
         current: Results of a run.
-        metrics: As in `problems`.
+        metrics: As in `problems`, or a case's YAML file, of which it reads `METRICS`.
 
     Raises:
         AssertionError: It found a difference.
@@ -116,7 +116,11 @@ def run_megatrons_checker(golden: dict[str, Any], current: dict[str, Any], metri
         return
     path = Path(os.environ[CHECKER_VARIABLE])
     path = path / "test_inference_regular_pipeline.py" if path.is_dir() else path
-    texts = json.dumps(golden), json.dumps(current), yaml.safe_dump({"METRICS": list(metrics)})
+    if isinstance(metrics, Path):
+        config = metrics.read_text(encoding="utf-8")
+    else:
+        config = yaml.safe_dump({"METRICS": list(metrics)})
+    texts = json.dumps(golden), json.dumps(current), config
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("golden.json", "current.json", "model_config.yaml")]
         for file, text in zip(files, texts, strict=True):

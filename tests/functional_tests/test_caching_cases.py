@@ -54,9 +54,7 @@ def token_ids(entry: dict[str, Any]) -> list[int]:
 
 
 def test_there_are_caching_cases():
-    assert {f"attention/{name}" for name in ("chat", "shared_prefix", "eviction_lru", "eviction_ref_zero")} <= set(
-        CASES
-    )
+    assert {f"gpt/{name}" for name in ("chat", "shared_prefix", "eviction_lru", "eviction_ref_zero")} <= set(CASES)
     assert len(CACHING) >= 6
 
 
@@ -64,7 +62,7 @@ def test_there_are_caching_cases():
 def test_something_was_skipped(case: Case):
     """KV-11, EX-2: every prompt token is skipped or computed, with a reason, and some are skipped."""
     golden = golden_of(case.name)
-    assert golden.run["prefix_cache"] is not None, "its cache is off: let it say must_see_cache: false"
+    assert golden.run["prefix_cache"] is not None, "its cache is off: let its METRICS have no_cache_effect"
     assert golden.run["lifetime_skipped_token_count"] > 0
     assert golden.run["prefix_cache"]["hits"] > 0
     skipped = computed = recomputed = 0
@@ -93,7 +91,7 @@ def assert_within_16_bits(golden: Results, off: Results) -> None:
 def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
     """KV-8: caching off keeps tokens and log-probs, but changes the golden counts."""
     golden, off = golden_of(case.name), run_here(case, OFF)
-    if "--mamba-inference-ssm-states-dtype" in case.flags:
+    if "--mamba-inference-ssm-states-dtype" in case.model_args:
         assert differences(golden, off, OUTCOME[:2]) == []
         assert_within_16_bits(golden, off)
     else:
@@ -125,7 +123,7 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in CACHING if case.name.startswith("attention/")], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [case for case in CACHING if case.name.startswith("gpt/")], ids=lambda c: c.name)
 def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
     """Negative control of KV-1: with keys that do not cover the tokens, prompts hit blocks of other texts."""
     right = hash_chain._hashes_of_blocks
@@ -139,7 +137,7 @@ def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
 
 def test_a_conversation_hits_its_own_answers():
     """EX-1: the match reaches beyond the previous turn's prompt, into blocks that were completed in decode."""
-    turns = entries("attention/chat")
+    turns = entries("gpt/chat")
     for before, after in ((0, 2), (1, 3), (2, 4), (3, 5)):
         known = token_ids(turns[before]) + turns[before]["generated_tokens"]
         assert token_ids(turns[after])[: len(known)] == known, "the prompts are not this model's: write them anew"
@@ -152,17 +150,17 @@ def test_a_conversation_hits_its_own_answers():
 
 def test_a_shared_prefix_is_computed_once():
     """KV-6: all requests hit the system prompt; of three with a new prefix two wait, and are overtaken."""
-    first, *others = entries("attention/shared_prefix")
+    first, *others = entries("gpt/shared_prefix")
     assert first["skipped_prefill_token_count"] == 0
     system, new = others[:3] + others[-1:], others[3:6]
     assert [entry["skipped_prefill_token_count"] for entry in system] == [40] * 4
     assert [entry["skipped_prefill_token_count"] for entry in new] == [0, 32, 32]
-    assert golden_of("attention/shared_prefix").run["prefix_cache"]["coordination_waits"] == 2
+    assert golden_of("gpt/shared_prefix").run["prefix_cache"]["coordination_waits"] == 2
 
 
 def test_each_policy_evicts_in_its_own_way():
     """KV-4: `lru` keeps what fits and evicts the ends of sequences first; `ref_zero` keeps no unused block."""
-    lru, ref_zero = (golden_of(f"attention/eviction_{policy}") for policy in ("lru", "ref_zero"))
+    lru, ref_zero = (golden_of(f"gpt/eviction_{policy}") for policy in ("lru", "ref_zero"))
     assert differences(lru, ref_zero, ["generated_tokens"]) == []
     assert lru.run["prefix_cache"]["blocks_evicted"] > 0
     assert lru.run["prefix_cache"]["blocks_cached"] > 0
@@ -177,7 +175,7 @@ def test_an_evicted_request_finds_its_own_blocks():
     for policy, is_kept in (("lru", True), ("ref_zero", False)):
         evicted = [
             entry
-            for entry in entries(f"attention/eviction_{policy}")
+            for entry in entries(f"gpt/eviction_{policy}")
             if "EVICT" in [event["type"] for event in entry["events"]]
         ]
         assert evicted
@@ -186,16 +184,16 @@ def test_an_evicted_request_finds_its_own_blocks():
 
 def test_a_cached_prefix_is_skipped_in_one_go():
     """FX-3: prefill takes as many steps as what is not cached needs, however long the prompt is."""
-    for entry in entries("attention/chunked_warm")[:4]:  # the last two share a step's tokens
+    for entry in entries("gpt/chunked_warm")[:4]:  # the last two share a step's tokens
         prefill_steps = -(-entry["computed_prefill_token_count"] // 20)
         assert entry["request_step_count"] == prefill_steps + len(entry["generated_tokens"]) - 1
-    warm = entries("attention/chunked_warm")[1:]
+    warm = entries("gpt/chunked_warm")[1:]
     assert min(entry["skipped_prefill_token_count"] for entry in warm) > 20
 
 
 def test_requests_that_opt_out_and_requests_with_other_salts():
     """KV-9, EX-3, EX-5: opting out reads and writes nothing, prompt log-probs read nothing, a salt keeps its own."""
-    got = entries("attention/opt_out_and_salt")
+    got = entries("gpt/opt_out_and_salt")
     skipped = [entry["skipped_prefill_token_count"] for entry in got]
     #      cold, warm, out, scores | red, red, blue, "" | out, cold | at once: red, blue, red, none
     assert skipped == [0, 24, 0, 0, 0, 24, 0, 0, 0, 0, 0, 0, 16, 16]

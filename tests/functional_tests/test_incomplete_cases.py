@@ -14,7 +14,8 @@ from tests.functional_tests.cases import read_case
 
 HERE = Path(__file__).parent
 MODULES = sorted(path for path in HERE.glob("test_*.py") if path.name != Path(__file__).name)
-GOOD = "flags: --prompts 1\nmetrics: [generated_tokens, counts]\n"
+START = "ENV_VARS: {}\nTEST_TYPE: frozen-start\nMODE: inference\n"
+GOOD = START + "MODEL_ARGS: {--prompts: 1}\nMETRICS: [generated_tokens, counts]\n"
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def collect(module: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("yaml", [GOOD, "flags: ["], ids=["no golden values", "no YAML"])
+@pytest.mark.parametrize("yaml", [GOOD, "METRICS: ["], ids=["no golden values", "no YAML"])
 def test_the_others_are_collected(add_case, module: Path, yaml: str | None):
     add_case(yaml)
     collect(module)
@@ -64,15 +65,17 @@ def test_without_golden_values_it_fails_with_the_command_that_makes_them(add_cas
     ("yaml", "words"),
     [
         (None, "model_config.yaml"),
-        ("flags: [", "expected"),
-        ("- 1", "has \\[\\], not flags, metrics"),
-        ("flags: --x", "has \\['flags'\\], not flags, metrics"),
-        (GOOD + "metric: x", "must_see_cache"),
-        (GOOD + "must_see_cache: maybe", "must_see_cache true or false"),
-        ("flags: --x\nmetrics: [speed]", "\\['speed'\\]; known are generated_tokens"),
-        ("flags: --x\nmetrics: []", "metrics missing"),
-        ("flags: --x\nmetrics: [generated_tokens]", "takes the metric counts"),
-        ("flags: --x\nmetrics: [counts, events]", "one of generated_tokens, generated_text, logprobs"),
+        ("METRICS: [", "expected"),
+        ("- 1", "has \\[\\], not ENV_VARS, METRICS, MODE, MODEL_ARGS, TEST_TYPE"),
+        (START + "MODEL_ARGS: {}", "'MODE', 'MODEL_ARGS', 'TEST_TYPE'\\], not ENV_VARS, METRICS"),
+        (GOOD + "METRIC: x", "'METRIC', 'METRICS'"),
+        (GOOD + "METRICS: counts", "METRICS a list"),
+        (GOOD + "MODEL_ARGS: --x", "MODEL_ARGS must be a mapping"),
+        (GOOD + "METRICS: [speed]", "\\['speed'\\]; known are generated_tokens"),
+        (GOOD + "METRICS: []", "metrics missing"),
+        (GOOD + "METRICS: [no_cache_effect]", "metrics missing"),
+        (GOOD + "METRICS: [generated_tokens]", "takes the metric counts"),
+        (GOOD + "METRICS: [counts, events]", "one of generated_tokens, generated_text, logprobs"),
     ],
 )
 def test_what_is_wrong_is_said(add_case, yaml: str | None, words: str):
@@ -88,6 +91,6 @@ def test_a_case_chooses_the_compared_fields(add_case):
     folder = add_case(GOOD)
     assert read_case(folder).must_see_cache
     assert read_case(folder).outcome == ["generated_tokens"]
-    (folder / "model_config.yaml").write_text("flags: --x\nmetrics: [events]\nmust_see_cache: false\n")
+    (folder / "model_config.yaml").write_text(GOOD + "METRICS: [events, no_cache_effect]\n")
     assert not read_case(folder).must_see_cache
     assert read_case(folder).outcome == []
