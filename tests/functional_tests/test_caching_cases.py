@@ -235,3 +235,23 @@ def test_states_at_the_end_of_many_chunks_are_kept():
     got = entries("hybrid/chunked_warm")
     assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384]
     assert [entry["request_step_count"] - len(entry["generated_tokens"]) + 1 for entry in got] == [9, 1, 1, 1]
+
+
+def test_drafts_save_steps_of_a_conversation():
+    """SP-3, SP-4: the tokens and hits of the case without drafts, in fewer steps."""
+    drafted, plain = (golden_of(f"hybrid/{name}") for name in ("speculation", "chat_warm"))
+    assert differences(plain, drafted, OUTCOME) == []
+    assert drafted.run["prefix_cache"] == plain.run["prefix_cache"]
+    saved = [
+        one["request_step_count"] - other["request_step_count"]
+        for one, other in zip(plain.entries.values(), drafted.entries.values(), strict=True)
+    ]
+    assert 0 < sum(saved) <= drafted.run["speculation"]["accepted_token_count"]  # some came after a stop word
+
+
+def test_aligned_chunks_end_at_block_boundaries():
+    """LA-1: steps have 40 tokens, chunks of a long prompt end every 32, and each of the first twelve leaves states."""
+    got = entries("hybrid/align")
+    assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384]
+    assert got[0]["request_step_count"] - len(got[0]["generated_tokens"]) + 1 == 13
+    assert golden_of("hybrid/align").run["prefix_cache"]["snapshots_taken"] == 12 + 3
