@@ -14,7 +14,7 @@ BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-kernels test-gpu test-ray kernels oracles bench lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -50,6 +50,9 @@ test-all: test ## Run `make test`, then the tests that are marked long.
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
 	$(PYTEST) -m kernels $(ARGS)
+
+test-versions: $(STAMP) ## Save and load checkpoints with four versions of megatron-core, which are fetched: minutes.
+	$(PYTEST) -m "versions and (long or not long)" $(ARGS)
 
 test-gpu: WORKERS := $(GPU_WORKERS)
 test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it (GPU_WORKERS=1 if its memory is small).

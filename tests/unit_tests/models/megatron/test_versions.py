@@ -28,8 +28,6 @@ from tests.unit_tests.support.layouts import CPU, Part, assert_parts_of, held, l
 from tests.unit_tests.support.ranks import run_ranks
 from tools import bases
 
-pytestmark = pytest.mark.long
-
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # Norms have the keys of local specs in one layout, those of Transformer Engine's in the other.
 SAVED_AT = {"TP 1 PP 1": ("--local-norms",), "TP 2 PP 2": ("--tp=2", "--pp=2")}
@@ -121,8 +119,16 @@ def load(directory: Path, parallel: ParallelConfig | None = None) -> HybridModel
     return load_model(source, {}, parallel=parallel, device=CPU).model
 
 
-@pytest.mark.parametrize("layout", SAVED_AT)
-@pytest.mark.parametrize("version", VERSIONS)
+def mark_of(version: str, layout: str) -> pytest.MarkDecorator:
+    """`.ci/run` runs one of them, `make test-versions` the others."""
+    is_first = (version, layout) == (VERSIONS[-1], next(iter(SAVED_AT)))
+    return pytest.mark.long if is_first else pytest.mark.versions
+
+
+@pytest.mark.parametrize(
+    ("version", "layout"),
+    [pytest.param(version, layout, marks=mark_of(version, layout)) for version in VERSIONS for layout in SAVED_AT],
+)
 def test_a_checkpoint_has_equal_tokens(version: str, layout: str, saved: Saved, wholes: dict) -> None:
     """MR-1: models with training state beside them; every tensor is as it was stored, and so is the configuration."""
     for kind in KINDS:
@@ -138,6 +144,7 @@ def load_all(directories: list[Path], parallel: ParallelConfig) -> list[Part]:
     return [part_of(load(directory, parallel), TOKENS) for directory in directories]
 
 
+@pytest.mark.versions
 @pytest.mark.worlds
 @pytest.mark.parametrize("layout", LOADED_AT)
 def test_any_layout_reads_any_other(layout: str, saved: Saved, wholes: dict) -> None:
@@ -161,6 +168,7 @@ def test_any_layout_reads_any_other(layout: str, saved: Saved, wholes: dict) -> 
                 assert torch.equal(part.logits.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
 def test_a_flipped_byte(version: str, saved: Saved, tmp_path: Path) -> None:
     """The manifest of upstream's own `verify_integrity` is verified."""
@@ -178,6 +186,7 @@ def test_a_flipped_byte(version: str, saved: Saved, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
 def test_upstream_reads_what_save_writes(version: str, wholes: dict, tmp_path: Path) -> None:
     """MR-4: no key is missing or left over, for Megatron's hybrids of the same layers, on one rank and on four."""
