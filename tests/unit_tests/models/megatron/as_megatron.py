@@ -349,12 +349,13 @@ def save(kind: str, options: argparse.Namespace) -> None:
         "checkpoint_version": 3.0,
         "iteration": 100,
         "model": model_state,
-        "optimizer": {"param_groups": [{"lr": 1e-4, "step": 100}], "state": moments(model_state)},
         "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": 6400},
         "num_floating_point_operations_so_far": 1.5e12,
         "rng_state": ShardedObject("rng_state", [{"torch_rng_state": torch.get_rng_state()}], (size,), (rank,)),
         "rerun": ShardedObject("rerun_state_machine_state", {"mode": "disabled"}, (size,), (rank,)),
     }
+    if not options.no_save_optim:
+        state["optimizer"] = {"param_groups": [{"lr": 1e-4, "step": 100}], "state": moments(model_state)}
     directory = options.folder / kind / ITERATION
     if rank == 0:
         directory.mkdir(parents=True)
@@ -422,6 +423,7 @@ def main() -> int:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--local-norms", action="store_true", help="keys of local specs, not of Transformer Engine's")
     parser.add_argument("--digests", action="store_true", help="write integrity.json (0.18 and later)")
+    parser.add_argument("--no-save-optim", action="store_true", help="without an optimizer's state")
     parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.store is not None:
