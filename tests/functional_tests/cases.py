@@ -4,7 +4,8 @@ A case is a folder `test_cases/<model>/<case>/` with the run's flags (`model_con
 `golden_values.json` as Megatron's checker reads it and `golden_values.run.json` with the counts of the run. The YAML
 file is one of Megatron's functional tests; the tool reads it with `--model-config`. `METRICS` has the names that
 Megatron's checker knows and ours, which it passes over: those of `checker.METRICS`, and `no_cache_effect` for a case
-whose golden values need not change when the cache is off or has wrong contents.
+whose golden values need not change when the cache is off or has wrong contents. `WORLD_SIZE` in `ENV_VARS` is the
+number of ranks, 1 if it is absent.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Case:
         metrics: Names of the metrics that our checker compares.
         must_see_cache: True if tokens are skipped and the golden values differ without the cache or with wrong
             contents.
+        ranks: Number of ranks that the tool is run on.
 
     Raises:
         ValueError: If a metric is unknown, the list is empty, or its metrics cannot see the cache.
@@ -50,6 +52,7 @@ class Case:
     model_args: Mapping[str, object]
     metrics: tuple[str, ...]
     must_see_cache: bool = True
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.metrics) - set(METRICS))
@@ -117,7 +120,7 @@ class Case:
         return f"make golden ARGS={self.name}"
 
     def run(self, *flags: str) -> Results:
-        """Run the tool in a process of its own, as `python tools/run_inference.py` does after its imports.
+        """Run the tool in processes of its own, as `python tools/run_inference.py` does after its imports.
 
         Args:
             *flags: More flags than the case has; they override its own.
@@ -131,11 +134,22 @@ class Case:
         with tempfile.TemporaryDirectory() as folder:
             errors = Path(folder) / "stderr"
             arguments = [*self.flags, *flags, *output_flags(Path(folder))]
+            if self.ranks > 1:
+                self._run_ranks(arguments)
+                return read_results(Path(folder))
             process = fork(_run_tool, arguments, self.folder, errors)
             process.join()
             if process.exitcode != 0:
                 raise RuntimeError(f"{self.name}: exit code {process.exitcode}: {errors.read_text(encoding='utf-8')}")
             return read_results(Path(folder))
+
+    def _run_ranks(self, arguments: list[str]) -> None:
+        from tests.unit_tests.support.ranks import run_world
+
+        outcomes = run_world(_run_rank, self.ranks, arguments, self.folder)
+        failed = [one.describe() for one in outcomes if one.exit_code != 0]
+        if failed:
+            raise RuntimeError("\n".join([f"{self.name}:", *failed]))
 
 
 def output_flags(folder: Path) -> list[str]:
@@ -158,6 +172,17 @@ def _run_tool(arguments: list[str], folder: Path, errors: Path) -> None:
     os.chdir(folder)
     from tools.run_inference import main
 
+    sys.exit(main(arguments))
+
+
+def _run_rank(arguments: list[str], folder: Path) -> None:
+    """Run the tool in a rank's process, as torchrun does."""
+    from torch import distributed
+
+    from tools.run_inference import main
+
+    os.environ |= {"RANK": str(distributed.get_rank()), "WORLD_SIZE": str(distributed.get_world_size())}
+    os.chdir(folder)
     sys.exit(main(arguments))
 
 
@@ -188,8 +213,8 @@ def read_case(folder: Path) -> Case:
     keys = set(config) if isinstance(config, dict) else set()
     if keys != _KEYS:
         raise ValueError(f"{name}: {CONFIG} has {sorted(keys, key=str)}, not {', '.join(sorted(_KEYS))}")
-    model_args, metrics = config["MODEL_ARGS"], config["METRICS"]
-    if not isinstance(model_args, dict) or not isinstance(metrics, list):
-        raise ValueError(f"{name}: MODEL_ARGS must be a mapping and METRICS a list")
+    variables, model_args, metrics = config["ENV_VARS"], config["MODEL_ARGS"], config["METRICS"]
+    if not isinstance(variables, dict) or not isinstance(model_args, dict) or not isinstance(metrics, list):
+        raise ValueError(f"{name}: ENV_VARS and MODEL_ARGS must be mappings and METRICS a list")
     ours = tuple(str(metric) for metric in metrics if metric != NO_CACHE_EFFECT)
-    return Case(name, model_args, ours, NO_CACHE_EFFECT not in metrics)
+    return Case(name, model_args, ours, NO_CACHE_EFFECT not in metrics, int(variables.get("WORLD_SIZE", 1)))

@@ -249,6 +249,18 @@ def test_drafts_save_steps_of_a_conversation():
     assert 0 < sum(saved) <= drafted.run["speculation"]["accepted_token_count"]  # some came after a stop word
 
 
+def test_ranks_give_the_values_of_one():
+    """MR-3: two that share layers or stages also skip the same; replicas have a cache each."""
+    alone = golden_of("hybrid/chat_warm")
+    for layout in ("tp2", "pp2"):
+        ranks = golden_of(f"hybrid/{layout}")
+        assert differences(alone, ranks, [*OUTCOME, "counts"]) == []
+        assert ranks.run["prefix_cache"] == alone.run["prefix_cache"]
+    replicas = golden_of("hybrid/dp2")
+    assert differences(alone, replicas, OUTCOME) == []
+    assert replicas.run["prefix_cache"]["hits"] > 0
+
+
 def test_aligned_chunks_end_at_block_boundaries():
     """LA-1: steps have 40 tokens, chunks of a long prompt end every 32, and each of the first twelve leaves states."""
     got = entries("hybrid/align")

@@ -18,6 +18,9 @@ CASES = find_cases()
 SAFE_MARGIN = 2 * LOG_PROB_TOLERANCE  # nats between the two best tokens
 SCORES = ("--return-log-probs", "--skip-prompt-log-probs", "--top-n-logprobs", "2")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_run = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.worlds] * (case.ranks > 1)) for case in CASES]
+)
 
 
 @pytest.mark.parametrize("folder", case_folders(), ids=lambda path: path.relative_to(CASES_FOLDER).as_posix())
@@ -26,7 +29,7 @@ def test_the_case_can_be_read(folder: Path):
     read_case(folder)
 
 
-@each_case
+@each_run
 def test_fresh_run_equals_golden_values(case: Case):
     """MF-6: a run has its golden values, and Megatron's checker takes both."""
     golden, fresh = case.golden_values(), case.run()

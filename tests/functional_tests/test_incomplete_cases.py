@@ -70,7 +70,7 @@ def test_without_golden_values_it_fails_with_the_command_that_makes_them(add_cas
         (START + "MODEL_ARGS: {}", "'MODE', 'MODEL_ARGS', 'TEST_TYPE'\\], not ENV_VARS, METRICS"),
         (GOOD + "METRIC: x", "'METRIC', 'METRICS'"),
         (GOOD + "METRICS: counts", "METRICS a list"),
-        (GOOD + "MODEL_ARGS: --x", "MODEL_ARGS must be a mapping"),
+        (GOOD + "MODEL_ARGS: --x", "MODEL_ARGS must be mappings"),
         (GOOD + "METRICS: [speed]", "\\['speed'\\]; known are generated_tokens"),
         (GOOD + "METRICS: []", "metrics missing"),
         (GOOD + "METRICS: [no_cache_effect]", "metrics missing"),
