@@ -169,7 +169,7 @@ class Grammars:
         begun = matcher.deep_copy()  # its cached grammar states would be part of each copy
         started = time.thread_time()
         mask = begun.compute_bitmask()
-        if not matcher.is_error() and any(mask) and not begun.is_error():
+        if not matcher.is_error() and not begun.is_error():  # the second one if no token may come first
             return Matcher(matcher, tokenizer, mask, time.thread_time() - started)
         raise _refused(form, matcher.get_error() or "no output satisfies it")
 

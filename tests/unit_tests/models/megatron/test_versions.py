@@ -32,7 +32,7 @@ VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 # Norms have the keys of local specs in one layout, those of Transformer Engine's in the other.
 SAVED_AT = {"TP 1 PP 1": ("--local-norms",), "TP 2 PP 2": ("--tp=2", "--pp=2")}
 LOADED_AT = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2), "TP 2 PP 2": sizes(tp=2, pp=2)}
-KINDS = ("gpt", "hybrid", "hybrid_moe")
+KINDS = ("gpt", "gpt_moe", "hybrid", "hybrid_moe")
 TOKENS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))]
 SCRIPT = Path(as_megatron.__file__)
 DEADLINE = 300  # seconds, for a loaded machine
