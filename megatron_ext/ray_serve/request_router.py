@@ -33,9 +33,17 @@ class PrefixRequestRouter(RequestRouter):
     """Router of one handle of the replicas: prefers replicas that cache a prompt's prefix, see `PrefixRouting`."""
 
     def initialize_state(
-        self, policy: str = "longest_prefix", alpha: float = 0.5, scaling: tuple[float, int] | None = None
+        self,
+        policy: str = "longest_prefix",
+        alpha: float = 0.5,
+        scaling: tuple[float, int] | None = None,
+        is_alone: bool = False,
     ) -> None:
-        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`."""
+        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`.
+
+        A router that is alone sends all requests itself, and asks no replica for its load unless the fleet scales.
+        """
+        self._asks_for_load = scaling is not None or not is_alone
         self._routing = PrefixRouting(RoutingConfig(policy, alpha), scaling)
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
@@ -56,7 +64,8 @@ class PrefixRequestRouter(RequestRouter):
                     logger.error("replica %s gets requests by load only: %s", name, error)
                     continue
                 self._readers[name] = asyncio.get_running_loop().create_task(self._read_all(name, one, facts.caches))
-                self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
+                if self._asks_for_load:
+                    self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that has died."""
