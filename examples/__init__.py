@@ -1,1 +1,0 @@
-"""Scripts and lessons around the package."""
