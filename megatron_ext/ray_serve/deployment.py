@@ -314,7 +314,6 @@ def deploy(settings: AppSettings) -> Application:
     if not settings.routes_by_prefix:
         return serve.deployment(name=NAME, **options)(serve.ingress()(Replica)).bind(*arguments)
     routing = {"policy": wanted.routing_policy, "alpha": wanted.routing_alpha, "scaling": wanted.scaling.rule}
-    routing["is_alone"] = wanted.scaling.num_ingress_replicas == 1
     config = RequestRouterConfig(request_router_class=PrefixRequestRouter, request_router_kwargs=routing)
     replicas = serve.deployment(name=REPLICAS, request_router_config=config, **options)(RoutedReplica)
     ingress = serve.deployment(

@@ -32,14 +32,16 @@ class ReplicaHooks:
     _user_config: Mapping[str, object] | None = None
     _measured: tuple[float, ReplicaLoad] | None = None
 
-    async def load_report(self, sender: str) -> LoadReport:
-        """Return the current load.
+    async def load_report(self, sender: str, patience: float) -> LoadReport:
+        """Return the current load, as soon as there are no requests of other routers.
 
         Args:
             sender: Id of the router that asks.
+            patience: Maximum wait in seconds.
         """
-        load = await self._load()
-        return LoadReport(load, self._serving.requests.load_of_others(sender))
+        load, requests = await self._load(), self._serving.requests
+        await requests.wait_for_others(sender, patience)
+        return LoadReport(load, requests.load_of_others(sender))
 
     async def _load(self) -> ReplicaLoad:
         """Return a load that is a second old at most, however many routers ask."""

@@ -2,6 +2,9 @@
 
 All that this package uses of that interface is here. Tried with Ray 2.60.0. Of Ray's private names it uses
 `RequestMetadata`, to call a method of one given replica, which the public interface has no way for.
+
+Ray pickles the classes and variables of this module by value, in the process that deploys. So what differs from process
+to process is read from another module.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.ray_serve import forwarded as this_process
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
-from megatron_ext.ray_serve.forwarded import SENDER, ForwardedRequest
+from megatron_ext.ray_serve.forwarded import ForwardedRequest
+from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
@@ -37,13 +42,8 @@ class PrefixRequestRouter(RequestRouter):
         policy: str = "longest_prefix",
         alpha: float = 0.5,
         scaling: tuple[float, int] | None = None,
-        is_alone: bool = False,
     ) -> None:
-        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`.
-
-        A router that is alone sends all requests itself, and asks no replica for its load unless the fleet scales.
-        """
-        self._asks_for_load = scaling is not None or not is_alone
+        """Take `request_router_kwargs`; see `RoutingConfig` and `PrefixRouting`."""
         self._routing = PrefixRouting(RoutingConfig(policy, alpha), scaling)
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
@@ -64,8 +64,7 @@ class PrefixRequestRouter(RequestRouter):
                     logger.error("replica %s gets requests by load only: %s", name, error)
                     continue
                 self._readers[name] = asyncio.get_running_loop().create_task(self._read_all(name, one, facts.caches))
-                if self._asks_for_load:
-                    self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
+                self._watchers[name] = asyncio.get_running_loop().create_task(self._watch(name, one))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that has died."""
@@ -147,13 +146,15 @@ class PrefixRequestRouter(RequestRouter):
                 await asyncio.sleep(LONGEST_REST)
 
     async def _watch(self, name: str, replica: RunningReplica) -> None:
-        """Ask for the load of a replica until it is gone."""
-        rest = PATIENCE
+        """Ask for the load of a replica until it is gone: once a second, and when requests of others have ended."""
+        rest, patience = PATIENCE, 0.0
         while True:
             await asyncio.sleep(rest)
             try:
-                self._routing.note_load(name, await self._call(replica, "load_report", SENDER))
-                rest = PATIENCE
+                report: LoadReport = await self._call(replica, "load_report", this_process.SENDER, patience)
+                self._routing.note_load(name, report)
+                has_others = report.others[0] > 0
+                rest, patience = (0.0, PATIENCE) if has_others else (PATIENCE, 0.0)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # as in `_read`

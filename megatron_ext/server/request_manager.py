@@ -7,6 +7,7 @@ made for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections import deque
@@ -56,6 +57,7 @@ class RequestManager:
         self.capacity = capacity
         self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of the requests of others than a coordinator
         self.recent = RequestTrace()
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None
@@ -107,6 +109,25 @@ class RequestManager:
         others = [handle for handle, group in self._handles.values() if not sender or group.sender != sender]
         prompt_tokens = sum(len(handle.spec.tokens) for handle in others if handle.progress is None)
         return len(others), prompt_tokens, sum(handle.spec.params.num_tokens_to_generate for handle in others)
+
+    async def wait_for_others(self, sender: str, patience: float) -> None:
+        """Wait until there are no requests in flight that a coordinator has not sent.
+
+        Args:
+            sender: Identifier of the coordinator.
+            patience: Maximum wait in seconds.
+        """
+        waiting = sender, asyncio.Event()
+        self._waiting.append(waiting)
+        try:
+            if self._has_others(sender):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(waiting[1].wait(), patience)
+        finally:
+            self._waiting.remove(waiting)
+
+    def _has_others(self, sender: str) -> bool:
+        return any(group.sender != sender for _, group in self._handles.values())
 
     async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool, sender: str = "") -> RequestGroup:
         """Submit requests to the engine, all or none.
@@ -280,6 +301,9 @@ class RequestManager:
     def _forget(self, handles: Iterable[RequestHandle]) -> None:
         for handle in handles:
             self._handles.pop(handle.request, None)
+        for sender, have_ended in self._waiting:
+            if not self._has_others(sender):
+                have_ended.set()
 
 
 class _Listener(ClientListener):

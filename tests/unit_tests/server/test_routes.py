@@ -7,6 +7,7 @@ import functools
 import hmac
 import re
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -29,6 +30,7 @@ KEYED = (
     ("POST", "/detokenize", {"json": {"tokens": [1]}}),
 )
 TEXT = "The import statement"
+NEVER = 10 * PATIENCE  # seconds, more than a test takes
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +188,7 @@ class TestReplica:
         assert hashes == (shown.configuration, shown.tokenizer, shown.weights)
 
     def test_load_of_other_coordinators(self, talking):
-        """RP-5: requests in flight that the asking coordinator has not sent, with their tokens."""
+        """RP-5: requests in flight that the asking coordinator has not sent, with their tokens; their end is told."""
         requests, begun, go_on = talking.serving.requests, threading.Event(), threading.Event()
 
         def slow():
@@ -196,6 +198,9 @@ class TestReplica:
         def others(sender: str | None) -> dict[str, int]:
             headers = {} if sender is None else {SENDER_HEADER: sender}
             return talking.http.get("/replica", headers=headers).json()["others"]
+
+        def end_of_others(patience: float) -> Future[None]:
+            return asyncio.run_coroutine_threadsafe(requests.wait_for_others("one", patience), talking.loop)
 
         blocking = asyncio.run_coroutine_threadsafe(requests.call(slow), talking.loop)
         assert begun.wait(PATIENCE)
@@ -207,11 +212,17 @@ class TestReplica:
             threads.append(threading.Thread(target=ask))
             threads[-1].start()
             talking.wait_until(lambda: requests.living == 2 * len(threads))
+            if len(threads) == 1:
+                end_of_others(NEVER).result(PATIENCE)
+        end = end_of_others(NEVER)
+        end_of_others(0).result(PATIENCE)
+        assert not end.done()
         assert others("one") == {"requests": 4, "prompt_tokens": 100, "output_tokens": 10}
         assert others("two") == {"requests": 4, "prompt_tokens": 80, "output_tokens": 8}
         assert others("three") == others(None) == {"requests": 6, "prompt_tokens": 120, "output_tokens": 12}
         go_on.set()
         blocking.result(PATIENCE)
+        end.result(PATIENCE)
         for thread in threads:
             thread.join(PATIENCE)
         assert others("three") == {"requests": 0, "prompt_tokens": 0, "output_tokens": 0}
