@@ -225,6 +225,26 @@ class LoadedEngine:
         """Allocate the pools again; requests in flight recompute their KV and states, and continue."""
         self._call(self._engine.core.resume)
 
+    def pause(self) -> None:
+        """Stop stepping and wait until the device is idle. Requests keep their memory, and new ones queue up."""
+        self._client.pause()
+
+    def unpause(self) -> None:
+        """Continue to step."""
+        self._client.unpause()
+
+    # Other interfaces over the same engine
+
+    @property
+    def client(self) -> EngineClient:
+        """Client through which all requests and calls reach the engine."""
+        return self._client
+
+    @property
+    def inference_engine(self) -> InferenceEngine:
+        """Engine under Megatron's names; only calls through `client` may use it."""
+        return self._engine
+
     # Shutdown
 
     def close(self) -> None:

@@ -72,6 +72,7 @@ class EngineClient:
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._has_turn = False  # a turn is under way or submitted
         self._failures = 0  # failed steps in a row
+        self._is_paused = False
         if core.workers.heartbeat is not None:
             beat = threading.Thread(target=self._beat, args=(core.workers.heartbeat,), name="heartbeat", daemon=True)
             beat.start()
@@ -114,6 +115,22 @@ class EngineClient:
     def resume(self) -> None:
         """Allocate the pools again, and wait for that; see `EngineCore.resume`."""
         self.call(self._core.resume).result()
+
+    def pause(self) -> None:
+        """Stop stepping and wait until the device is idle; requests keep their memory, and new ones queue up."""
+        self.call(self._pause).result()
+
+    def unpause(self) -> None:
+        """Continue to step, and wait for the engine's thread to know that."""
+        self.call(self._unpause).result()
+
+    def listen(self, listener: ClientListener | None) -> None:
+        """Replace the listener, between two steps; None for one that does nothing.
+
+        Raises:
+            EngineClosed: The client is closed.
+        """
+        self.call(self._listen, listener or ClientListener()).result()
 
     def step_counts(self) -> StepCounts:
         """Return the numbers of steps so far, read between two steps."""
@@ -222,9 +239,19 @@ class EngineClient:
         except RankError as error:
             self._note_failed_step(error)
 
+    def _pause(self) -> None:
+        self._is_paused = True
+        self._core.land()
+
+    def _unpause(self) -> None:
+        self._is_paused = False
+
+    def _listen(self, listener: ClientListener) -> None:
+        self._listener = listener
+
     def _go_on(self) -> None:
         """Submit a turn if there is something to compute or to report."""
-        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself
+        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._is_paused
         if self._has_turn or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
         with contextlib.suppress(RuntimeError):  # the client is being closed, or the interpreter ends
@@ -235,7 +262,7 @@ class EngineClient:
         """Take one step, deliver its output, and submit the next turn after the calls submitted meanwhile."""
         self._has_turn = False
         self._drop_abandoned()
-        if self._is_closed or self._core.is_suspended or not self._core.is_busy:
+        if self._is_closed or self._is_paused or self._core.is_suspended or not self._core.is_busy:
             return
         try:
             self._step()

@@ -255,6 +255,11 @@ class EngineCore:
         """Send a heartbeat to other ranks if one is due."""
         self.workers.idle()
 
+    def land(self) -> None:
+        """Wait until the device is idle; a step that has been launched ahead keeps its result."""
+        for replica in self.replicas:
+            replica.ahead.land()
+
     def close(self) -> None:
         """Wait until the device is idle and stop the workers; no step may follow."""
         for replica in self.replicas:

@@ -99,7 +99,8 @@ class OutputProcessor:
             is_end = request.finish_reason == "stop" and i == request.generated_count
             text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
             if text is not None:
-                request.output.generated_text = text
+                if not request.params.detokenize_stop_sequence:
+                    request.output.generated_text = text
                 return i
         return None
 
@@ -165,7 +166,8 @@ class OutputProcessor:
         if request.output.generated_text is not None:
             return request.output.generated_text
         tokens = request.generated_tokens
-        has_end = bool(tokens) and tokens[-1] in request.submission.end_ids
+        keeps_end = request.params.detokenize_stop_sequence
+        has_end = bool(tokens) and tokens[-1] in request.submission.end_ids and not keeps_end
         return self._detokenize(request)(tokens[:-1] if has_end else tokens)
 
     def _detokenize(self, request: Request) -> Callable[..., str]:

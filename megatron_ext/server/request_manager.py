@@ -18,7 +18,7 @@ from megatron_ext.engine.client import ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore, StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
-from megatron_ext.errors import EngineClosed, RankError
+from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.request_group import RequestGroup
@@ -44,6 +44,7 @@ class RequestManager:
         core: The engine, without requests. No other thread may call it from now on.
         metrics: Updated with every step and request.
         capacity: Maximum number of requests at once.
+        client: Client of the engine that other code uses, too, and closes; by default one of its own.
 
     Attributes:
         recent: Requests that have ended, for traces.
@@ -51,7 +52,7 @@ class RequestManager:
         on_lost_ranks: Called when other ranks are lost.
     """
 
-    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int) -> None:
+    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int, client: EngineClient | None = None) -> None:
         self._core = core
         self._metrics = metrics
         self.capacity = capacity
@@ -67,19 +68,28 @@ class RequestManager:
         self._falling_asleep = asyncio.Lock()  # and waking up
         # Faults of the event loop; the engine isolates those of its thread.
         self._error_isolation = ErrorIsolation("the server")
-        self._client: EngineClient | None = None
+        self._client = client
+        self._shares_client = client is not None
 
     def start(self) -> None:
         """Start to step; called in the running event loop."""
-        self._metrics.state = self._core.statistics()
+        shared = self._client
+        self._metrics.state = self._core.statistics() if shared is None else shared.call(self._core.statistics).result()
         listener = _Listener(self._core, self._metrics, self, asyncio.get_running_loop())
-        self._client = EngineClient(self._core, listener)
+        if self._client is None:
+            self._client = EngineClient(self._core, listener)
+        else:
+            self._client.listen(listener)
 
     async def stop(self) -> None:
         """End the remaining requests, and wait for the step in flight."""
         self.give_up(shutting_down())
         self._is_closed = True
-        await asyncio.to_thread(self.client.close)
+        if self._shares_client:
+            with contextlib.suppress(EngineClosed):
+                await asyncio.to_thread(self.client.listen, None)
+        else:
+            await asyncio.to_thread(self.client.close)
 
     @property
     def client(self) -> EngineClient:
@@ -153,6 +163,9 @@ class RequestManager:
         except EngineClosed:
             self._forget(handles)
             raise shutting_down() from None
+        except EngineSuspended:  # by the other users of the client
+            self._forget(handles)
+            raise asleep() from None
         except BaseException as error:
             if not isinstance(error, Exception):  # cancelled, and the engine may have taken them
                 group.abort()
