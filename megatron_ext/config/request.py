@@ -107,6 +107,7 @@ class RequestParams:
     )
     ignore_eos: bool = option(False, "Continue after an end-of-document token")
     skip_special_tokens: bool = option(True, "Remove special tokens from texts")
+    detokenize_stop_sequence: bool = False  # keep the stop word, and the end token if it has a text, in the text
 
     # Prefix cache and drafts
     cache_salt: str | None = None

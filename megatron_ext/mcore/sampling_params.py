@@ -7,10 +7,33 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 
-# Fields that callers may add to Megatron's class with `add_attributes`; same names as ours.
-_EXTENSIONS = tuple(
-    name for name in RequestParams.__dataclass_fields__ if name not in SamplingParams.__dataclass_fields__
+# Fields of Megatron's class, of this version or a newer one, that become fields of ours under another name or type.
+_CONVERTED = frozenset({"num_tokens_to_generate", "num_tokens_total", "stop_words"})
+# Fields that other code honours: `add_BOS` comes before the conversion; records always have the prompt's tokens; the
+# deprecated one follows from two others, and an interval means nothing without streaming.
+_HONOURED_ELSEWHERE = frozenset(
+    {"add_BOS", "return_prompt_tokens", "return_prompt_top_n_logprobs", "streaming_interval"}
 )
+# Fields that are refused if they are set, each with the remedy.
+_REFUSED = {
+    "return_segments": "texts of single tokens are not returned; leave it out",
+    "streaming": "results are returned whole; leave it out, and stream from the server or from LoadedEngine.stream()",
+}
+_COPIED = frozenset(RequestParams.__dataclass_fields__) - _CONVERTED  # fields of ours, also by `add_attributes`
+
+
+def check_known(params: SamplingParams) -> None:
+    """Check that every field, and every attribute that a caller has added, is honoured.
+
+    Raises:
+        ConfigError: One is not; names it.
+    """
+    for name, value in vars(params).items():
+        if name in _REFUSED:
+            if value:
+                raise ConfigError(f"{name} {value!r}: {_REFUSED[name]}")
+        elif name not in _COPIED | _CONVERTED | _HONOURED_ELSEWHERE:
+            raise ConfigError(f"{name} {value!r} is not a sampling parameter here; leave it out")
 
 
 def to_request_params(
@@ -19,12 +42,13 @@ def to_request_params(
     """Convert the parameters; `num_tokens_total`, or no length at all, becomes a number of tokens to generate.
 
     Raises:
-        ConfigError: Invalid values.
+        ConfigError: Invalid values, or a field that is not honoured.
     """
     if params is None:
         return RequestParams()
     if isinstance(params, RequestParams):
         return params
+    check_known(params)
     count = params.num_tokens_to_generate
     if params.num_tokens_total is not None:
         if count is not None:
@@ -40,20 +64,13 @@ def to_request_params(
             )
     if count is None:  # as many as fit; the engine's limits refuse a prompt that leaves no room
         count = max(1, max_sequence_length - prompt_length)
-    extensions = {name: getattr(params, name) for name in _EXTENSIONS if hasattr(params, name)}
+    copied = {name: value for name, value in vars(params).items() if name in _COPIED}
     stop_words = params.stop_words or ()
     return RequestParams(
         num_tokens_to_generate=count,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
         stop_words=(
             # `RequestParams` refuses a single string
             stop_words if isinstance(stop_words, str) else tuple(stop_words)  # type: ignore[arg-type]
         ),
-        termination_id=params.termination_id,
-        return_log_probs=params.return_log_probs,
-        skip_prompt_log_probs=params.skip_prompt_log_probs,
-        top_n_logprobs=params.top_n_logprobs,
-        **extensions,
+        **copied,
     )
