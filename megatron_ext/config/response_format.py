@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX = "text", "json_object", "json_schema", "regex"
-KINDS = (TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX)
+TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE = "text", "json_object", "json_schema", "regex", "choice"
+KINDS = (TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE)
+# Fields beside `type`. A schema in `json_object` is llama.cpp's form.
+_FIELDS = {JSON_OBJECT: {"schema"}, JSON_SCHEMA: {"json_schema"}, REGEX: {"regex"}, CHOICE: {"choice"}}
+_SCHEMA_FIELDS = {"name", "description", "schema", "strict"}  # of OpenAI's `json_schema`; all schemas are strict
 
 
 @dataclass(frozen=True)
 class ResponseFormat:
-    """Format of an output: any text, a JSON object, JSON of a schema, or a full match of a regular expression.
+    """Format of an output: any text, a JSON object, JSON of a schema, a match of an expression, or a text of a list.
 
     Attributes:
         kind: One of `KINDS`.
-        source: Schema as JSON, with its keys in the given order, or the regular expression.
+        source: Schema as JSON, with its keys in the given order, the regular expression, or the list as JSON.
     """
 
     kind: str
@@ -25,7 +28,8 @@ class ResponseFormat:
 
     expected: ClassVar[str] = (
         'a response format, as in {"type": "json_object"}, '
-        '{"type": "json_schema", "json_schema": {"schema": {...}}} or {"type": "regex", "regex": "[a-z]+"}'
+        '{"type": "json_schema", "json_schema": {"schema": {...}}}, {"type": "regex", "regex": "[a-z]+"} or '
+        '{"type": "choice", "choice": ["yes", "no"]}'
     )
 
     @classmethod
@@ -40,11 +44,19 @@ class ResponseFormat:
         if not isinstance(value, Mapping) or value.get("type") not in KINDS:
             raise ValueError(cls.expected)
         kind = str(value["type"])
+        _check_fields(value, {"type"} | _FIELDS.get(kind, set()), kind)
         if kind == REGEX:
             return cls.regex(value.get("regex"))
+        if kind == CHOICE:
+            return cls.choice(value.get("choice"))
         if kind == JSON_SCHEMA:
             named = value.get("json_schema")
-            return cls.json_schema(named.get("schema") if isinstance(named, Mapping) else None)
+            if not isinstance(named, Mapping):
+                return cls.json_schema(None)
+            _check_fields(named, _SCHEMA_FIELDS, kind)
+            return cls.json_schema(named.get("schema"))
+        if value.get("schema") is not None:
+            return cls.json_schema(value["schema"])
         return cls(kind)
 
     @classmethod
@@ -65,6 +77,13 @@ class ResponseFormat:
         return cls(REGEX, expression)
 
     @classmethod
+    def choice(cls, texts: object) -> ResponseFormat:
+        """Build the format of one of several texts; errors as in `of`."""
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError('one with texts, as in {"type": "choice", "choice": ["yes", "no"]}')
+        return cls(CHOICE, json.dumps(texts, ensure_ascii=False))
+
+    @classmethod
     def parse(cls, text: str) -> ResponseFormat:
         """Parse command-line text: the JSON of a response format."""
         try:
@@ -77,3 +96,11 @@ class ResponseFormat:
     def is_free(self) -> bool:
         """True if any text is allowed."""
         return self.kind == TEXT
+
+
+def _check_fields(value: Mapping[object, object], known: set[str], kind: str) -> None:
+    unknown = next((name for name in value if name not in known), None)
+    if unknown is not None:
+        raise ValueError(
+            f"one that is known: {str(unknown)[:40]!r} is no field of {kind}, which has {', '.join(sorted(known))}"
+        )

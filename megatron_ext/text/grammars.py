@@ -8,6 +8,7 @@ releases the interpreter's lock while it compiles and while it computes a mask.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.response_format import JSON_SCHEMA, REGEX, ResponseFormat
+from megatron_ext.config.response_format import CHOICE, JSON_SCHEMA, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.tokenizer import Tokenizer, ends_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64  # grammars cached for later requests with equal response formats
 _LONGEST_REASON = 300  # characters
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # escapes as `json.dumps` writes them
+_INDENT = 4  # spaces before an expression that the library shows
+_REGEX_ERROR = re.compile(r"regex parse error:\n[^\n]*\n(?P<before> *)\^[ ^]*\nerror: (?P<reason>[^\n]*)")
 _ANY_OBJECT = '{"type": "object"}'
 # At most one space between the parts of JSON: a small model could generate blanks up to its limit.
 # A property name with an escaped letter would be taken for another property.
@@ -160,6 +163,8 @@ class Grammars:
         try:
             if form.kind == REGEX:
                 grammar = LLMatcher.grammar_from_regex(form.source)
+            elif form.kind == CHOICE:
+                grammar = LLMatcher.grammar_from_lark(_alternatives(json.loads(form.source)))
             else:
                 schema = form.source if form.kind == JSON_SCHEMA else _ANY_OBJECT
                 grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
@@ -202,7 +207,21 @@ class Grammars:
 
 
 def _refused(form: ResponseFormat, reason: str) -> ConfigError:
-    return ConfigError(f"response_format: the {form.kind} is not supported: {_reason(reason)}")
+    return ConfigError(f"response_format: the {form.kind} is not supported: {_reason(_compilation_reason(reason))}")
+
+
+def _alternatives(texts: Sequence[str]) -> str:
+    """Return the grammar of one of several texts, whose strings are those of JSON."""
+    return "start: " + " | ".join(json.dumps(text) for text in texts)
+
+
+def _compilation_reason(text: str) -> str:
+    """Return a reason of the library without its own grammar around an expression, and without its drawing."""
+    drawn = _REGEX_ERROR.search(text)
+    if drawn is not None:
+        return f"{drawn['reason']}, at character {len(drawn['before']) - _INDENT + 1} of the expression"
+    _, _, inner = text.rpartition("(in regex): ")
+    return inner.partition(" in regex /")[0]
 
 
 def _reason(text: str) -> str:

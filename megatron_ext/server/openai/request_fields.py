@@ -213,11 +213,12 @@ class StructuredOutputs(Body):
     json_schema: dict[str, object] | None = Field(None, alias="json")
     regex: Annotated[Text, Field(min_length=1)] | None = None
     json_object: bool | None = None
+    choice: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
-        if sum(map(bool, (self.json_schema is not None, self.regex, self.json_object))) != 1:
-            raise ValueError("needs one of json, regex and json_object")
+        if sum(map(bool, (self.json_schema is not None, self.regex, self.json_object, self.choice))) != 1:
+            raise ValueError("needs one of json, regex, choice and json_object")
         return self
 
     @property
@@ -225,6 +226,8 @@ class StructuredOutputs(Body):
         """Return the equivalent `ResponseFormat`."""
         if self.regex is not None:
             return ResponseFormat(REGEX, self.regex)
+        if self.choice is not None:
+            return ResponseFormat.choice(self.choice)
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
 
 

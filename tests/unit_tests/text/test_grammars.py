@@ -55,6 +55,11 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (schema(const="\\u0001"), ['"\\\\u0001"'], ['"\\u0001"']),
         (ResponseFormat("json_object"), ["{}", '{"x": {"y": [1, true]}}'], ["[]", "1", '{"x"}']),
         (ResponseFormat.regex("(ab|c)+[0-9]{2}"), ["abc17", "c00"], ["ab", "17", "abc1", "abc177"]),
+        (
+            ResponseFormat.choice(["yes", "yes, but", 'a "quoted"\n\\ text', "äß"]),
+            ["yes", "yes, but", 'a "quoted"\n\\ text', "äß"],
+            ["", "ye", "yes,", "no", "yesyes", "ä"],
+        ),
     ],
     ids=str,
 )
@@ -99,7 +104,11 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
         (schema(const="\x01"), "control character"),
         (schema(const="\x1f"), "control character"),
         (schema(const="\\\x01"), "control character"),
-        (ResponseFormat.regex("(a"), "unclosed group"),
+        (ResponseFormat.regex("b(a"), "unclosed group, at character 2 of the expression"),
+        (ResponseFormat.regex("x\ny[a-"), "unclosed character class, at character 5 of the expression"),
+        (ResponseFormat.regex("(a)\\1"), "backreferences are not supported, at character 4 of the expression"),
+        (ResponseFormat.regex("\\bfoo"), "lookarounds not supported yet"),
+        (schema(type="string", pattern="a(?=b)"), "is not supported, at character 2 of the expression"),
     ],
     ids=str,
 )
@@ -109,6 +118,8 @@ def test_unsupported_keywords_are_named(form, named):
     assert named in str(caught.value)
     assert str(caught.value).startswith(f"response_format: the {form.kind} is not supported: ")
     assert "\n" not in str(caught.value)
+    for noise in ("regex parse error", "(in regex)", "start: /", "^"):  # of the library's own grammar
+        assert noise not in str(caught.value)
 
 
 def test_too_costly_grammars_are_refused(monkeypatch):

@@ -64,6 +64,34 @@ def test_a_regular_expression_of_a_completion(embedded, form):
     assert all(re.fullmatch("[a-f]{4}", choice["text"]) for choice in choices)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_one_of_several_texts(embedded, stream):
+    """SA-5: vLLM's `choice`; without it the model writes something else."""
+    texts = ["positive", "negative", 'neither "one"']
+    body = {"messages": QUESTION, "max_tokens": 30, "n": 4, "seed": 1, "stream": stream}
+    answer = embedded.http.post(CHAT, json=body | {"structured_outputs": {"choice": texts}})
+    written = ["", "", "", ""]
+    if stream:
+        for line in answer.text.split("\n\n")[:-2]:
+            for choice in json.loads(line[6:])["choices"]:
+                written[choice["index"]] += choice["delta"].get("content") or ""
+    else:
+        written = [choice["message"]["content"] for choice in answer.json()["choices"]]
+    assert set(written) <= set(texts)
+    assert len(set(written)) > 1
+    free = embedded.http.post(CHAT, json=body | {"stream": False}).json()["choices"][0]
+    assert free["message"]["content"] not in texts
+
+
+def test_the_schema_of_a_json_object_is_followed(embedded):
+    """SA-5: llama.cpp's form of a schema is no wish that is ignored."""
+    form = {"type": "json_object", "schema": SCHEMA}
+    body = {"messages": QUESTION, "max_tokens": 60, "seed": 1, "response_format": form}
+    choice = embedded.http.post(CHAT, json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
 def test_any_object(embedded):
     body = {"messages": QUESTION, "max_tokens": 200, "temperature": 0, "response_format": {"type": "json_object"}}
     body |= {"logit_bias": {str(embedded.serving.tokenizer.tokenize('{"a": {}}')[-1]): 30}}
@@ -87,6 +115,12 @@ def with_schema(schema: dict) -> dict:
         (with_schema(5), "one with a schema", None),
         ({"type": "json_schema"}, "one with a schema", None),
         ("json", "is not a response format", None),
+        ({"type": "json_object", "shema": SCHEMA}, "'shema' is no field of json_object", None),
+        ({"type": "json_object", "schema": 5}, "one with a schema", None),
+        ({"type": "text", "schema": SCHEMA}, "'schema' is no field of text", None),
+        ({"type": "json_schema", "schema": SCHEMA}, "'schema' is no field of json_schema", None),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}, "'strikt' is no field", None),
+        ({"type": "choice", "choice": []}, "one with texts", None),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
@@ -101,9 +135,11 @@ def test_refused_by_name(strict, form, named, code):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice is not a known field"),
-        ({"structured_outputs": {}}, "one of json, regex and json_object"),
-        ({"structured_outputs": {"regex": "a", "json_object": True}}, "one of json, regex and json_object"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs.grammar is not a known field"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs: list should have at least 1 item"),
+        ({"structured_outputs": {}}, "one of json, regex, choice and json_object"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "one of json, regex, choice and json_object"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "one of json, regex, choice and json_object"),
         ({"structured_outputs": {"regex": "a"}, "response_format": OPENAI}, "contradict each other"),
         ({"response_format": OPENAI, "ignore_eos": True}, "needs a token that ends the answer"),
         ({"response_format": OPENAI, "min_tokens": 3}, "min_tokens 3 and response_format contradict"),
