@@ -99,13 +99,19 @@ class FlagGroup:
         (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
         return field.default
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace."""
+    def add_to(self, parser: argparse.ArgumentParser, *, as_attributes: bool = False) -> None:
+        """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace.
+
+        Args:
+            parser: Parser to add the flags to.
+            as_attributes: Name values in the namespace with underscores, and leave None for a flag that is not given.
+        """
         group = parser.add_argument_group(self.title)
         for flag in self.flags:
             names, kind = (flag.option, *flag.aliases), self.kind(flag)
             metavar, text = flag.metavar or _metavar(kind), self._help(flag)
-            add = functools.partial(group.add_argument, *names, dest=flag.key, default=argparse.SUPPRESS, help=text)
+            dest, default = (flag.key.replace("-", "_"), None) if as_attributes else (flag.key, argparse.SUPPRESS)
+            add = functools.partial(group.add_argument, *names, dest=dest, default=default, help=text)
             if kind.item is bool:
                 add(action=argparse.BooleanOptionalAction)
             elif kind.length:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine as LoadedEngine
+    from megatron_ext.api.inference_args import add_inference_args as add_inference_args
+    from megatron_ext.api.inference_args import settings_from_args as settings_from_args
     from megatron_ext.api.loading import follow_engine as follow_engine
     from megatron_ext.api.loading import load_engine as load_engine
     from megatron_ext.api.stream import RequestStream as RequestStream
@@ -47,8 +49,10 @@ _HOMES = {
     "RequestStream": "api.stream",
     "Status": "scheduling.record",
     "StreamPart": "api.stream",
+    "add_inference_args": "api.inference_args",
     "follow_engine": "api.loading",
     "load_engine": "api.loading",
+    "settings_from_args": "api.inference_args",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -1,0 +1,279 @@
+"""`add_inference_args` and `settings_from_args` with parsers of Megatron-LM 0.16.1 and 0.19.2."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import doctest
+import json
+import re
+
+import pytest
+
+from arguments.groups import GROUPS
+from arguments.megatron.synonyms import SYNONYMS
+from arguments.parser import parse_arguments
+from megatron_ext import add_inference_args, settings_from_args
+from megatron_ext.api.inference_args import RECORD
+from megatron_ext.api.settings import read_settings
+from megatron_ext.config import RunConfig
+from megatron_ext.errors import ConfigError
+from tests.unit_tests.support.megatron_parsers import VERSIONS, megatron_parser
+
+BATCHING = "inference-dynamic-batching"
+OURS = "inference_dynamic_batching"
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request) -> str:
+    return request.param
+
+
+def parse(version: str, text: str = "") -> argparse.Namespace:
+    return add_inference_args(megatron_parser(version)).parse_args(text.split())
+
+
+def settings(version: str, text: str = "", **options) -> dict:
+    return settings_from_args(parse(version, text), **options)
+
+
+def actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {name: action for action in parser._actions for name in action.option_strings}
+
+
+def test_the_parsers_own_flags_stay_as_they_are(version):
+    before = megatron_parser(version)
+    after = add_inference_args(megatron_parser(version))
+    assert set(actions(before)) < set(actions(after))
+    for name, action in actions(before).items():
+        same = actions(after)[name]
+        for attribute in ("option_strings", "dest", "default", "const", "type", "choices", "nargs"):
+            assert getattr(same, attribute) == getattr(action, attribute), name
+    plain = vars(before.parse_args([]))
+    joined = vars(after.parse_args([]))
+    assert {name: joined[name] for name in plain} == plain
+    assert {joined[name] for name in joined.keys() - plain.keys() - {RECORD}} == {None}
+
+
+def test_every_engine_flag_is_there_once(version):
+    """Each flag of an engine is in the joined parser, flags of runs are not added, and no attribute has two owners."""
+    own, joined = actions(megatron_parser(version)), actions(add_inference_args(megatron_parser(version)))
+    for group in (*GROUPS, SYNONYMS):
+        for flag in group.flags:
+            names = {flag.option, *flag.aliases, f"--no-{flag.key}"}
+            if group.config is not RunConfig or flag.field == "inference_logging_step_interval":
+                assert names & joined.keys(), flag.option
+            else:
+                assert names & joined.keys() == names & own.keys(), flag.option
+    added = {action.dest for name, action in joined.items() if name not in own}
+    assert not added & {action.dest for action in own.values()}
+
+
+def test_nothing_typed_is_no_setting(version):
+    assert settings(version) == {}
+    assert settings(version, attach=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--inference-max-seq-length 4096", {"inference_max_seq_length": 4096}),
+        ("--inference-max-seq-length 2560", {"inference_max_seq_length": 2560}),  # Megatron's default, typed
+        (f"--{BATCHING}-block-size=256", {f"{OURS}_block_size": 256}),
+        (f"--{BATCHING}-buffer-size-gb 20", {f"{OURS}_buffer_size_gb": 20.0}),
+        ("--tensor-model-parallel-size 2", {"tensor_model_parallel_size": 2}),
+        ("--distributed-timeout-minutes 5", {"distributed_timeout_minutes": 5}),
+        ("--seed 7", {"seed": 7}),
+        (f"--{BATCHING}-block-count 64", {f"{OURS}_block_count": 64}),  # flags of ours
+        (f"--{BATCHING}-prefix-caching-mamba-slots 8", {f"{OURS}_prefix_caching_mamba_slots": 8}),
+        ("--no-explain-prefix-cache", {"explain_prefix_cache": False}),
+        ("--speculative-method ngram --num-speculative-tokens 3",
+         {"speculative_method": "ngram", "num_speculative_tokens": 3}),
+        ("--disable-chunked-prefill", {"disable_chunked_prefill": True}),
+        ("--return-log-probs --stop-words a b", {"return_log_probs": True, "stop_words": ("a", "b")}),
+    ],
+)  # fmt: skip
+def test_typed_flags_are_settings_of_both_engines(version, text, expected):
+    for attach in (False, True):
+        found = settings(version, text, attach=attach)
+        assert found == expected
+        read_settings(found)
+
+
+def test_flags_of_0_19():
+    text = f"--no-{BATCHING}-prefix-caching --mamba-inference-ssm-states-dtype bf16 --enable-chunked-prefill"
+    expected = {f"{OURS}_enable_prefix_caching": False, "mamba_inference_ssm_states_dtype": "bf16"}
+    assert settings("0.19.2", text, attach=True) == expected | {"enable_chunked_prefill": True}
+    caching = f"--{BATCHING}-prefix-caching --{BATCHING}-prefix-caching-eviction-policy ref_zero"
+    found = read_settings(settings("0.19.2", caching)).cache
+    assert (found.enable_prefix_caching, found.eviction_policy) == (True, "ref_zero")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--load DIR --use-checkpoint-args --bf16 --tokenizer-type TikTokenizer --tokenizer-model FILE",
+        "--pretrained-checkpoint DIR --transformer-impl transformer_engine",
+        "--num-layers 4 --hidden-size 64 --swiglu --disable-bias-linear --norm-epsilon 1e-6 --apply-layernorm-1p",
+        "--num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --num-experts 4 --moe-layer-freq 2",
+        "--hybrid-override-pattern M-M*- --spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+        "--load-hf DIR --enable-chunked-prefill --no-use-tokenizer-model-from-checkpoint-args",
+        f"--load DIR --{BATCHING}-max-requests 8 --{BATCHING}-num-cuda-graphs -1 --cuda-graph-impl local",
+        "--load DIR --num-layers 4 --normalization RMSNorm --position-embedding-type rope --rotary-base 1000000",
+    ],
+)
+def test_settings_equal_those_of_our_command_line(version, text):
+    found = read_settings(settings(version, text))
+    expected = parse_arguments(text.split())
+    for name in ("source", "model_overrides", "parallel", "batching", "cache", "speculation"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+def test_layers_that_megatron_has_counted(version):
+    """The parser evaluates the expression; the list means the same layers."""
+    text = "--num-layers 4 --num-experts 4 --moe-layer-freq ([0]*1+[1]*3) --window-size 15,0 --window-attn-skip-freq 4"
+    overrides = read_settings(settings(version, text)).model_overrides
+    assert overrides == parse_arguments(text.split()).model_overrides
+    assert overrides["hybrid_override_pattern"] == "W-WEWE*E"
+
+
+def test_an_engine_of_a_model_has_no_settings_of_a_model(version):
+    """`attach` leaves out weights, tokenizer, sizes, types of parameters and layers of stages, and keeps the rest."""
+    model = "--load DIR --bf16 --num-layers 4 --tokenizer-type NullTokenizer --vocab-size 64 --fp8-as-16bit"
+    stages = "--pipeline-model-parallel-size 2 --num-layers-in-first-pipeline-stage 1"
+    assert settings(version, f"{model} {stages} --inference-max-seq-length 512 --seed 3", attach=True) == {
+        "inference_max_seq_length": 512,
+        "pipeline_model_parallel_size": 2,
+        "seed": 3,
+    }
+
+
+def test_the_training_directory_is_not_written(version):
+    """Megatron's --save names the training's checkpoints; an engine would write its model there."""
+    assert settings(version, "--save DIR") == {}
+
+
+def test_the_three_flags_of_sampling_count_together(version):
+    """Megatron's scripts sample from the first token unless --top_k is 0; ours are greedy at temperature 0."""
+    assert settings(version, "--temperature 0.8") == {"temperature": 0.8, "top_k": 1, "top_p": 0.0}
+    assert settings(version, "--top_k 0 --top_p 0.9") == {"temperature": 1.0, "top_k": 0, "top_p": 0.9}
+
+
+def test_values_that_the_program_sets_count(version):
+    namespace = parse(version, "--bf16")
+    namespace.inference_max_seq_length = 1024
+    namespace.cuda_graph_impl = "none"
+    namespace.hybrid_layer_pattern = namespace.hybrid_override_pattern = "M-M*-"  # as 0.19.2 does when it checks them
+    assert settings_from_args(namespace) == {
+        "bf16": True,
+        "hybrid_override_pattern": "M-M*-",
+        "inference_max_seq_length": 1024,
+    }
+
+
+def test_types_that_megatron_has_converted():
+    """Megatron's check of its arguments replaces bf16 by torch's type, typed or not."""
+
+    class Type:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __str__(self) -> str:
+            return f"torch.{self.name}"
+
+    namespace = parse("0.19.2", "--mamba-inference-conv-states-dtype fp32")
+    namespace.mamba_inference_conv_states_dtype = Type("float32")
+    namespace.mamba_inference_ssm_states_dtype = Type("bfloat16")
+    assert settings_from_args(namespace) == {"mamba_inference_conv_states_dtype": "fp32"}
+
+
+def test_two_names_of_one_flag_must_agree():
+    namespace = parse("0.19.2", "--hybrid-layer-pattern M-M*- --hybrid-override-pattern M*")
+    with pytest.raises(ConfigError, match=r"^--hybrid-override-pattern M\* and --hybrid-layer-pattern M-M\*- contra"):
+        settings_from_args(namespace)
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--flash-decode", "--flash-decode is refused"),
+        ("--use-legacy-static-engine", "--use-legacy-static-engine is refused"),
+        ("--inference-batch-times-seqlen-threshold 4", "--inference-batch-times-seqlen-threshold 4 is refused"),
+        ("--context-parallel-size 2", "--context-parallel-size 2 is refused"),
+        ("--ckpt-format torch", "--ckpt-format torch is refused"),
+        ("--fp8-format hybrid", "--fp8-format is refused"),
+        ("--no-fp8-wgrad", "--no-fp8-wgrad is refused"),
+        ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn is refused"),
+        ("--cuda-graph-impl transformer_engine", "cuda_graph_impl 'transformer_engine' is unknown"),
+        (f"--{BATCHING}-block-size 0", "block size 0 must be positive"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
+        ("--top_p 2", "top_p 2.0 must be between"),
+        ("--num-speculative-tokens 2 --speculative-method ngram --speculative-ngram-longest 0", "longest"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_refused_by_name(version, text, message, attach):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        settings(version, text, attach=attach)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_of_flags_is_refused_by_the_typed_name(version):
+    parser = megatron_parser(version)
+    parser.add_argument("--disagg-role", default="none")
+    add_inference_args(parser)
+    assert settings_from_args(parser.parse_args([])) == {}
+    with pytest.raises(ConfigError, match=r"^--disagg-role prefill is refused: "):
+        settings_from_args(parser.parse_args(["--disagg-role", "prefill"]))
+
+
+def test_flags_of_inference_without_effect_are_told(version, caplog):
+    settings(version, f"--{BATCHING}-unified-memory-level 1 --seq-length 7 --fp8-format hybrid --fp8-as-16bit")
+    accepted, memory, types = (record.getMessage() for record in caplog.records)
+    assert accepted == f"accepted, and without effect here: --{BATCHING}-unified-memory-level, --fp8-format"
+    assert memory.startswith(f"--{BATCHING}-unified-memory-level 1: unified memory is not used")
+    assert "bf16" in types
+
+
+def test_8_bits_become_16(version):
+    assert settings(version, "--load DIR --fp8-format hybrid --fp8-as-16bit") == {"load": "DIR", "bf16": True}
+
+
+def test_a_namespace_can_be_copied_and_written(version):
+    """The added attribute is plain data: Megatron-LM saves namespaces in checkpoints and sends them to processes."""
+    namespace = parse(version, "--inference-max-seq-length 64")
+    assert json.loads(json.dumps(vars(namespace)[RECORD])) == vars(namespace)[RECORD]
+    assert settings_from_args(copy.deepcopy(namespace)) == {"inference_max_seq_length": 64}
+
+
+def test_words_of_the_process_are_parsed(version, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", f"--{BATCHING}-block-size", "256", "--rampup", "3"])
+    namespace, unknown = add_inference_args(megatron_parser(version)).parse_known_args()
+    assert unknown == ["--rampup", "3"]
+    assert settings_from_args(namespace) == {f"{OURS}_block_size": 256}
+
+
+def test_a_plain_namespace_is_refused(version):
+    with pytest.raises(ConfigError, match="extra_args_provider=add_inference_args"):
+        settings_from_args(megatron_parser(version).parse_args([]))
+
+
+def test_a_parser_without_megatrons_flags():
+    parser = add_inference_args(argparse.ArgumentParser())
+    assert add_inference_args(parser) is parser
+    words = ["--load-hf", "DIR", f"--{BATCHING}-prefix-caching", "--top_p", "0.9", "--spec", "module", "name"]
+    assert settings_from_args(parser.parse_args(words)) == {
+        "load_hf": "DIR",
+        "spec": ("module", "name"),
+        "top_p": 0.9,
+        f"{OURS}_enable_prefix_caching": True,
+    }
+    assert "megatron_ext: prefix caching" in parser.format_help()
+
+
+def test_the_example_in_the_docstring():
+    """PY-8: it gives the result shown."""
+    runner = doctest.DocTestRunner()
+    (test,) = doctest.DocTestFinder().find(add_inference_args, globs=dict(globals()))
+    runner.run(test)
+    assert (runner.tries, runner.failures) == (2, 0)
