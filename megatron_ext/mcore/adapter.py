@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
@@ -31,6 +34,38 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 
+@dataclass(frozen=True)
+class DecodeOnly:
+    """Whether steps only decode, under the names of 0.19; false without a step.
+
+    Attributes:
+        consumed: Of the last step; None before the first one.
+        launched: Of a step whose tokens are not known; always None, as in Megatron without asynchronous scheduling.
+    """
+
+    consumed: bool | None = None
+    launched: bool | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.consumed)
+
+
+class Asked(NamedTuple):
+    """Parameters of a request.
+
+    Attributes:
+        given: As the caller gave them; None for the defaults.
+        resolved: As the engine serves them.
+    """
+
+    given: RequestParams | SamplingParams | None
+    resolved: RequestParams
+
+
+def _record_itself(record: RequestRecord, _: Asked) -> RequestRecord:
+    return record
+
+
 class InferenceEngine(Engine):
     """`DynamicInferenceEngine` over an `EngineCore`, which does the work.
 
@@ -47,11 +82,17 @@ class InferenceEngine(Engine):
 
     Attributes:
         core: The engine; `reset` replaces it.
+        decode_only: Whether the last step only decoded.
+        capture_stats: Seconds that CUDA graphs took to capture, by the key `time`; None without graphs.
+        present: Returns what callers get of a request that has ended; by default its record.
     """
 
     context: InferenceContext
     controller: InferenceController
     core: EngineCore
+    decode_only = DecodeOnly()
+    capture_stats: dict[str, float] | None = None
+    present: Callable[[RequestRecord, Asked], RequestRecord] = staticmethod(_record_itself)
 
     def __init__(
         self,
@@ -69,7 +110,10 @@ class InferenceEngine(Engine):
         """Capture the CUDA graphs that the settings ask for; upstream's own graphs are refused."""
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
+        started = time.perf_counter()
         self.context.prepare_cuda_graphs()
+        if self.context.cuda_graph_runner is not None:
+            self.capture_stats = {"time": time.perf_counter() - started}
 
     def reset(self) -> None:
         """Drop all requests (cancelling their futures) and counters; allocate a suspended engine's pools again."""
@@ -78,6 +122,7 @@ class InferenceEngine(Engine):
             for future in self._futures.values():
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
+        self._asked: dict[int, Asked] = {}  # by request id
         self.core = make_core(
             self._parallel_context,
             self.context,
@@ -85,13 +130,19 @@ class InferenceEngine(Engine):
             self.random_seed,
             self.inference_logging_step_interval,
         )
-        self.context.attach(self.core.scheduler)
+        self.context.attach(self.core)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self._loop = get_asyncio_loop(getattr(self, "_loop", None))
         self.reset_loop_state()
+        self.decode_only = DecodeOnly()
+
+    @property
+    def is_decode_only(self) -> bool:
+        """True if the last step only decoded (0.16.1's name)."""
+        return bool(self.decode_only)
 
     @property
     def is_suspended(self) -> bool:
@@ -189,6 +240,7 @@ class InferenceEngine(Engine):
         tokens = self.core.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         self.core.add(request_id, tokens, params, text=text, turn=turn)
+        self._asked[request_id] = Asked(sampling_params, params)
         future = self._futures[request_id] = self._loop.create_future()
         self._wake_up()
         return future
@@ -241,6 +293,7 @@ class InferenceEngine(Engine):
         if self.is_suspended:  # suspended by another task meanwhile; upstream's run loop waits for the resume
             return (None, EngineStep(), 0.0, self.step_count)[: self.step_data]
         step = self.core.compute()
+        self.decode_only = DecodeOnly(consumed=bool(step.chunks) and all(chunk.is_decode for chunk in step.chunks))
         return (step.parts[0].result, step, step.seconds, self.step_count)[: self.step_data]
 
     async def async_bookkeep(
@@ -253,7 +306,7 @@ class InferenceEngine(Engine):
                 that ended since the last step; step_time in seconds; cuda_graph_request_count: rows of the
                 step's CUDA graph, None for an eager step.
         """
-        records = self.core.report(context_state)
+        records = [self._presented(record) for record in self.core.report(context_state)]
         for record in records:
             future = self._futures.pop(record.request_id, None)
             with self.error_isolation.guard("the future of a request"):
@@ -265,6 +318,10 @@ class InferenceEngine(Engine):
             "step_time": step_time,
             "cuda_graph_request_count": None if step_result is None else step_result.graph_rows,
         }
+
+    def _presented(self, record: RequestRecord) -> RequestRecord:
+        asked = self._asked.pop(record.request_id, None)
+        return record if asked is None else self.present(record, asked)  # None: added to the core by other code
 
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling_params: RequestParams | SamplingParams | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
 from megatron_ext.mcore.versions import Context
@@ -22,7 +23,6 @@ from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
@@ -69,7 +69,7 @@ class InferenceContext(Context):
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
         self.cuda_graph_runner: CudaGraphRunner | None = None  # None runs every step eagerly
-        self._scheduler: Scheduler | None = None
+        self._core: EngineCore | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
         self._layer_places = layer_places
@@ -84,10 +84,10 @@ class InferenceContext(Context):
             device=device,
         )
 
-    def attach(self, scheduler: Scheduler) -> None:
-        """Attach the scheduler that answers upstream's questions about requests."""
-        self._scheduler = scheduler
-        self.block_allocator = PoolBlockAllocator(scheduler)
+    def attach(self, core: EngineCore) -> None:
+        """Attach the engine core, whose scheduler and counters answer upstream's questions."""
+        self._core = core
+        self.block_allocator = PoolBlockAllocator(core.scheduler)
 
     # Pools
 
@@ -301,8 +301,12 @@ class InferenceContext(Context):
 
     @property
     def _queues(self) -> Queues:
-        assert self._scheduler is not None, "no scheduler is attached"
-        return self._scheduler.queues
+        return self._attached.scheduler.queues
+
+    @property
+    def _attached(self) -> EngineCore:
+        assert self._core is not None, "no engine is attached"
+        return self._core
 
     @property
     def total_request_count(self) -> int:
@@ -329,13 +333,36 @@ class InferenceContext(Context):
         """Padding on the token axis."""
         return slice(self.active_token_count, self.padded_active_token_count)
 
+    @property
+    def step_count(self) -> int:
+        """Number of computed steps (0.19's name of the engine's)."""
+        return self._attached.step_count
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prefill tokens computed by all requests, recomputed tokens included (0.19's name of the engine's)."""
+        return self._attached.counters.prefill_tokens
+
+    @property
+    def async_sched_step_count(self) -> int:
+        """Number of steps launched before the tokens of the previous step were known."""
+        return self._attached.step_counts().asynchronous
+
+    @property
+    def async_sched_compaction_step_count(self) -> int:
+        """Number of steps launched so of which rows were discarded."""
+        return self._attached.step_counts().discarding
+
     def get_active_request_count(self) -> int:
         """Return the number of requests with pending work: upstream's loop steps while there are any."""
         return self.total_request_count
 
     def add_request(self, *_: object, **__: object) -> None:
         """Raise NotImplementedError: `InferenceEngine.add_request` queues requests, and the scheduler admits them."""
-        raise NotImplementedError("add requests to the engine; its scheduler admits them to the context")
+        raise NotImplementedError(
+            "call add_request(request_id, prompt, sampling_params) of the engine; its scheduler admits requests to the "
+            "context"
+        )
 
     def update_requests(self, *_: object, **__: object) -> None:
         """Raise NotImplementedError: `Scheduler.commit` and `Scheduler.end` do the bookkeeping on the host."""
