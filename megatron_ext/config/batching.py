@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
-OPERATOR_BACKENDS = ("auto", "reference", "triton")  # auto: on CUDA Triton, on CPUs C++, else plain torch
+# auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights
+OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn")
 # Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step

@@ -18,11 +18,13 @@ from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
+from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
+from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
 from megatron_ext.speculation.drafter import Drafter
@@ -45,6 +47,7 @@ def build_engine(
     drafter: Drafter | None = None,
     speculation: SpeculationConfig = NO_SPECULATION,
     draft: DraftParts | None = None,
+    packs_weights: bool = False,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
@@ -60,6 +63,7 @@ def build_engine(
         drafter: Proposes draft tokens; on rank 0 only.
         speculation: Replaces the previous two: speculation settings, which also select the drafter.
         draft: Draft model, if the speculation settings use one.
+        packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
@@ -67,12 +71,22 @@ def build_engine(
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
     memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts, draft=memory
+        model,
+        config,
+        tokenizer,
+        batching,
+        cache,
+        dtype,
+        token_rounder,
+        parallel_context,
+        max_drafts,
+        draft=memory,
+        packs_weights=packs_weights,
     )
     context = controller.inference_wrapped_model.inference_context
     controller.drafter = drafter
     if speculation.is_on:
-        drafting_model = None if draft is None else build_draft_model(draft, context.plan, batching)
+        drafting_model = None if draft is None else build_draft_model(draft, context.plan, batching, packs_weights)
         device_type = next(model.parameters()).device.type
         context.drafting = Drafting(speculation, chosen_costs(speculation, device_type), drafting_model)
         controller.drafter = context.drafting
@@ -100,21 +114,34 @@ def build_worker(
     token_rounder: int = 1,
     parallel_context: ParallelContext,
     speculative_tokens: int = 0,
+    packs_weights: bool = False,
 ) -> Worker:
     """Build the worker that replaces the engine on a rank other than 0; see `build_engine`."""
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, speculative_tokens
+        model,
+        config,
+        tokenizer,
+        batching,
+        cache,
+        dtype,
+        token_rounder,
+        parallel_context,
+        speculative_tokens,
+        packs_weights=packs_weights,
     )
     return make_worker(parallel_context, controller.inference_wrapped_model.inference_context, controller)
 
 
-def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingConfig) -> DraftModel:
+def build_draft_model(
+    parts: DraftParts, plan: EnginePlan, batching: BatchingConfig, packs_weights: bool = False
+) -> DraftModel:
     """Build a draft model with its own pools.
 
     Args:
         parts: Parts of the draft model.
         plan: Plan of the target model, which leaves room for the draft model's pools.
         batching: Batching config of the target model's engine.
+        packs_weights: See `build_engine`.
 
     Raises:
         ConfigError: There is less memory than seemed to be free.
@@ -122,6 +149,8 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
     context, config = parts.context(parts.plan(plan, batching)), parts.config
     controller = _wrapped(parts.model, config, parts.tokenizer, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
+    if packs_weights:
+        controller.packed, _ = pack_weights(parts.model, batching)
     learned = config.position_embedding_type == LEARNED_POSITIONS
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
@@ -130,7 +159,8 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
 
 def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:
     """Compile the operators for this CPU if that is to be done, rather than while the first request waits."""
-    if next(model.parameters()).device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
+    uses_cpp = batching.operator_backend in (backend_selection.AUTO, onednn.NAME)
+    if uses_cpp and next(model.parameters()).device.type == "cpu":
         cpp.are_used()
 
 
@@ -145,10 +175,12 @@ def _build_controller(
     parallel_context: ParallelContext | None,
     speculative_tokens: int,
     draft: DraftMemory = NO_DRAFT_MODEL,
+    packs_weights: bool = False,
 ) -> InferenceController:
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
     compile_operators(model, batching)
+    packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,
@@ -161,10 +193,12 @@ def _build_controller(
         else Peers(parallel_context.here.rank, parallel_context.first_replica, parallel_context.ask_all),
         speculative_tokens=speculative_tokens,
         draft=draft,
+        linear=identity,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
+    controller.packed = packed
     if batching.moe_enable_routing_replay:
         check_routing_is_recorded(model)
         controller.records_routing = True

@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.engine.result import StepResult
+from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
@@ -60,6 +61,7 @@ class InferenceController(Controller):
         vocabulary_size: V.
         drafter: Proposes draft tokens for engines around the model; None disables drafts.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
+        packed: Packed weights of the model's linear layers; None to compute with its parameters.
         records_routing: Whether results have the routing indices of their tokens.
     """
 
@@ -69,6 +71,7 @@ class InferenceController(Controller):
         self.vocabulary = Vocabulary(tokenizer, vocabulary_size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None
+        self.packed: PackedWeights | None = None
         self.records_routing = False
         self.grammars = Grammars(self.tokenizer, vocabulary_size)
 
@@ -117,6 +120,8 @@ class InferenceController(Controller):
 
     def forward(self) -> Tensor | None:
         """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""
+        if self.packed is not None:
+            self.packed.refresh()
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
         with preferring(self.operators), inference_mode():
             logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
@@ -132,7 +137,8 @@ class InferenceController(Controller):
     def chosen_operators(self) -> dict[str, tuple[str, ...]]:
         """Return the chosen operators of each backend; see `ops.backend_selection.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())
-        return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach())
+        linear = None if self.packed is None else self.packed.backend
+        return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach(), linear)
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Return logits of some of the step's scored tokens, equal to the model's forward: [k, h] -> [rows, V]."""

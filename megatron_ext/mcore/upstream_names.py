@@ -33,7 +33,11 @@ UPSTREAM_NAMES: Mapping[str, tuple[str, ...]] = {
     "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
     "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
     "torch.distributed.distributed_c10d.ProcessGroupGloo": ("_Options",),
-    "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks"),
+    "torch.nn.Module": (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_non_persistent_buffers_set",
+    ),
     "torch.distributed.distributed_c10d.ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
 }
 # (0, 17) and newer have these, too.

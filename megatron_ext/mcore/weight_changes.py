@@ -22,6 +22,20 @@ def mark_weights_changed(model: nn.Module) -> None:
     setattr(model, _ATTRIBUTE, weights_version(model) + 1)
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters (shared ones once) and persistent buffers, by the names of its state dict.
+
+    Unlike a state dict this leaves packed weights as they are: their parameters have shape and type, and no values.
+    """
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in persistent}
+
+
 class WeightsWatch:
     """Detector of changes of one model's parameters and persistent buffers; nothing is read back from the device.
 
@@ -52,8 +66,7 @@ class WeightsWatch:
         return True
 
     def _track(self) -> None:
-        saved = self._model.state_dict(keep_vars=True).values()
-        tensors = [one for one in saved if isinstance(one, Tensor) and not one.is_inference()]
+        tensors = [one for one in saved_tensors(self._model).values() if not one.is_inference()]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._version = weights_version(self._model)
         self._edits = self._count_edits()

@@ -110,6 +110,7 @@ def plan_engine(
     peers: Peers = NO_PEERS,
     speculative_tokens: int = 0,
     draft: DraftMemory = NO_DRAFT_MODEL,
+    linear: str = "",
 ) -> EnginePlan:
     """Plan an engine's pools and limits; rank 0 warns once of settings without effect.
 
@@ -123,6 +124,7 @@ def plan_engine(
         peers: The other ranks, which have to agree on the plan.
         speculative_tokens: Drafts per request that a step may verify; 0 for no speculation.
         draft: Memory of a draft model, on this rank.
+        linear: What the results of packed weights depend on, equal on all ranks; empty without them.
 
     Raises:
         ConfigError: The budget is too small or exceeds the memory, or settings contradict the model or each other.
@@ -155,7 +157,7 @@ def plan_engine(
         limits=limits,
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
-        fingerprint=_fingerprint(config, shape.dtype, batching),
+        fingerprint=_fingerprint(config, shape.dtype, batching, linear),
         advice=partial(advice_that_fits, memory, batching, cache, device_type),
     )
     if cache.policy is not None and peers.rank == 0:
@@ -169,9 +171,9 @@ def _with_states(limits: SchedulerLimits, world: KVCacheConfig, batching: Batchi
     return replace(limits, draft_states=world.draft_states, async_states=ahead)
 
 
-def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:
-    """Return a fingerprint of model and state types; equal on every rank, whichever layers it holds."""
-    return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype)).encode()
+def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig, linear: str) -> bytes:
+    """Return a fingerprint of model, state types and packed weights; equal on every rank, whichever layers it holds."""
+    return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype, linear)).encode()
 
 
 def _capacity(geometry: KVCacheConfig, batching: BatchingConfig) -> Capacity:

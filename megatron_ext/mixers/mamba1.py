@@ -27,6 +27,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split, random_step_bias
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_norm import RowNorm, rms_norm, silu_gate
+from megatron_ext.ops.linear import PackableLinear
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.step_size import step_sizes
 
@@ -80,8 +81,8 @@ class Mamba1Mixer(RecurrentMixer):
         """Build convolution, projections to dt, B and C, A and D, initialised as the authors do (A, D in fp32)."""
         dtype, channels, states = self.config.params_dtype, self.d_inner_local, self.d_state
         self.conv1d = nn.Conv1d(channels, channels, self.d_conv, groups=channels, dtype=dtype)
-        self.x_proj = nn.Linear(channels, self.dt_rank + 2 * states, bias=False, dtype=dtype)
-        self.dt_proj = nn.Linear(self.dt_rank, channels, dtype=dtype)
+        self.x_proj = PackableLinear(channels, self.dt_rank + 2 * states, bias=False, dtype=dtype)
+        self.dt_proj = PackableLinear(self.dt_rank, channels, dtype=dtype)
         with torch.no_grad():
             nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
             self.dt_proj.bias.copy_(random_step_bias(channels))
@@ -118,7 +119,7 @@ class Mamba1Mixer(RecurrentMixer):
         dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
         if is_parallel:
             dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in (dt, b, c))
-        return F.linear(dt, self.dt_proj.weight), b, c
+        return self.dt_proj.product(dt), b, c
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of one request's convolution state (D, K-1) and recurrent state (D, N)."""

@@ -73,6 +73,7 @@ class EngineArgs:
                 parallel_context=self._parallel_context,
                 speculation=settings.speculation,
                 draft=self._draft,
+                packs_weights=True,
             )
 
 
@@ -105,6 +106,7 @@ def follow(
             dtype=loaded.dtype,
             parallel_context=parallel_context,
             speculative_tokens=settings.speculation.num_speculative_tokens,
+            packs_weights=True,
         )
         on_ready()
         follower.follow()

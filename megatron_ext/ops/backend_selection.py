@@ -13,6 +13,7 @@ from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
+from megatron_ext.ops.linear import LINEAR, onednn
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.rotary import ROTARY_WRITE
 from megatron_ext.ops.sampling import SAMPLING
@@ -34,7 +35,7 @@ def check(wanted: str, device: torch.device) -> None:
     Raises:
         ConfigError: The backend is not available; the message names alternatives.
     """
-    problem = triton.problem(device) if wanted == triton.NAME else None
+    problem = triton.problem(device) if wanted == triton.NAME else onednn.problem() if wanted == onednn.NAME else None
     if problem is not None:
         raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
 
@@ -44,12 +45,17 @@ def preferred(wanted: str) -> str | None:
     return None if wanted == AUTO else wanted
 
 
-def chosen(wanted: str, x: torch.Tensor) -> dict[str, tuple[str, ...]]:
+def chosen(wanted: str, x: torch.Tensor, linear: str | None = None) -> dict[str, tuple[str, ...]]:
     """Return the operators by backend for inputs like `x`, the most used backend first.
 
     Shapes that a backend has no kernel for still run on the reference, which is logged when they occur.
+
+    Args:
+        wanted: Name of a backend, or AUTO.
+        x: Input of the operators.
+        linear: Backend that packs the model's weights; None if none does.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {linear or LINEAR.names[-1]: [LINEAR.operator]}
     with preferring(preferred(wanted)):
         for operator, name in _names(x):
             found.setdefault(name, []).append(operator)

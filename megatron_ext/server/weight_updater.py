@@ -60,7 +60,7 @@ class WeightsUpdater:
             await between_steps(_write, new, engine)
             self.version = version
         logger.info("weights are now from %s", printable(path, LONGEST_PATH))
-        return len(new.pairs)
+        return len(new.tensors)
 
     def _read(self, path: str) -> tuple[NewWeights, str]:
         directory = self.root.resolve(path)

@@ -27,6 +27,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.packed_weights import unpack_weights
+from megatron_ext.mcore.weight_changes import saved_tensors
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -89,7 +91,7 @@ class ShardSpec:
 def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
     """Return the shard of every tensor of a checkpoint that this rank has, by its name on this rank."""
     if not is_spread(model.config):
-        return {name: whole_shard(name, tensor.shape) for name, tensor in model_tensors(model).items()}
+        return {name: whole_shard(name, tensor.shape) for name, tensor in saved_tensors(model).items()}
     described = requested_state(model)
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _first_expert(model)
@@ -103,10 +105,11 @@ def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's checkpoint tensors by name: parameters (shared ones once) and persistent buffers.
 
-    They can be written under `torch.no_grad`.
+    They can be read, and written under `torch.no_grad`, until the next step: packed weights are unpacked first. While
+    an engine runs only its thread may call this; `saved_tensors` has names and shapes for any thread.
     """
-    saved = model.state_dict(keep_vars=True).keys()
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    unpack_weights(model)
+    return saved_tensors(model)
 
 
 def zero_padding(target: Tensor, shard: ShardSpec) -> None:

@@ -7,10 +7,12 @@ import math
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.linear import ColumnLinear
 from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.mcore.versions import Model, pattern_arguments
 
@@ -48,6 +50,8 @@ class HybridModel(Model):
         layers = pattern_arguments(pattern, config, is_validated=not is_ours)
         super().__init__(config, stack_spec, vocab_size=math.ceil(vocab_size / ranks) * ranks, **layers, **more)
         self.entries, self.hybrid_layer_pattern = vocab_size, pattern
+        if self.post_process and type(self.output_layer) is ColumnParallelLinear:
+            self.output_layer.__class__ = ColumnLinear  # upstream's model builds this class without a spec
         if self.post_process and self.vocab_size != self.entries:
             self.output_layer.register_forward_hook(self._drop_padding)
 

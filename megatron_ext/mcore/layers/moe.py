@@ -28,13 +28,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.layers.dense_moe import compute_experts, has_fixed_shapes
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
 from megatron_ext.mcore.versions import builder
+from megatron_ext.ops.linear import PackableLinear
 from megatron_ext.runner.step_routing import record_routing
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -109,7 +110,7 @@ class LocalExperts(SequentialMLP):
         return torch.cat(outputs) if outputs else permuted_local_hidden_states, None
 
 
-class LatentProjection(nn.Linear):
+class LatentProjection(PackableLinear):
     """Linear layer replicated on every rank. Returns output and bias (None), as Megatron's layers do."""
 
     def __init__(

@@ -38,7 +38,7 @@ from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, Sto
 from megatron_ext.mcore.checkpoint.integrity import verify_files
 from megatron_ext.mcore.checkpoint.weight_shards import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.weight_changes import mark_weights_changed
+from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
 from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, is_prediction, shards
@@ -277,7 +277,7 @@ def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sh
     how = common.get("content_metadata")
     alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
     state = requested_state(model, singleton_local_shards=alone)
-    assert state.keys() == model_tensors(model).keys(), state.keys() ^ model_tensors(model).keys()
+    assert state.keys() == saved_tensors(model).keys(), state.keys() ^ saved_tensors(model).keys()
     return state
 
 

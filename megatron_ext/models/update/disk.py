@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.dist_checkpoint import (
@@ -103,16 +104,18 @@ class NewWeights:
     """Weights that have been read and checked, but not yet written to the model.
 
     Attributes:
-        pairs: (tensor of the model, new value) pairs.
+        model: Model to write to.
+        tensors: New values by name.
     """
 
-    pairs: tuple[tuple[Tensor, Tensor], ...]
+    model: nn.Module
+    tensors: Mapping[str, Tensor]
 
     def write(self) -> None:
         """Copy the weights into the model, between two of its steps; this cannot fail. The caller empties the cache."""
         with torch.no_grad():
-            for target, new in self.pairs:
-                target.copy_(new)
+            for name, target in model_tensors(self.model).items():
+                target.copy_(self.tensors[name])
 
 
 def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: FieldValues, directory: Path) -> NewWeights:
@@ -139,13 +142,13 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
     trained = training_facts_of(directory) if ours else None
     config = checkpoint_config(new, directory, overrides, trained)
     _require_same(loaded.config, config, directory)
-    targets = model_tensors(loaded.model)
+    targets = saved_tensors(loaded.model)
     device = next(iter(targets.values())).device
     model = build_model(config, dtype=loaded.dtype, device=device, perform_initialization=False)
     fill_model(model, config, new, directory)
     found = model_tensors(model)
     assert found.keys() == targets.keys(), "one configuration makes one model"
-    return NewWeights(tuple((target, found[name]) for name, target in targets.items()))
+    return NewWeights(loaded.model, found)
 
 
 def _require_same(config: ModelConfig, new: ModelConfig, directory: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shape
 
@@ -18,7 +19,7 @@ _NAMES_SHOWN = 4
 
 def weight_shapes(model: nn.Module, naming: Naming) -> dict[str, Shape]:
     """Return the names and shapes of the tensors that `update_weights` takes."""
-    recipes = naming.recipes({name: tuple(one.shape) for name, one in model_tensors(model).items()}, ())
+    recipes = naming.recipes({name: tuple(one.shape) for name, one in saved_tensors(model).items()}, ())
     return {name: shape for recipe in recipes.values() for name, shape in recipe.parts.items()}
 
 

@@ -242,7 +242,7 @@ class TestUpdate:
             if path == "two":
                 second.set()
             second.wait(0.5)  # one that comes too early has the time to do so
-            return NewWeights(()), f"version of {path}"
+            return NewWeights(torch.nn.Linear(1, 1), {}), f"version of {path}"
 
         async def between_steps(write: object, new: NewWeights, engine: object) -> None:
             happened.append("written")

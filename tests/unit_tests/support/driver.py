@@ -59,7 +59,7 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
-        speculative_tokens: See `build_engine`, as `drafter` and `dtype`, the model's.
+        speculative_tokens: See `build_engine`, as `drafter`, `packs_weights` and `dtype`, the model's.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -75,6 +75,7 @@ class Driver:
         speculative_tokens: int = 0,
         drafter: object | None = None,
         dtype: torch.dtype = torch.float32,
+        packs_weights: bool = False,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -88,6 +89,7 @@ class Driver:
             token_rounder=token_rounder,
             speculative_tokens=speculative_tokens,
             drafter=drafter,
+            packs_weights=packs_weights,
         )
         self.context = self.engine.context
         self.records: dict[int, RequestRecord] = {}

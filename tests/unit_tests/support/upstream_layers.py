@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.mcore.layers import linear, mlp, moe, norms, residual_layers
+from megatron_ext.mcore.layers import hybrid_model, linear, mlp, moe, norms, residual_layers
 from megatron_ext.models import build
 
 UPSTREAM = {
@@ -52,6 +52,7 @@ def upstream_layers() -> Iterator[None]:
     with (
         mock.patch.object(build, "resolve_spec", resolved),
         mock.patch.object(norms, "PlainRMSNorm", torch.nn.RMSNorm),
+        mock.patch.object(hybrid_model, "ColumnLinear", ColumnParallelLinear),  # of the output layer
         mock.patch.object(moe, "ColumnLinear", ColumnParallelLinear),
         mock.patch.object(moe, "RowLinear", RowParallelLinear),
     ):

@@ -1,0 +1,180 @@
+"""Packed weights of a model's linear layers: packed before a step, unpacked for whatever reads or writes them.
+
+A parameter has its values, or its layer has a packed weight that replaces them, see `ops.linear.packable`; tied
+embeddings, which rows are read of, keep their values beside the packed output layer.
+
+    built or loaded          dense
+    before each step         `refresh` packs what is dense, and again what has changed
+    saved, updated, loaded   `unpack_weights`, by `model_tensors` and by each layer's state dict: dense until the next
+                             step; what was written is noticed as ever, by `WeightsWatch`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_changes import weights_version
+from megatron_ext.ops import backend_selection
+from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.linear import LINEAR, LinearBackend, Packable, choice_identity, choose
+from megatron_ext.parallel.parallel_context import ParallelContext
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+
+
+class _Slot(NamedTuple):
+    """Layer to pack, with its backend and, if it is to keep its values, the parameter to pack."""
+
+    layer: Packable
+    backend: LinearBackend
+    beside: nn.Parameter | None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight: nn.Parameter = self.layer.weight if self.beside is None else self.beside
+        return weight
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.numel() * self.weight.itemsize
+
+
+class PackedWeights:
+    """Packed weights of one model on this rank; nothing is packed before the first `refresh`.
+
+    Args:
+        model: Model in eval mode. Layers that are packed and not chosen are unpacked.
+        operators: Backend name of the operators, or None; see `ops.backend_selection`.
+        keeps_originals: Keep every original weight beside the packed one, as for a model whose parameters others use
+            as well; changes are noticed as those of tied embeddings are. Takes the memory of the packed weights again.
+        with_experts: Whether experts of MoE layers may be packed; `mcore.layers.dense_moe` reads their parameters.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        operators: str | None = None,
+        *,
+        keeps_originals: bool = False,
+        with_experts: bool = True,
+    ) -> None:
+        self._model = model
+        with preferring(operators):
+            self._slots = [
+                slot for slot in _slots(model, keeps_originals, with_experts) if slot.backend.pack is not None
+            ]
+        chosen = {id(slot.layer) for slot in self._slots}
+        for layer in _packable(model):
+            if id(layer) not in chosen:
+                layer.unpack()
+        self._marks = weights_version(model)
+        self._operators = operators
+
+    @property
+    def identity(self) -> str:
+        """What the results of this rank depend on; empty if nothing is packed. See `choice_identity`."""
+        if not self._slots:
+            return ""
+        first = self._slots[0]
+        return choice_identity(first.backend, first.weight.dtype, is_forced=first.backend.name == self._operators)
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that computes packed weights; the reference's if nothing is packed."""
+        return self._slots[0].backend.name if self._slots else LINEAR.names[-1]
+
+    @property
+    def additional_bytes(self) -> int:
+        """Bytes that packing takes beside the parameters: kept originals, and one weight while it is packed."""
+        kept = sum(slot.bytes for slot in self._slots if slot.beside is not None)
+        return kept + max((slot.bytes for slot in self._slots if slot.beside is None), default=0)
+
+    def check_memory(self, available_bytes: int) -> None:
+        """Check that there is memory for packing.
+
+        Args:
+            available_bytes: Memory for this rank.
+
+        Raises:
+            ConfigError: There is not.
+        """
+        needed = self.additional_bytes
+        if needed > available_bytes:
+            raise ConfigError(
+                f"packed weights of linear layers need {needed / GIB:.2f} GB beside the parameters, and "
+                f"{available_bytes / GIB:.2f} GB of memory are free for this process; --operator-backend reference "
+                "packs none"
+            )
+
+    def refresh(self) -> None:
+        """Pack what is not packed, and what has changed beside its packed weight; before each step."""
+        marks = weights_version(self._model)
+        if marks != self._marks:  # values may have changed without an edit being counted
+            self._marks = marks
+            for layer in (slot.layer for slot in self._slots if slot.beside is not None):
+                layer.unpack()
+        for layer, backend, beside in self._slots:
+            if not layer.is_current:
+                layer.pack(backend, beside)
+
+
+def pack_weights(
+    model: HybridModel, batching: BatchingConfig, parallel_context: ParallelContext | None = None
+) -> tuple[PackedWeights, str]:
+    """Pack the weights of a model's linear layers if all ranks choose alike; every rank calls this.
+
+    Returns:
+        The packed weights, and what results depend on because of them, equal on all ranks; empty if nothing is packed.
+
+    Raises:
+        ConfigError: There is no memory for it on a rank, or the requested backend cannot pack the model's weights.
+    """
+    operators = backend_selection.preferred(batching.operator_backend)
+    packed = PackedWeights(model, operators, with_experts=not batching.has_input_buffers)
+
+    def identity() -> str:
+        packed.check_memory(platform.available_memory(next(model.parameters()).device))
+        return packed.identity
+
+    identities = [identity()] if parallel_context is None else parallel_context.ask_all(identity)
+    different = sorted(set(identities) - {""})
+    if len(different) > 1:
+        if parallel_context is not None and parallel_context.is_driver:
+            logger.warning("no weights are packed, since the ranks' CPUs differ: %s", "; ".join(different))
+        packed, different = PackedWeights(model, LINEAR.names[-1]), []
+    packed.refresh()
+    return packed, "".join(different)
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Restore the parameters of a model's packed layers; an engine packs them again before its next step."""
+    for layer in _packable(model):
+        if not layer.packed_beside:
+            layer.unpack()
+
+
+def _packable(model: nn.Module) -> Iterator[Packable]:
+    return (module for module in model.modules() if isinstance(module, Packable))
+
+
+def _slots(model: HybridModel, keeps_originals: bool, with_experts: bool) -> Iterator[_Slot]:
+    """Yield the layers with a weight of their own, and the output layer with the embedding that it shares."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Packable) or (".experts." in name and not with_experts):
+            continue
+        if layer.weight is not None and not layer.weight.is_inference():
+            yield _Slot(layer, choose(layer.weight), layer.weight if keeps_originals else None)
+    if model.post_process and model.share_embeddings_and_output_weights and isinstance(model.output_layer, Packable):
+        weight = model.shared_embedding_or_output_weight()
+        if model.output_layer.weight is None and not weight.is_inference():
+            yield _Slot(model.output_layer, choose(weight), weight)

@@ -1,0 +1,66 @@
+"""Linear layers by oneDNN with packed weights, on CPUs: torch ships the library.
+
+`F.linear` takes MKL, which packs a weight anew in each call, and for few rows reads it slowly. The packed layout
+depends on a hint, the expected number of rows; one made for few rows serves all counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.linear import table
+from megatron_ext.ops.linear.reference import LinearBackend
+
+NAME: Final = "onednn"
+_ROWS_HINT: Final = 8
+_PACK, _PRODUCT = "_reorder_linear_weight", "_linear_pointwise"  # private names of torch, present since 2.0
+DTYPES: Final = (torch.float32,)
+
+
+@functools.cache
+def problem() -> str | None:
+    """Return why this torch cannot pack weights; None if it can."""
+    if not torch.backends.mkldnn.is_available():
+        return "this torch is built without oneDNN"
+    missing = [name for name in (_PACK, _PRODUCT) if not hasattr(torch.ops.mkldnn, name)]
+    return f"torch {torch.__version__} has no torch.ops.mkldnn.{missing[0]}" if missing else None
+
+
+def supports(weight: Tensor) -> bool:
+    """Return whether weights of this device, type and rank can be packed."""
+    return weight.is_cpu and weight.dtype in DTYPES and weight.dim() == 2 and problem() is None
+
+
+def takes(weight: Tensor) -> bool:
+    """Return whether the committed table says that a weight is to be packed on this CPU."""
+    return supports(weight) and table.packs(weight, NAME)
+
+
+class OneDnnWeight:
+    """Weight that oneDNN has packed; see `PackedWeight`.
+
+    Args:
+        weight: [o, i], fp32.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._weight = getattr(torch.ops.mkldnn, _PACK)(weight.detach().contiguous(), _ROWS_HINT)
+        self._product = getattr(torch.ops.mkldnn, _PRODUCT).default
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PackedWeight`."""
+        output: Tensor = self._product(x, self._weight, bias, "none", [], "")
+        return output
+
+    def dense(self) -> Tensor:
+        """See `PackedWeight`."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return self._weight.to_dense()
+
+
+BACKEND = LinearBackend(NAME, takes, OneDnnWeight)

@@ -1,0 +1,109 @@
+"""Linear layers whose weight can be replaced by a packed one.
+
+While a layer is packed, its parameter is a placeholder of the same shape: reading it gives NaN, writing in place raises
+torch's error (filling with one number works). The original weight comes back, to the bit, when a state dict is made or
+loaded, or by `unpack`; the engine packs it again before its next step.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_ext.ops.linear.packed import PackedWeight
+from megatron_ext.ops.linear.reference import LinearBackend
+
+_edits_of = attrgetter("_version")  # torch's own counter of a tensor's in-place edits
+
+
+class Packable:
+    """Mixin of modules with a `weight` [o, i], or None if each call brings it; before the module's class.
+
+    Attributes:
+        packed: Packed weight that computes; None if `F.linear` does.
+        packed_beside: The parameter that `packed` was made of, in a tuple, if that keeps its values (a tied embedding);
+            empty if the packed weight has replaced it.
+        packed_edits: Edit count of the parameter when it was packed.
+    """
+
+    weight: nn.Parameter
+    packed: PackedWeight | None = None
+    packed_beside: tuple[nn.Parameter, ...] = ()  # in a tuple: a module would register a bare parameter
+    packed_edits: int = 0
+    _hooks: tuple[RemovableHandle, ...] = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "weight":  # another parameter, which is not packed
+            self._forget()
+        super().__setattr__(name, value)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer is packed, and its parameter was not written since."""
+        if self.packed is None:
+            return False
+        (parameter,) = self.packed_beside or (self.weight,)
+        return _edits_of(parameter) == self.packed_edits
+
+    def product(self, x: Tensor, bias: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """Return the product: [..., i] -> [..., o]; the layer is unpacked first where gradients are enabled.
+
+        Args:
+            x: Input.
+            bias: Added to the product, [o].
+            weight: Replaces the layer's own weight.
+        """
+        if self.packed is not None and torch.is_grad_enabled():
+            self.unpack()
+        packed = self.packed
+        if packed is not None and (weight is None or any(weight is one for one in (self.weight, *self.packed_beside))):
+            return packed(x, bias)
+        return F.linear(x, self.weight if weight is None else weight, bias)
+
+    def pack(self, backend: LinearBackend, beside: nn.Parameter | None = None) -> None:
+        """Pack the layer's weight, which is given up.
+
+        Args:
+            backend: Backend that packs.
+            beside: Parameter to pack instead of the layer's own; it keeps its values.
+        """
+        assert backend.pack is not None, f"{backend.name} packs nothing"
+        self.unpack()
+        weight = self.weight if beside is None else beside
+        packed = backend.pack(weight)
+        self.packed_beside, self.packed_edits = () if beside is None else (beside,), _edits_of(weight)
+        self.packed = packed
+        if beside is None:
+            weight.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
+            assert isinstance(self, nn.Module), "a mixin of modules"
+            saving = self.register_state_dict_pre_hook(_unpack)
+            self._hooks = (saving, self.register_load_state_dict_pre_hook(_unpack))
+
+    def unpack(self) -> None:
+        """Restore the original weight; nothing happens if the layer is not packed."""
+        packed = self.packed
+        if packed is not None and not self.packed_beside:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.weight.data = packed.dense() if self.is_current else self.weight.clone()  # filled with one number
+        self._forget()
+
+    def _forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.packed, self.packed_beside, self._hooks = None, (), ()
+
+
+def _unpack(layer: Packable, *_: object) -> None:
+    layer.unpack()
+
+
+class PackableLinear(Packable, nn.Linear):  # type: ignore[misc]  # torch declares a Tensor, and it is a parameter
+    """`nn.Linear` whose weight can be packed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product with the bias: [..., i] -> [..., o]."""
+        return self.product(x, self.bias)

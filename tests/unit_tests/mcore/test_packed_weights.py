@@ -1,0 +1,363 @@
+"""Packed weights of linear layers in an engine: what computes, is saved, updated, noticed, counted and agreed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.config import BatchingConfig, ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import packed_weights
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
+from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.native.safetensors_checkpoint import load_weights, save_checkpoint
+from megatron_ext.models.update.disk import NewWeights
+from megatron_ext.models.update.naming import OwnNames
+from megatron_ext.models.update.weight_update import update_weights, weight_shapes
+from megatron_ext.ops.linear import LINEAR, Packable, onednn
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import HybridDriver
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+
+PROMPT = make_prompt(2 * BLOCK + 3)
+TIED = dataclasses.replace(CONFIGS["hybrid"], untie_embeddings_and_output_weights=False)
+KINDS = {**{kind: CONFIGS[kind] for kind in ("hybrid", "mamba1", "experts", "gated_delta_net")}, "tied": TIED}
+ALL = "onednn"  # every weight is packed: those of tests are smaller than the table's
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all tensors that a checkpoint has."""
+    unpack_weights(model)
+    return {name: tensor.detach().clone() for name, tensor in saved_tensors(model).items()}
+
+
+def layers(model: nn.Module) -> list[Packable]:
+    return [one for one in model.modules() if isinstance(one, Packable)]
+
+
+def packed_model(config: ModelConfig = CONFIGS["hybrid"], **options: object) -> tuple[nn.Module, PackedWeights]:
+    """A model, and its packed weights after a first refresh."""
+    model = build_slow_decay(config)
+    packed = PackedWeights(model, ALL, **options)
+    packed.refresh()
+    return model, packed
+
+
+def assert_packed(model: nn.Module) -> None:
+    assert all(layer.packed is not None for layer in layers(model))
+    assert any(parameter.isnan().all() for parameter in model.parameters())
+
+
+def watched(model: nn.Module) -> dict[int, int]:
+    """Counts of the calls of each packed weight from now on, by number of the layer."""
+    counts: dict[int, int] = {}
+
+    for number, layer in enumerate(layers(model)):
+        counts[number] = 0
+        product = layer.packed
+
+        class Counted:
+            def __init__(self, number: int = number, product: object = product) -> None:
+                self.number, self.product, self.dense = number, product, product.dense
+
+            def __call__(self, *arguments: object) -> Tensor:
+                counts[self.number] += 1
+                return self.product(*arguments)
+
+        layer.packed = Counted()
+    return counts
+
+
+class TestEngine:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_results_are_those_of_a_recompute(self, kind):
+        """Tokens, logits and states; a prompt, and the same again from the cache. Every packed weight computes."""
+        config = KINDS[kind]
+        oracle, model = Oracle(build_slow_decay(config)), build_slow_decay(config)
+        driver = HybridDriver(model, config, operator_backend=ALL, packs_weights=True, max_requests=4, max_tokens=40)
+        assert_packed(model)
+        counts = watched(model)
+        for request_id in range(2):
+            driver.add(request_id, PROMPT, num_tokens_to_generate=3)
+            driver.run()
+        assert driver.skipped(0, 1)[1] == 2 * BLOCK
+        for request_id in range(2):
+            assert_equals_oracle(driver, request_id, oracle)
+        assert all(counts.values()), "each packed weight has computed"
+        assert_packed(model)
+
+    def test_padded_steps_leave_experts_as_they_are(self):
+        """`dense_moe` reads their parameters."""
+        config = CONFIGS["experts"]
+        model = build_slow_decay(config)
+        batching = BatchingConfig(operator_backend=ALL, cuda_graph_impl="local")
+        pack_weights(model, batching)
+        packed = {name: one.packed is not None for name, one in model.named_modules() if isinstance(one, Packable)}
+        assert {name for name, is_packed in packed.items() if not is_packed} == {
+            name for name in packed if ".experts." in name
+        }
+        assert any(".experts." in name for name in packed)
+
+    @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+    def test_small_weights_are_not_packed_unless_asked_for(self, backend):
+        """The table's weights are larger; golden values of small models do not change."""
+        model = build_slow_decay(CONFIGS["hybrid"])
+        packed, identity = pack_weights(model, BatchingConfig(operator_backend=backend))
+        assert all(layer.packed is None for layer in layers(model))
+        assert (identity, packed.backend, packed.additional_bytes) == ("", "reference", 0)
+
+    def test_large_weights_are_packed_by_the_table(self, monkeypatch):
+        """The control of the test before: the same call packs what the table names."""
+        row = onednn.table.Row("ANY", torch.float32, 48, 4 * 48 * 64, "onednn", "-")
+        monkeypatch.setattr(onednn.table, "TABLE", (row,))
+        monkeypatch.setattr(onednn.table, "row_for", lambda dtype: row)
+        model = build_slow_decay(CONFIGS["hybrid"])
+        packed, identity = pack_weights(model, BatchingConfig())
+        for layer in layers(model):
+            is_large = layer.weight.shape[1] >= 48 and layer.weight.numel() >= 48 * 64
+            assert (layer.packed is not None) is is_large
+        assert packed.backend == "onednn"
+        assert row.limits in identity
+
+    def test_engines_of_a_callers_model_leave_it_alone(self):
+        model = build_slow_decay(CONFIGS["hybrid"])
+        driver = Driver(model, CONFIGS["hybrid"], operator_backend=ALL)
+        assert all(layer.packed is None for layer in layers(model))
+        assert "linear" in driver.engine.controller.chosen_operators()["reference"]
+
+    def test_the_table_at_start_up_names_the_backend(self):
+        """CU-3."""
+        driver = Driver(build_slow_decay(TIED), TIED, operator_backend=ALL, packs_weights=True)
+        assert driver.engine.controller.chosen_operators()["onednn"] == ("linear",)
+
+    def test_a_cache_of_other_products_has_other_roots(self):
+        """Blocks of engines whose weights are packed otherwise have different hashes."""
+        plans = []
+        for packs in (False, True):
+            model = build_slow_decay(CONFIGS["hybrid"])
+            driver = Driver(model, CONFIGS["hybrid"], operator_backend=ALL, packs_weights=packs)
+            plans.append(driver.context.plan.fingerprint)
+        assert plans[0] != plans[1]
+
+    def test_a_second_engine_of_the_reference_unpacks(self):
+        """Two engines around one model, one after the other, as comparisons build them."""
+        model = build_slow_decay(CONFIGS["hybrid"])
+        before = contents(model)
+        pack_weights(model, BatchingConfig(operator_backend=ALL))
+        assert_packed(model)
+        pack_weights(model, BatchingConfig(operator_backend="reference"))
+        assert all(layer.packed is None for layer in layers(model))
+        assert_same(saved_tensors(model), before)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+class TestSaving:
+    """Checkpoints of packed models, equal to the bit to those of models that were never packed."""
+
+    @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED, CONFIGS["experts"]], ids=["own", "tied", "experts"])
+    @pytest.mark.parametrize("form", ["safetensors", "distributed", "state_dict"])
+    def test_round_trip(self, tmp_path, config, form):
+        expected = contents(build_slow_decay(config))
+        model, packed = packed_model(config)
+        if form == "state_dict":
+            found = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+            packed.refresh()
+            found = {name: found[name] for name in expected}
+        else:
+            if form == "safetensors":
+                save_checkpoint(tmp_path / "saved", model, config)
+            else:
+                tokenizer = NullTokenizer(config.vocab_size)
+                save_model(tmp_path / "saved", LoadedModel(model, config, tokenizer, torch.float32, "saved"))
+            packed.refresh()
+            assert_packed(model)
+            source = SourceConfig(load=str(tmp_path / "saved"), tokenizer_type="NullTokenizer")
+            found = contents(load_model(source, {}, device=torch.device("cpu")).model)
+        assert_same(found, expected)
+        assert_packed(model)
+
+    def test_names_and_shapes_need_no_unpacking(self):
+        """Any thread may ask for them while the engine runs."""
+        model, _ = packed_model()
+        shapes = weight_shapes(model, OwnNames())
+        assert_packed(model)
+        assert shapes == {name: tuple(one.shape) for name, one in contents(model).items()}
+
+
+def by_update(model: nn.Module, new: dict[str, Tensor]) -> None:
+    update_weights(model, OwnNames(), new)
+
+
+def by_disk(model: nn.Module, new: dict[str, Tensor]) -> None:
+    NewWeights(model, new).write()
+
+
+def by_state_dict(model: nn.Module, new: dict[str, Tensor]) -> None:
+    model.load_state_dict(new, strict=False)
+
+
+def by_parts(model: nn.Module, new: dict[str, Tensor]) -> None:
+    for name, module in model.named_modules():
+        own = {key.removeprefix(f"{name}."): one for key, one in new.items() if key.rpartition(".")[0] == name}
+        if own:
+            module.load_state_dict(own, strict=False)
+
+
+def by_assignment(model: nn.Module, new: dict[str, Tensor]) -> None:
+    model.load_state_dict({name: one.clone() for name, one in new.items()}, strict=False, assign=True)
+
+
+def by_edits(model: nn.Module, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, target in model_tensors(model).items():
+            target.copy_(new[name])
+
+
+WRITES = [by_update, by_disk, by_state_dict, by_parts, by_assignment, by_edits]
+
+
+class TestUpdates:
+    """New weights compute from the next step on, packed again; old ones are nowhere."""
+
+    @pytest.mark.parametrize("write", WRITES)
+    @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED], ids=["own", "tied"])
+    def test_outputs_follow(self, config, write):
+        """PY-6, EX-4."""
+        new = build_slow_decay(config, seed=6)
+        values = contents(new)
+        model = build_slow_decay(config)
+        driver = CachingDriver(model, config, operator_backend=ALL, packs_weights=True)
+        driver.add(0, PROMPT, num_tokens_to_generate=3)
+        driver.run()
+        write(model, values)
+        for request_id in (1, 2):
+            driver.add(request_id, PROMPT, num_tokens_to_generate=3)
+            driver.run()
+        assert driver.skipped(1) == [0]
+        assert_packed(model)
+        for request_id in (1, 2):
+            assert_equals_oracle(driver, request_id, Oracle(new))
+        assert_same(contents(model), values)
+
+    def test_a_refused_update_changes_nothing(self):
+        model, packed = packed_model()
+        before = contents(build_slow_decay(CONFIGS["hybrid"]))
+        with pytest.raises(ConfigError):
+            update_weights(model, OwnNames(), {"no such tensor": torch.zeros(1)})
+        packed.refresh()
+        assert_packed(model)
+        assert_same(contents(model), before)
+
+    def test_loaders_fill_a_packed_model(self, tmp_path):
+        new = build_slow_decay(CONFIGS["hybrid"], seed=6)
+        save_checkpoint(tmp_path / "new", new, CONFIGS["hybrid"])
+        model, packed = packed_model()
+        load_weights(model, tmp_path / "new")
+        packed.refresh()
+        assert_packed(model)
+        assert_same(contents(model), contents(new))
+
+    def test_a_tied_embedding_is_packed_again_alone(self):
+        """An edit of the shared parameter, whose values stay in place, packs nothing else."""
+        model, packed = packed_model(TIED)
+        kept = [layer.packed for layer in layers(model)]
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight.mul_(2)
+        packed.refresh()
+        again = [layer for layer, before in zip(layers(model), kept, strict=True) if layer.packed is not before]
+        assert again == [model.output_layer]
+        assert torch.equal(model.output_layer.packed.dense(), model.embedding.word_embeddings.weight)
+
+    def test_steps_alone_pack_nothing(self):
+        """Negative control."""
+        model, packed = packed_model(TIED)
+        kept = [layer.packed for layer in layers(model)]
+        packed.refresh()
+        assert all(layer.packed is before for layer, before in zip(layers(model), kept, strict=True))
+
+
+class TestKeptOriginals:
+    """For models whose parameters others use as well."""
+
+    def test_parameters_keep_their_values(self):
+        model, packed = packed_model(keeps_originals=True)
+        assert all(layer.packed is not None for layer in layers(model))
+        found = {name: one.detach() for name, one in model.named_parameters()}
+        assert_same(found, dict(build_slow_decay(CONFIGS["hybrid"]).named_parameters()))
+        assert packed.additional_bytes == sum(layer.weight.numel() * 4 for layer in layers(model))
+
+    @pytest.mark.parametrize("is_counted", [True, False])
+    def test_edits_are_packed_again(self, is_counted):
+        """A write that torch does not count needs `mark_weights_changed`, as always."""
+        model, packed = packed_model(keeps_originals=True)
+        layer = next(iter(layers(model)))
+        with torch.no_grad():
+            (layer.weight if is_counted else layer.weight.data).mul_(2)
+        if not is_counted:
+            packed.refresh()
+            assert not torch.equal(layer.packed.dense(), layer.weight)
+            mark_weights_changed(model)
+        packed.refresh()
+        assert torch.equal(layer.packed.dense(), layer.weight)
+
+
+class TestMemory:
+    def test_packed_models_have_no_second_copy(self):
+        """Parameters of packed layers have no memory; the tied embedding is counted."""
+        model, packed = packed_model(TIED)
+        dense = sum(one.weight.numel() for one in layers(model) if one.weight is not None)
+        held = sum(one.untyped_storage().nbytes() for one in model.parameters())
+        whole = sum(one.numel() * 4 for one in build_slow_decay(TIED).parameters())
+        count = sum(one.weight is not None for one in layers(model))
+        assert held == whole - 4 * dense + 4 * count
+        embedding = model.embedding.word_embeddings.weight.numel()
+        largest = max(one.weight.numel() for one in layers(model) if one.weight is not None)
+        assert packed.additional_bytes == 4 * (embedding + largest)
+
+    def test_too_little_is_refused_before_packing(self, monkeypatch):
+        model = build_slow_decay(TIED)
+        monkeypatch.setattr(packed_weights.platform, "available_memory", lambda device: 1000)
+        with pytest.raises(ConfigError, match=r"beside the parameters.*--operator-backend reference"):
+            pack_weights(model, BatchingConfig(operator_backend=ALL))
+        assert all(layer.packed is None for layer in layers(model))
+
+
+class TestRanks:
+    """Ranks that choose alike pack; all others compute with the reference."""
+
+    @staticmethod
+    def context(*others: str) -> SimpleNamespace:
+        return SimpleNamespace(ask_all=lambda question: [question(), *others], is_driver=True)
+
+    def test_ranks_of_different_cpus_pack_nothing(self, caplog):
+        model = build_slow_decay(CONFIGS["hybrid"])
+        with caplog.at_level(logging.WARNING):
+            packed, identity = pack_weights(model, BatchingConfig(operator_backend=ALL), self.context("onednn OTHER"))
+        assert (packed.backend, identity) == ("reference", "")
+        assert all(layer.packed is None for layer in layers(model))
+        assert "OTHER" in caplog.text
+
+    def test_a_rank_without_such_weights_has_the_others_identity(self):
+        """Hashes of blocks are equal on all ranks, whichever layers they hold."""
+        first = build_slow_decay(CONFIGS["hybrid"])
+        _, expected = pack_weights(first, BatchingConfig(operator_backend=ALL), self.context(""))
+        small = build_slow_decay(CONFIGS["hybrid"])
+        packed, identity = pack_weights(small, BatchingConfig(), self.context(expected))
+        assert identity == expected != ""
+        assert packed.backend == LINEAR.names[-1]

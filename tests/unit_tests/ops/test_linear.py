@@ -1,0 +1,322 @@
+"""Linear layers: packed weights beside the reference, the table that chooses, and layers that hold either.
+
+Products are sums in another order, so they are compared within BOUND, which docs/operators.md states. Packing and
+unpacking is compared to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.linear import LINEAR, PackableLinear, choice_identity, choose, onednn, reference, table
+from megatron_ext.ops.linear.table import MIB, Row, row_for
+
+BOUND = 8 * torch.finfo(torch.float32).eps  # times the sum of the absolute products
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def assert_within_bound(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    x, weight = x.double(), weight.double()
+    exact = F.linear(x, weight, None if bias is None else bias.double())
+    size = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= BOUND * size).all()
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
+    "reference": lambda weight: lambda x, bias=None: F.linear(x, weight, bias),
+    "onednn": onednn.OneDnnWeight,
+}
+products = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=needs_onednn) for name, make in PRODUCTS.items()]
+)
+
+
+@products
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (97, 61), (64, 512), (300, 1024), (40, 4096)])
+@torch.inference_mode()
+def test_every_product_is_within_the_stated_bound(make, outputs, inputs):
+    """Products of any number of rows, with a bias and without."""
+    weight, bias = numbers(outputs, inputs), numbers(outputs)
+    product = make(weight.clone())
+    for rows in (1, 2, 3, 8, 17, 64):
+        x = numbers(rows, inputs, seed=1)
+        assert_within_bound(product(x), x, weight)
+        assert_within_bound(product(x, bias), x, weight, bias)
+
+
+@products
+@torch.inference_mode()
+def test_shapes_and_layouts_of_inputs(make):
+    """Packed tokens [T, 1, h], vectors, no rows, and inputs that are not contiguous."""
+    weight = numbers(24, 16)
+    product = make(weight.clone())
+    for x in (
+        numbers(5, 1, 16),
+        numbers(16),
+        numbers(0, 16),
+        numbers(0, 1, 16),
+        numbers(5, 40)[:, 8:24],
+        numbers(16, 5).t(),
+    ):
+        assert_within_bound(product(x), x, weight)
+
+
+@products
+@torch.inference_mode()
+def test_rows_are_independent(make):
+    """NaN stays in its row, and a row is within the bound beside any others."""
+    weight, x = numbers(48, 512), numbers(9, 512)
+    product = make(weight.clone())
+    poisoned = x.clone()
+    poisoned[4] = torch.nan
+    found = product(poisoned)
+    assert found[4].isnan().all()
+    kept = [row for row in range(9) if row != 4]
+    assert_within_bound(found[kept], x[kept], weight)
+
+
+def test_a_product_in_16_bits_is_outside_the_bound():
+    """The control of the bound."""
+    weight, x = numbers(48, 512), numbers(9, 512)
+    with pytest.raises(AssertionError):
+        assert_within_bound(F.linear(x.bfloat16(), weight.bfloat16()).float(), x, weight)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (97, 61), (64, 512), (1024, 300)])
+def test_unpacking_is_exact(outputs, inputs):
+    """Weights come back to the bit, numbers that arithmetic would change included."""
+    weight = numbers(outputs, inputs)
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, 3.4e38])
+    flat = weight.view(-1)
+    flat[: min(6, flat.numel())] = special[: min(6, flat.numel())]
+    payload = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
+    flat[-1:] = payload
+    with torch.inference_mode():
+        packed = onednn.OneDnnWeight(weight)
+        dense = packed.dense()
+    assert torch.equal(dense.view(torch.int32), weight.view(torch.int32))
+    assert not dense.is_inference(), "a parameter that is written in place later"
+    assert dense.data_ptr() != weight.data_ptr()
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def cpu(self, monkeypatch):
+        """A CPU with an instruction set that the table has."""
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+    @needs_onednn
+    def test_the_table_decides_by_size(self):
+        row = row_for(torch.float32)
+        assert row is not None
+        least = row.min_bytes // (4 * row.min_inputs)
+        for outputs, inputs, packs in (
+            (least, row.min_inputs, True),
+            (least - 1, row.min_inputs, False),
+            (2 * least, row.min_inputs // 2, False),
+            (row.min_inputs // 2, 2 * least, True),
+        ):
+            assert choose(torch.empty(outputs, inputs, device=CPU)).name == ("onednn" if packs else "reference")
+
+    @pytest.mark.parametrize("name", ["DEFAULT", "AVX1024"])
+    def test_a_missing_instruction_set_takes_the_reference(self, monkeypatch, name):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
+        assert choose(torch.empty(4096, 4096)).name == "reference"
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_a_missing_type_takes_the_reference(self, dtype):
+        assert choose(torch.empty(2048, 2048, dtype=dtype)).name == "reference"
+
+    def test_other_devices_take_the_reference(self):
+        assert choose(torch.empty(4096, 4096, device="meta")).name == "reference"
+
+    @needs_onednn
+    @pytest.mark.parametrize("name", ["_reorder_linear_weight", "_linear_pointwise"])
+    def test_without_a_private_name_of_torch_the_reference_computes(self, monkeypatch, name):
+        weight = torch.empty(2048, 2048)
+        assert choose(weight).name == "onednn"
+        names = {one: None for one in ("_reorder_linear_weight", "_linear_pointwise") if one != name}
+        onednn.problem.cache_clear()
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.ops, "mkldnn", type("Names", (), names)())
+                assert name in (onednn.problem() or "")
+                assert choose(weight).name == "reference"
+        finally:
+            onednn.problem.cache_clear()
+
+    @needs_onednn
+    def test_an_operator_backend_overrides_the_table(self):
+        small, large = torch.empty(4, 4), torch.empty(2048, 2048)
+        for name, expected in (("onednn", "onednn"), ("reference", "reference")):
+            with preferring(name):
+                assert [choose(one).name for one in (small, large)] == [expected, expected]
+        with preferring("triton"):
+            assert [choose(one).name for one in (small, large)] == ["reference", "onednn"]
+
+    @pytest.mark.parametrize(
+        "weight", [torch.empty(4, 4, dtype=torch.bfloat16), torch.empty(4, 4, device="meta")], ids=["type", "device"]
+    )
+    def test_what_cannot_be_packed_is_refused_where_packing_is_asked_for(self, weight):
+        with preferring("onednn"), pytest.raises(ConfigError, match=r"--operator-backend onednn .*float32.*; auto or"):
+            choose(weight)
+
+    def test_identities_differ_by_instruction_set_type_and_limits(self, monkeypatch):
+        def identity(is_forced: bool = False) -> str:
+            return choice_identity(onednn.BACKEND, torch.float32, is_forced=is_forced)
+
+        found = [identity(), identity(is_forced=True)]
+        rows = [Row(name, torch.float32, 64, MIB, "onednn", "-") for name in ("AVX2", "AVX512")]
+        monkeypatch.setattr(table, "row_for", lambda dtype: rows[0])
+        found.append(identity())
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        found.append(identity())
+        assert len(set(found)) == 4
+
+    def test_rows_are_unique_and_name_a_backend_and_a_cpu(self):
+        keys = [(row.instruction_set, row.dtype) for row in table.TABLE]
+        assert len(set(keys)) == len(keys) > 0
+        assert all(row.backend in LINEAR.names and row.measured_on for row in table.TABLE)
+
+
+@needs_onednn
+class TestLayer:
+    @pytest.fixture
+    def layer(self) -> PackableLinear:
+        made = PackableLinear(40, 24)
+        with torch.no_grad():
+            made.weight.copy_(numbers(24, 40))
+        return made
+
+    @staticmethod
+    def packed(layer: PackableLinear) -> Tensor:
+        """Pack the layer; return its weight."""
+        weight = layer.weight.detach().clone()
+        layer.pack(onednn.BACKEND)
+        return weight
+
+    def test_packed_weights_replace_the_original(self, layer):
+        """The parameter stays the same object of the same shape, without memory and without values."""
+        parameter, weight = layer.weight, self.packed(layer)
+        assert layer.weight is parameter
+        assert (parameter.shape, parameter.dtype, parameter.device) == (weight.shape, weight.dtype, weight.device)
+        assert parameter.untyped_storage().nbytes() == 4
+        assert parameter.isnan().all()
+        x = numbers(7, 40)
+        with torch.inference_mode():
+            assert_within_bound(layer(x), x, weight, layer.bias)
+            assert torch.equal(layer.product(x), layer.packed(x)), "the packed weight computes"
+
+    @pytest.mark.parametrize(
+        "write", [lambda one: one.mul_(2), lambda one: one.normal_(), lambda one: one[3].copy_(torch.zeros(40))]
+    )
+    def test_writes_of_a_packed_weight_raise(self, layer, write):
+        weight = self.packed(layer)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="written-to tensor"):
+            write(layer.weight)
+        layer.unpack()
+        assert torch.equal(layer.weight, weight)
+
+    @pytest.mark.parametrize("write", [lambda one: one.zero_(), lambda one: one.fill_(2.5)])
+    def test_filling_with_one_number_is_kept(self, layer, write):
+        """Filling a placeholder does not raise, so the number must not be lost."""
+        self.packed(layer)
+        assert layer.is_current
+        with torch.no_grad():
+            write(layer.weight)
+        number = layer.weight[0, 0].item()
+        assert not layer.is_current
+        layer.pack(onednn.BACKEND)
+        assert layer.is_current
+        assert torch.equal(layer.packed.dense(), torch.full((24, 40), number))
+        layer.unpack()
+        assert torch.equal(layer.weight, torch.full((24, 40), number))
+        assert layer.weight.is_contiguous()
+
+    def test_another_parameter_computes_at_once(self, layer):
+        self.packed(layer)
+        new = nn.Parameter(numbers(24, 40, seed=5))
+        layer.weight = new
+        assert layer.packed is None
+        assert torch.equal(layer.state_dict()["weight"], new)
+
+    @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+    def test_unpacking_restores_the_parameter(self, layer, mode):
+        """An ordinary parameter again, whose edits are counted and which has gradients."""
+        parameter, edits, weight = layer.weight, layer.weight._version, self.packed(layer)
+        with mode():
+            layer.unpack()
+        assert layer.weight is parameter
+        assert torch.equal(parameter, weight)
+        assert layer.packed is None
+        assert parameter._version == edits, "packing is no edit"
+        layer(numbers(2, 40)).sum().backward()
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.mul_(2)
+        assert parameter._version == edits + 1
+
+    def test_a_state_dict_has_the_weight(self, layer):
+        weight = self.packed(layer)
+        state = nn.Sequential(layer).state_dict()
+        layer.pack(onednn.BACKEND)
+        assert torch.equal(state["0.weight"], weight)
+
+    def test_a_state_dict_is_loaded(self, layer):
+        self.packed(layer)
+        new = numbers(24, 40, seed=5)
+        layer.load_state_dict({"weight": new, "bias": torch.zeros(24)})
+        assert layer.packed is None
+        assert torch.equal(layer.weight, new)
+
+    def test_gradients_need_the_parameter(self, layer):
+        """A packed layer is unpacked where gradients are enabled."""
+        weight = self.packed(layer)
+        x = numbers(3, 40)
+        layer(x).sum().backward()
+        assert torch.allclose(layer.weight.grad, x.sum(0).expand(24, 40))
+        assert torch.equal(layer.weight, weight)
+
+    def test_a_weight_of_the_call(self, layer):
+        """A weight that comes with the call computes, unless it is the one that is packed."""
+        weight, x = self.packed(layer), numbers(3, 40)
+        other = nn.Parameter(numbers(24, 40, seed=7))
+        with torch.inference_mode():
+            assert_within_bound(layer.product(x, None, other), x, other)
+            assert_within_bound(layer.product(x, None, layer.weight), x, weight)
+
+    def test_a_weight_beside_keeps_its_values(self):
+        layer, shared = PackableLinear(40, 24, bias=False), nn.Parameter(numbers(24, 40))
+        layer.weight = None
+        before = shared.detach().clone()
+        layer.pack(onednn.BACKEND, beside=shared)
+        assert torch.equal(shared, before)
+        assert dict(layer.named_parameters()) == {}, "the shared parameter is another module's"
+        x = numbers(3, 40)
+        with torch.inference_mode():
+            assert torch.equal(layer.product(x, None, shared), layer.packed(x))
+        layer.state_dict()
+        assert layer.packed is not None, "nothing of it is in a state dict"
+        layer.unpack()
+        assert layer.packed_beside == ()
+        assert torch.equal(shared, before)
+
+
+def test_the_reference_packs_nothing():
+    assert reference.BACKEND.pack is None
+    assert LINEAR.names[-1] == reference.BACKEND.name
