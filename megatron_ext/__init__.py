@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_ext.api.attached import AttachedEngine as AttachedEngine
+    from megatron_ext.api.attached import EngineFollower as EngineFollower
+    from megatron_ext.api.attaching import attach_engine as attach_engine
     from megatron_ext.api.engine import LoadedEngine as LoadedEngine
     from megatron_ext.api.inference_args import add_inference_args as add_inference_args
     from megatron_ext.api.inference_args import settings_from_args as settings_from_args
@@ -36,9 +39,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AttachedEngine": "api.attached",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "EngineClosed": "errors",
+    "EngineFollower": "api.attached",
     "EngineStatistics": "engine.statistics",
     "EngineSuspended": "errors",
     "LoadedEngine": "api.engine",
@@ -50,6 +55,7 @@ _HOMES = {
     "Status": "scheduling.record",
     "StreamPart": "api.stream",
     "add_inference_args": "api.inference_args",
+    "attach_engine": "api.attaching",
     "follow_engine": "api.loading",
     "load_engine": "api.loading",
     "settings_from_args": "api.inference_args",

@@ -21,6 +21,7 @@ PATHS = (
     "tests/functional_tests/test_golden_values.py",
     "tests/unit_tests/api",
     "tests/unit_tests/mcore",
+    "tests/unit_tests/models/attach",
     "tests/unit_tests/models/megatron",
     "tests/unit_tests/parallel/test_parallel_context.py",
     "tests/unit_tests/test_base.py",

@@ -41,7 +41,7 @@ def load_engine(**settings: Setting) -> LoadedEngine:
     """
     read = read_settings(settings)
     check_address_space()
-    with _quiet_imports():
+    with quiet_imports():
         return _load(read)
 
 
@@ -57,14 +57,15 @@ def follow_engine(**settings: Setting) -> None:
     """
     read = read_settings(settings)
     check_address_space()
-    with _quiet_imports():
+    with quiet_imports():
         _follow(read)
 
 
 @contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
+def quiet_imports() -> Iterator[None]:
+    """Hide megatron-core's warnings of missing optional packages."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"megatron\.core")  # its warnings of missing optional packages
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
         yield
 
 

@@ -73,7 +73,12 @@ def make_core(
         list(zip(schedulers, executors, strict=True)),
         input_settings,
         proposals=proposals,
-        workers=Driver(schedulers, parallel_context.link.send, parallel_context.heartbeat),
+        workers=Driver(
+            schedulers,
+            parallel_context.link.send,
+            parallel_context.heartbeat,
+            releases=parallel_context.releases_ranks,
+        ),
         resources=resources,
         logging_interval=logging_interval,
     )

@@ -80,6 +80,22 @@ def build_model(
     return model
 
 
+def build_without_parameters(config: ModelConfig, dtype: torch.dtype, parallel: ParallelConfig) -> HybridModel:
+    """Build this rank's part of the model with parameters and buffers on torch's meta device; no random state changes.
+
+    Megatron's groups must exist.
+
+    Raises:
+        ConfigError: As `build_model`.
+    """
+    check_model(parallel, config)
+    spec = resolve_spec(config)
+    share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = _made(config, spec, dtype, False, share)
+    return _with_rotary_embedding(model, config)
+
+
 def _check_stages(share: Share, spec: ModuleSpec) -> None:
     """Raise if a user's stack would need a layer layout: it splits layers only as megatron-core does."""
     is_ours = isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
@@ -109,22 +125,33 @@ def _built(
     config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool, share: Share
 ) -> HybridModel:
     """Return this rank's part of the model, on the host; each stage has other random weights."""
-    assert config.vocab_size is not None, "the caller has looked"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + share.stage.first)
-        model = HybridModel(
-            transformer_config(config, dtype, perform_initialization, share),
-            spec,
-            pre_process=share.is_first,
-            post_process=share.is_last,
-            vocab_size=config.vocab_size,
-            max_sequence_length=config.max_position_embeddings,
-            hybrid_override_pattern=config.hybrid_override_pattern,
-            share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-            position_embedding_type=config.position_embedding_type,
-            rotary_base=config.rotary_base,
-            rotary_percent=config.rotary_percent,
-        )
+        model = _made(config, spec, dtype, perform_initialization, share)
+    return _with_rotary_embedding(model, config)
+
+
+def _made(
+    config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, perform_initialization: bool, share: Share
+) -> HybridModel:
+    """Return this rank's part of the model, on torch's default device."""
+    assert config.vocab_size is not None, "the caller has looked"
+    return HybridModel(
+        transformer_config(config, dtype, perform_initialization, share),
+        spec,
+        pre_process=share.is_first,
+        post_process=share.is_last,
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        hybrid_override_pattern=config.hybrid_override_pattern,
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        rotary_percent=config.rotary_percent,
+    )
+
+
+def _with_rotary_embedding(model: HybridModel, config: ModelConfig) -> HybridModel:
     if config.use_rope_scaling or config.yarn_rotary_scaling_factor is not None:  # MambaModel does not pass these on
         model.rotary_pos_emb = rotary_embedding(config)
     return model

@@ -12,6 +12,7 @@ from megatron_ext.mcore.assemble import build_engine, build_worker, compile_oper
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.parallel.worker import Worker
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -30,6 +31,7 @@ class EngineArgs:
         settings: Model, parallel sizes, batching, caching, speculation.
         parallel_context: All ranks, of which this is the first; None for a world of one.
         phase: Returns a context for each phase of the work, by its name: read, compile, plan.
+        loaded: The model, if it is in memory already.
 
     Attributes:
         loaded: The model.
@@ -39,13 +41,17 @@ class EngineArgs:
     """
 
     def __init__(
-        self, settings: EngineSettings, parallel_context: ParallelContext | None = None, phase: Phase = unreported
+        self,
+        settings: EngineSettings,
+        parallel_context: ParallelContext | None = None,
+        phase: Phase = unreported,
+        loaded: LoadedModel | None = None,
     ) -> None:
         self._settings = settings
         self._parallel_context = parallel_context
         self._phase = phase
         with phase("read"):
-            self.loaded = _load(settings)
+            self.loaded = loaded or _load(settings)
             self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
@@ -73,7 +79,7 @@ class EngineArgs:
                 parallel_context=self._parallel_context,
                 speculation=settings.speculation,
                 draft=self._draft,
-                packs_weights=True,
+                packs_weights=loaded.packs_weights,
             )
 
 
@@ -97,19 +103,33 @@ def follow(
     """
     loaded = _load(settings)
     for cache in caches or [settings.cache]:
-        follower = build_worker(
-            loaded.model,
-            loaded.config,
-            loaded.tokenizer,
-            settings.batching,
-            cache,
-            dtype=loaded.dtype,
-            parallel_context=parallel_context,
-            speculative_tokens=settings.speculation.num_speculative_tokens,
-            packs_weights=True,
-        )
+        follower = build_follower(settings, parallel_context, loaded, cache)
         on_ready()
         follower.follow()
+
+
+def build_follower(
+    settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel, cache: CacheConfig
+) -> Worker:
+    """Build the worker of a rank other than 0; its pools are allocated.
+
+    Args:
+        settings: Settings of rank 0.
+        parallel_context: All ranks.
+        loaded: This rank's part of the model.
+        cache: Prefix caching of rank 0's engine.
+    """
+    return build_worker(
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        settings.batching,
+        cache,
+        dtype=loaded.dtype,
+        parallel_context=parallel_context,
+        speculative_tokens=settings.speculation.num_speculative_tokens,
+        packs_weights=loaded.packs_weights,
+    )
 
 
 def _load(settings: EngineSettings) -> LoadedModel:

@@ -78,6 +78,7 @@ class Action(enum.IntEnum):
     STEP = 1  # one step of every replica
     IDLE = 2  # nothing to do; signals that rank 0 is alive
     STOP = 3  # orderly shutdown
+    RELEASE = 4  # the other ranks return to their callers, until the next batch
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,24 @@ class Driver:
         schedulers: Scheduler of each replica, on rank 0.
         send: Sends a batch to all other ranks.
         heartbeat: Maximum seconds between two batches of rank 0.
+        releases: Whether a suspension releases the other ranks: nothing is sent then until the resumption.
     """
 
     def __init__(
-        self, schedulers: Sequence[RecordingScheduler], send: Callable[[Batch], None], heartbeat: float
+        self,
+        schedulers: Sequence[RecordingScheduler],
+        send: Callable[[Batch], None],
+        heartbeat: float,
+        *,
+        releases: bool = False,
     ) -> None:
         self.heartbeat: float | None = heartbeat
         self._schedulers = tuple(schedulers)
         self._send = send
         self._sent_at = time.monotonic()
         self._is_over = False
+        self._releases = releases
+        self._is_released = False
         for scheduler in self._schedulers:
             scheduler.note(StartAnew())
 
@@ -41,23 +49,25 @@ class Driver:
     def idle(self) -> None:
         """Send a heartbeat if it is due; see `Workers.idle`."""
         assert self.heartbeat is not None, "there are other ranks"
-        if time.monotonic() - self._sent_at >= self.heartbeat:
+        if not self._is_released and time.monotonic() - self._sent_at >= self.heartbeat:
             self._tell(Action.IDLE)
 
     def suspend(self) -> None:
         """Send the recorded suspension; see `Workers.suspend`."""
-        self._tell(Action.IDLE)
+        self._tell(Action.RELEASE if self._releases else Action.IDLE)
+        self._is_released = self._releases
 
     def resume(self) -> None:
         """Record the resumption; see `Workers.resume`."""
+        self._is_released = False
         for scheduler in self._schedulers:
             scheduler.note(Resume())
 
     def stop(self) -> None:
-        """Stop the workers, see `Workers.stop`; a second call sends nothing."""
-        if not self._is_over:
+        """Stop the workers, see `Workers.stop`; a second call, or one with released workers, sends nothing."""
+        if not self._is_over and not self._is_released:
             self._tell(Action.STOP)
-            self._is_over = True
+        self._is_over = True
 
     def step_error(self, error: Exception) -> Exception:
         """Convert an error of a step to a RankError; see `Workers.step_error`."""

@@ -53,6 +53,7 @@ class ParallelContext:
 
     Attributes:
         records_routing: Whether results have routing indices; set before executors are made.
+        releases_ranks: Whether a suspension releases the other ranks to their callers; set before the engine is built.
     """
 
     def __init__(self, here: RankInfo, parallel: ParallelConfig) -> None:
@@ -60,6 +61,7 @@ class ParallelContext:
         self._minutes = parallel.distributed_timeout_minutes
         self._checks = parallel.check_ranks
         self.records_routing = False
+        self.releases_ranks = False
         timeout = timedelta(minutes=self._minutes)
         self._all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         self.places = tuple(self._gather(here))

@@ -64,15 +64,20 @@ class Worker:
         self._memory = memory
         self._start_anew()
 
-    def follow(self) -> None:
-        """Follow rank 0's batches until the stop action."""
+    def follow(self) -> bool:
+        """Follow rank 0's batches until the stop action, or until this rank is released; return whether it was stop."""
         action = Action.IDLE
-        while action is not Action.STOP:
+        while action not in (Action.STOP, Action.RELEASE):
             batch = self._receive()
             self.obey(batch.of(self.replica))
             action = batch.action
             if action is Action.STEP:
                 self.step()
+        return action is Action.STOP
+
+    def free(self) -> None:
+        """Free the pools of a rank that follows no more."""
+        self._memory.free()
 
     def obey(self, commands: Iterable[Command]) -> None:
         """Apply the commands between two steps, in order."""

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.parallel.failure import sign_in
 from megatron_ext.parallel.layout import plan_layout
 from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
@@ -42,6 +43,18 @@ class ProcessGroups:
             self._owns_groups |= not has_groups
             self._engines += 1
 
+    def join(self, parallel: ParallelConfig) -> None:
+        """Register an engine of a model that is in memory in the existing groups; nothing is created.
+
+        Raises:
+            ConfigError: Existing groups contradict the settings.
+        """
+        with self._changing:
+            _check_distributed(parallel)
+            _check_sizes(parallel)
+            sign_in()
+            self._engines += 1
+
     def leave(self) -> None:
         """Unregister an engine; after the last one, destroy the groups that the first one created."""
         with self._changing:
@@ -68,6 +81,22 @@ _SIZES = (
 def is_initialized() -> bool:
     """Return whether torch.distributed is initialized."""
     return torch.distributed.is_initialized()
+
+
+def existing_sizes(parallel: ParallelConfig) -> ParallelConfig:
+    """Return settings with the sizes of Megatron's existing groups; sizes other than 1 are left to `join` to check.
+
+    Raises:
+        ConfigError: There are no groups.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "Megatron's process groups do not exist; call parallel_state.initialize_model_parallel before the model is "
+            "built"
+        )
+    found, plain = platform.group_sizes(), ParallelConfig()
+    missing = [name for name in _SIZES if getattr(parallel, name) == getattr(plain, name)]
+    return dataclasses.replace(parallel, **{name: getattr(found, name) for name in missing})
 
 
 def _check_distributed(parallel: ParallelConfig) -> None:

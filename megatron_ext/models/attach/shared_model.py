@@ -1,0 +1,158 @@
+"""Model of ours whose parameters are the tensors of a model of Megatron in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.models.attach.config import config_of, rotary_frequencies
+from megatron_ext.models.attach.modules import check_modules
+from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
+from megatron_ext.models.build import build_without_parameters
+from megatron_ext.models.megatron.stored_keys import is_ignored, places
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ANY_DTYPE = ("A_log", "D", "dt_bias", "expert_bias")  # which our forward converts to fp32, whatever they are stored in
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """Model of ours that shares the tensors of a model of Megatron.
+
+    Attributes:
+        model: Our model, in eval mode.
+        config: Its configuration.
+        dtype: Dtype of its matrices.
+        source: The model of Megatron, unwrapped.
+        names: Name of each tensor of ours -> its name in `source`.
+    """
+
+    model: HybridModel
+    config: ModelConfig
+    dtype: torch.dtype
+    source: nn.Module
+    names: Mapping[str, str]
+
+
+def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
+    """Return a model of ours with the parameters of a model of Megatron, which is not changed.
+
+    Nothing is allocated for parameters.
+
+    Args:
+        model: `GPTModel`, `MambaModel` or `HybridModel`, bare or wrapped; see `unwrapped`.
+        parallel: Sizes of the process groups that the model was built in.
+
+    Raises:
+        ConfigError: The model has a part that cannot be run exactly; the message names it.
+    """
+    source = unwrapped(model)
+    check_modules(source)
+    config = config_of(source)
+    frequencies = rotary_frequencies(source, config)
+    tensors = _tensors(source)
+    dtype = _dtype(tensors)
+    ours = build_without_parameters(config, dtype, parallel)
+    if frequencies is not None:
+        ours.rotary_pos_emb.inv_freq = frequencies  # rounded as on the device that computed them
+    names = _matched(ours, tensors, in_gpt=is_gpt(source))
+    for name, theirs in names.items():
+        _check(name, theirs, ours, source, dtype)
+    for name, theirs in names.items():
+        _replace(ours, name, tensors[theirs])
+    _fill_counters(ours)
+    return SharedModel(ours.eval(), config, dtype, source, names)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and stored buffers by name, a shared one under each name; without what inference ignores."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer
+    return {name: tensor for name, tensor in found.items() if not is_ignored(name)}
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of the first matrix."""
+    name, matrix = next((name, tensor) for name, tensor in tensors.items() if tensor.dim() > 1)
+    if matrix.dtype not in _DTYPES:
+        raise ConfigError(f"{name} of the model is of {matrix.dtype}; supported are {', '.join(map(str, _DTYPES))}")
+    return matrix.dtype
+
+
+def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> dict[str, str]:
+    """Return their name of each of our tensors.
+
+    Raises:
+        ConfigError: A tensor is on one side only.
+    """
+    names = {}
+    for name in _tensors(ours):
+        options = [place.key for place in places(name, in_gpt) if place.row is None]
+        found = next((option for option in options if option in theirs), None)
+        if found is None:
+            raise ConfigError(f"the model has no {options[0]}, which its configuration asks for; it cannot be attached")
+        names[name] = found
+    unused = sorted(set(theirs) - set(names.values()))
+    if unused:
+        raise ConfigError(f"{unused[0]} of the model has no place in the engine's layers; it cannot be attached")
+    return names
+
+
+def _check(name: str, theirs: str, ours: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
+    """Check that a tensor, and the module that it is of, can stand for ours."""
+    (module, leaf), (their_module, their_leaf) = _owner(ours, name), _owner(source, theirs)
+    wanted, found = getattr(module, leaf), getattr(their_module, their_leaf)
+    if found.shape != wanted.shape:
+        raise ConfigError(
+            f"{theirs} of the model has shape {list(found.shape)}; its configuration asks for {list(wanted.shape)}"
+        )
+    if found.dtype != wanted.dtype and not name.endswith(_ANY_DTYPE):
+        raise ConfigError(f"{theirs} of the model is of {found.dtype}, and its other tensors are of {dtype}")
+    device = platform.device()
+    if found.device != device:
+        raise ConfigError(f"{theirs} of the model is on {found.device}; move the model to {device}")
+    if not found.is_contiguous():
+        raise ConfigError(f"{theirs} of the model is not contiguous; call contiguous() on it")
+    epsilons = [getattr(one, "eps", None) for one in (module, their_module)]
+    if None not in epsilons and epsilons[0] != epsilons[1]:
+        raise ConfigError(
+            f"{theirs} of the model belongs to a norm with eps = {epsilons[1]}; its configuration says {epsilons[0]}"
+        )
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has a tensor, and the tensor's name in it."""
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor itself into a model, so that it follows even if its storage is replaced."""
+    module, leaf = _owner(model, name)
+    if leaf in module._parameters:
+        assert isinstance(tensor, nn.Parameter), f"{name} is a parameter"
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _fill_counters(model: nn.Module) -> None:
+    """Replace buffers that have no memory yet by zeros: counters of training, which inference does not read."""
+    for path, module in model.named_modules():
+        for leaf, buffer in _unallocated(module):
+            assert leaf in module._non_persistent_buffers_set, f"{path}.{leaf} is shared"
+            module._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=platform.device())
+
+
+def _unallocated(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((leaf, buffer) for leaf, buffer in list(module.named_buffers(recurse=False)) if buffer.is_meta)

@@ -1,0 +1,283 @@
+"""An engine of a model of megatron-core in memory: its tokens, its parameters, and what it leaves alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from megatron_ext import AttachedEngine, ConfigError, EngineClosed, RequestParams, Status, attach_engine, load_engine
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
+from tests.unit_tests.support import megatron_models as models
+
+SMALL = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_block_count": 64,
+    "inference_dynamic_batching_max_requests": 8,
+    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
+}
+COUNT = 8
+PARAMS = RequestParams(num_tokens_to_generate=COUNT)
+SCORED = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def upstream() -> Iterator[None]:
+    with models.stand_ins():
+        yield
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., AttachedEngine]]:
+    """A function: `attach_engine` with small pools; the engines are closed with the test."""
+    with ExitStack() as engines:
+        yield lambda model, tokenizer=None, **settings: engines.enter_context(
+            attach_engine(model, tokenizer, **SMALL | settings)
+        )
+
+
+def tokens_of(engine: AttachedEngine, prompt: list[int] = models.PROMPT) -> tuple[list[int], int]:
+    """Generated tokens, and the number of skipped tokens."""
+    (record,) = engine.generate(prompt, PARAMS)
+    assert record.status is Status.COMPLETED, record.error
+    return list(record.generated_tokens), record.skipped_prefill_token_count
+
+
+@pytest.mark.parametrize("name", models.KINDS)
+def test_tokens_and_log_probs_are_the_models_own(attach, name: str) -> None:
+    """Cold, and on a hit, tokens equal those of the model's own forward; log-probs are within the bound."""
+    model = models.build(name)
+    expected, scores = models.generate(model, models.PROMPT, COUNT)
+    assert len(set(expected)) > 2, "a constant output shows little"
+    engine = attach(model)
+    assert tokens_of(engine) == (expected, 0)
+    assert tokens_of(engine) == (expected, 32)
+    (record,) = engine.generate(models.PROMPT, SCORED)
+    torch.testing.assert_close(list(record.generated_log_probs), scores, atol=models.ATOL, rtol=models.RTOL)
+
+
+@pytest.mark.parametrize("name", models.STORED)
+def test_tokens_are_those_of_a_loaded_checkpoint(attach, name: str, tmp_path: Path) -> None:
+    """`load_engine` generates the same from the model's own checkpoint."""
+    model = models.build(name, seed=2)
+    write_state({"model": model.sharded_state_dict(), "args": models.arguments(name)}, tmp_path)
+    found = tokens_of(attach(model))
+    with load_engine(load=str(tmp_path), tokenizer_type="NullTokenizer", **SMALL) as loaded:
+        assert tokens_of(loaded) == found
+
+
+@pytest.mark.parametrize("name", ["experts", "hybrid, tied, rope"])
+def test_the_model_is_left_as_it_was(attach, name: str) -> None:
+    """Its mode, hooks, gradients, flags and tensors, and the process's random states."""
+    model = models.build(name)
+    model.train()
+    model.decoder.layers[1].eval()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 > 0)
+        parameter.grad = torch.ones_like(parameter) if index % 3 > 1 else None
+    before = models.snapshot(model), random_states()
+    engine = attach(model)
+    tokens_of(engine)
+    engine.generate(models.PROMPT, RequestParams(num_tokens_to_generate=3, temperature=1.0))
+    engine.suspend()
+    engine.resume()
+    engine.close()
+    after = models.snapshot(model), random_states()
+    assert_same(before, after)
+
+
+def random_states() -> dict[str, object]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    states = get_cuda_rng_tracker().get_states()
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "tracker": states} | {
+        "numpy": numpy.random.get_state()[1].tolist()
+    }
+
+
+def assert_same(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+    else:
+        assert one == other
+
+
+class TestWeights:
+    """New weights of the caller's model."""
+
+    @pytest.mark.parametrize("name", ["llama", "hybrid"])
+    @pytest.mark.parametrize("edit", ["in place", "loaded", "optimizer"])
+    def test_edits_are_noticed(self, attach, name: str, edit: str) -> None:
+        """After an edit that raises version counters nothing cached before is matched, and tokens are new."""
+        model, other = models.build(name), models.build(name, seed=7)
+        engine = attach(model)
+        old, _ = tokens_of(engine)
+        assert tokens_of(engine)[1] == 32
+        if edit == "in place":
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+                    parameter.copy_(value)
+        elif edit == "loaded":
+            model.load_state_dict(other.state_dict())
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+                parameter.grad = parameter.detach() - value.detach()
+            optimizer.step()
+        new, _ = models.generate(model, models.PROMPT, COUNT)
+        assert new != old
+        assert tokens_of(engine) == (new, 0)
+        assert tokens_of(engine) == (new, 32)
+
+    def test_silent_writes_need_a_call(self, attach) -> None:
+        """A write through `data` is followed after `weights_changed`."""
+        model = models.build("hybrid")
+        engine = attach(model)
+        tokens_of(engine)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.25)
+        engine.weights_changed()
+        new, _ = models.generate(model, models.PROMPT, COUNT)
+        assert tokens_of(engine) == (new, 0)
+
+    def test_a_replaced_storage_is_followed(self, attach) -> None:
+        """Trainers move parameters to a flat buffer by `parameter.data = view`."""
+        model = models.build("llama")
+        engine = attach(model)
+        flat = torch.randn(sum(one.numel() for one in model.parameters()), generator=torch.Generator().manual_seed(1))
+        flat.mul_(0.2)
+        start = 0
+        for parameter in model.parameters():
+            parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+        engine.weights_changed()
+        new, _ = models.generate(model, models.PROMPT, COUNT)
+        assert tokens_of(engine) == (new, 0)
+
+    def test_they_are_written_in_the_model(self, attach) -> None:
+        engine = attach(models.build("llama"))
+        with pytest.raises(ConfigError, match=r"^the weights are those of the attached model"):
+            engine.update_weights({})
+
+
+class TestSettings:
+    """Settings, tokenizers, and the number of engines."""
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"load": "somewhere"},
+            {"load_hf": "somewhere"},
+            {"hidden_size": 64},
+            {"bf16": True},
+            {"tokenizer_type": "NullTokenizer"},
+            {"padded_vocab_size": 128},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_settings_of_a_model_are_refused(self, settings: dict) -> None:
+        """Settings that describe a model are refused by name, and the model can still be attached."""
+        model = models.build("llama")
+        with pytest.raises(ConfigError, match=rf"^{next(iter(settings))} describes a model"):
+            attach_engine(model, None, **SMALL, **settings)
+        attach_engine(model, None, **SMALL).close()
+
+    def test_sizes_of_other_groups_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"2 ranks|groups of size 1|\b1 rank|multiple"):
+            attach_engine(models.build("llama"), None, tensor_model_parallel_size=2, **SMALL)
+
+    def test_a_second_engine_is_refused(self, attach) -> None:
+        """An engine per model, until it is closed."""
+        model = models.build("llama")
+        first = attach(model)
+        with pytest.raises(ConfigError, match=r"^an engine is attached to this model already"):
+            attach(model)
+        expected = tokens_of(first)
+        first.close()
+        with pytest.raises(EngineClosed):
+            tokens_of(first)
+        assert tokens_of(attach(model)) == expected
+
+    def test_megatrons_tokenizer(self, attach) -> None:
+        """Texts go through the tokenizer object of the caller; its end of document ends a request."""
+        model = models.build("llama")
+        expected, _ = models.generate(model, models.PROMPT, COUNT)
+
+        class Letters:
+            vocab_size, eod = models.VOCABULARY, expected[4]
+
+            @property
+            def bos(self) -> int:
+                raise NotImplementedError
+
+            def tokenize(self, text: str) -> list[int]:
+                return [ord(letter) - 65 for letter in text]
+
+            def detokenize(self, ids: list[int]) -> str:
+                return "".join(chr(65 + token) for token in ids)
+
+        text = Letters().detokenize(models.PROMPT)
+        (record,) = attach(model, Letters()).generate(text, PARAMS)
+        assert list(record.prompt_tokens) == models.PROMPT
+        first_end = expected.index(expected[4])
+        assert list(record.generated_tokens) == expected[: first_end + 1]
+        assert record.generated_text == Letters().detokenize(expected[:first_end])
+
+    def test_a_tokenizer_of_another_model_is_refused(self, attach) -> None:
+        class Large:
+            vocab_size = 1000
+
+            def tokenize(self, text: str) -> list[int]:
+                return [len(text)]
+
+            def detokenize(self, ids: list[int]) -> str:
+                return str(ids)
+
+        with pytest.raises(ConfigError, match="the tokenizer has 1000 ids, the model 56"):
+            attach(models.build("llama"), Large())
+
+
+class TestMemory:
+    """Shared parameters and freed pools."""
+
+    def test_parameters_are_shared(self, attach) -> None:
+        """The engine's model has the caller's tensors themselves."""
+        model = models.build("hybrid, experts")
+        ours = attach(model)._loaded.model
+        assert {id(one) for one in ours.parameters()} == {id(one) for one in model.parameters()}
+        assert {one.data_ptr() for one in ours.parameters()} == {one.data_ptr() for one in model.parameters()}
+
+    def test_a_closed_engine_keeps_nothing(self) -> None:
+        """Neither the caller's model nor the engine's own one stays in memory."""
+        import gc
+        import weakref
+
+        model = models.build("llama")
+        engine = attach_engine(model, None, **SMALL)
+        tokens_of(engine)
+        alive = [weakref.ref(one) for one in (model, engine._loaded.model, next(model.parameters()))]
+        engine.close()
+        del model, engine
+        gc.collect()
+        assert [one() for one in alive] == [None] * 3
+
+
+def test_other_models_are_refused() -> None:
+    for model in (nn.Linear(2, 2), "a path", None):
+        with pytest.raises(ConfigError, match=r"^the model is of class"):
+            attach_engine(model, None, **SMALL)
