@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PATHS = (
     "tests/functional_tests/test_golden_values.py",
     "tests/unit_tests/api",
+    "tests/unit_tests/apis",
     "tests/unit_tests/mcore",
     "tests/unit_tests/models/attach",
     "tests/unit_tests/models/megatron",

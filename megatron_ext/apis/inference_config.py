@@ -1,0 +1,184 @@
+"""Settings of an engine from megatron-core's `InferenceConfig`: each field is honoured, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.api.settings import Setting
+from megatron_ext.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = {
+    "block_size_tokens": "block_size",
+    "buffer_size_gb": "buffer_size_gb",
+    "paused_buffer_size_gb": "paused_buffer_size_gb",
+    "max_requests": "max_requests",
+    "max_tokens": "max_tokens",
+    "max_sequence_length": "max_sequence_length",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "prefix_caching_eviction_policy": "eviction_policy",
+    "prefix_caching_mamba_gb": "snapshot_buffer_gb",
+    "logging_step_interval": "inference_logging_step_interval",
+}
+"""Setting of the engine for each field that has one."""
+_SPEED = "it affects speed only, and this engine has its own way"
+_ANY_VALUE = {
+    "materialize_only_last_token_logits": "logits are computed for the tokens that need them",
+    "offset_sampling_seed_by_dp_rank": "each request has a seed of its own, whichever rank computes it",
+    "async_sched_mode": _SPEED,
+    "cuda_graph_mixed_prefill_count": _SPEED,
+    "cuda_graph_sizing_distribution": _SPEED,
+    "use_cuda_graphs_for_non_decode_steps": _SPEED,
+    "cuda_graph_all_prefills": _SPEED,
+    "cuda_graph_max_tokens": _SPEED,
+    "use_flashinfer_fused_rope": _SPEED,
+    "sampling_backend": _SPEED,
+    "use_synchronous_zmq_collectives": _SPEED,
+    "disable_ep_consensus": _SPEED,
+    "ep_consensus_interval": _SPEED,
+}
+"""Fields whose every value gives the same results here, each with the reason; one log line names those that are set."""
+_REFUSED = {
+    "mamba_memory_ratio": "running states have room beside the KV blocks; leave it out, and set max_requests",
+    "unified_memory_level": "pools are in device memory; set it to 0",
+    "static_kv_memory_pointers": "graphs are captured again after resume(); leave it out",
+    "num_speculative_tokens": "drafts of multi-token prediction are not computed; set it to 0",
+    "prefix_caching_coordinator_policy": "replicas take turns; leave it out",
+    "prefix_caching_routing_alpha": "replicas take turns; leave it out",
+    "metrics_writer": "nothing is sent to Weights & Biases; leave it out, and read the server's /metrics",
+    "logprobs_mode": "log-probs are of the model's logits, before temperature and filters; set 'raw_logprobs'",
+    "request_metadata_types": "requests have no other metadata; leave it out",
+}
+"""Fields that are refused unless they have their default, each with the reason."""
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PERSIST, _RECOMPUTE = "persist", "recompute"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an `InferenceConfig` asks for.
+
+    Attributes:
+        settings: Settings of `attach_engine`.
+        keeps_pools: Whether a suspended engine keeps its memory and what is in it.
+        has_pause_events: Whether the events of a request include pauses.
+        has_token_events: Whether the events of a request include one for each generated token.
+    """
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    keeps_pools: bool = False
+    has_pause_events: bool = True
+    has_token_events: bool = False
+
+
+def read_inference_config(config: object) -> EngineOptions:
+    """Convert an `InferenceConfig`.
+
+    Args:
+        config: The dataclass of megatron-core 0.17 and newer, or one with some of its fields; None for this package's
+            own defaults.
+
+    Raises:
+        ConfigError: A field has a value that is neither supported nor its default.
+    """
+    if config is None:
+        return EngineOptions()
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise ConfigError(f"inference_config is of type {type(config).__name__}; give megatron-core's InferenceConfig")
+    settings: dict[str, Setting] = {}
+    without_effect = []
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        if one.name in _SETTINGS:
+            settings[_SETTINGS[one.name]] = value.value if isinstance(value, Enum) else value
+        elif one.name in _CONVERSIONS:
+            settings |= _CONVERSIONS[one.name](value)
+        elif one.name not in _ELSEWHERE and value != _default(one):
+            if one.name not in _ANY_VALUE:
+                reason = _REFUSED.get(one.name, "it has no counterpart here; leave it out")
+                raise ConfigError(f"InferenceConfig.{one.name} {_shown(value)}: {reason}")
+            without_effect.append(f"{one.name} {_shown(value)} ({_ANY_VALUE[one.name]})")
+    if without_effect:
+        logger.info("fields of InferenceConfig without effect: %s", "; ".join(without_effect))
+    return EngineOptions(
+        {name: value for name, value in settings.items() if value is not None},
+        keeps_pools=_keeps_pools(config),
+        has_pause_events=getattr(config, "track_paused_request_events", True),
+        has_token_events=getattr(config, "track_generated_token_events", False),
+    )
+
+
+def _keeps_pools(config: object) -> bool:
+    mode = getattr(config, "kv_cache_management_mode", _RECOMPUTE)
+    name = mode.value if isinstance(mode, Enum) else mode
+    if name not in (_PERSIST, _RECOMPUTE):
+        raise ConfigError(
+            f"InferenceConfig.kv_cache_management_mode {name!r}: KV is not moved to the host; set {_PERSIST!r} to keep "
+            f"it, or {_RECOMPUTE!r} to free its memory"
+        )
+    return bool(name == _PERSIST)
+
+
+def _graphs(count: object) -> dict[str, Setting]:
+    """Return the settings of CUDA graphs; Megatron sets their number only where it captures them."""
+    if count is None:
+        return {}
+    assert isinstance(count, int), "as InferenceConfig declares"
+    return {"cuda_graph_impl": "local", "num_cuda_graphs": count}
+
+
+def _states(config: object) -> dict[str, Setting]:
+    """Return the types of recurrent states; their shapes follow from the model."""
+    found: dict[str, Setting] = {}
+    for name in ("conv_states_dtype", "ssm_states_dtype"):
+        dtype = getattr(config, name, None)
+        if dtype is not None:
+            if dtype not in _DTYPES:
+                raise ConfigError(f"MambaInferenceStateConfig.{name} {dtype}: one of {', '.join(map(str, _DTYPES))}")
+            found[name] = _DTYPES[dtype]
+    return found
+
+
+def _groups(collection: object) -> dict[str, Setting]:
+    """Check that process groups are those of Megatron's global state, which the engine uses."""
+    from megatron.core import parallel_state
+
+    if collection is None or not parallel_state.model_parallel_is_initialized():
+        return {}
+    used = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+    }
+    for name, group in used.items():
+        given = getattr(collection, name, None)
+        if given is not None and dist.get_process_group_ranks(given) != dist.get_process_group_ranks(group):
+            raise ConfigError(
+                f"InferenceConfig.pg_collection: its group {name} is not that of megatron.core.parallel_state; leave "
+                "pg_collection out"
+            )
+    return {}
+
+
+_CONVERSIONS: dict[str, Callable[[object], dict[str, Setting]]] = {
+    "num_cuda_graphs": _graphs,
+    "mamba_inference_state_config": _states,
+    "pg_collection": _groups,
+}
+_ELSEWHERE = frozenset({"kv_cache_management_mode", "track_paused_request_events", "track_generated_token_events"})
+
+
+def _default(one: dataclasses.Field[object]) -> object:
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+def _shown(value: object) -> str:
+    return repr(value.value if isinstance(value, Enum) else value)

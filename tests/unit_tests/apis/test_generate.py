@@ -1,0 +1,219 @@
+"""`generate` of MegatronLLM and MegatronAsyncLLM: results, shapes, parameters, threads and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from megatron.core.inference import inference_request as upstream
+
+from megatron_ext.apis import DynamicInferenceRequest, MegatronAsyncLLM, SamplingParams
+from megatron_ext.errors import ConfigError, EngineClosed
+from tests.unit_tests.apis.conftest import tokenizer
+from tests.unit_tests.support.megatron_models import PROMPT, generate
+
+COUNT = 8
+
+
+def greedy(**fields) -> SamplingParams:
+    params = SamplingParams(top_k=1, num_tokens_to_generate=COUNT)
+    params.add_attributes(fields)
+    return params
+
+
+@pytest.fixture(scope="session")
+def expected(model) -> list[int]:
+    """Tokens after the prompt by the model's own forward."""
+    return generate(model, PROMPT, COUNT)[0]
+
+
+class TestResults:
+    def test_tokens_are_the_models(self, start, expected):
+        (request,) = start().generate(PROMPT, greedy())
+        assert isinstance(request, DynamicInferenceRequest)
+        assert isinstance(request, upstream.DynamicInferenceRequest)
+        assert request.generated_tokens == expected
+        assert request.generated_length == COUNT
+        assert request.generated_text == tokenizer().detokenize(expected)
+        assert (request.status, request.failed(), request.succeeded()) == (upstream.Status.COMPLETED, False, True)
+        assert request.prompt_tokens.tolist() == PROMPT
+        assert request.prompt_tokens.dtype == torch.int64
+        assert request.prompt == tokenizer().detokenize(PROMPT)
+
+    def test_counts_and_times(self, start):
+        llm = start()
+        first, again = llm.generate(PROMPT, greedy()) + llm.generate(PROMPT, greedy())
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+        assert 0 < first.ttft <= first.latency
+        assert [event.type.name for event in first.events][-1] == "FINISH"
+        assert first.events[0].timestamp == pytest.approx(first.arrival_time)
+
+    def test_scores(self, start, model, expected):
+        params = greedy(return_log_probs=True, top_n_logprobs=3)
+        (request,) = start().generate(PROMPT, params)
+        assert request.generated_log_probs == pytest.approx(generate(model, PROMPT, COUNT)[1], abs=1e-4)
+        assert len(request.prompt_log_probs) == len(request.prompt_top_n_logprobs) == len(PROMPT) - 1
+        best = [max(top, key=top.get) for top in request.generated_top_n_logprobs]
+        assert best == [tokenizer().detokenize([token]) for token in expected]
+
+    def test_scores_that_are_not_asked_for(self, start):
+        llm = start()
+        (request,) = llm.generate(PROMPT, greedy())
+        assert (request.prompt_log_probs, request.generated_log_probs, request.generated_top_n_logprobs) == (None,) * 3
+        (request,) = llm.generate(PROMPT, greedy(return_log_probs=True, skip_prompt_log_probs=True))
+        assert (request.prompt_log_probs, len(request.generated_log_probs)) == ([], COUNT)
+
+    def test_token_events(self, start, expected):
+        (request,) = start(track_generated_token_events=True).generate(PROMPT, greedy())
+        tokens = [event.payload["token_id"] for event in request.events if event.type.name == "GENERATED_TOKEN"]
+        assert tokens == (expected if hasattr(upstream.DynamicInferenceEventType, "GENERATED_TOKEN") else [])
+
+    def test_serialized_and_back(self, start):
+        (request,) = start().generate(PROMPT, greedy(return_prompt_tokens=True))
+        written = request.serialize()
+        assert "event_add_engine" not in written
+        read = DynamicInferenceRequest.deserialize(
+            {key: list(value) if isinstance(value, tuple) else value for key, value in written.items()}
+        )
+        assert (read.generated_tokens, read.prompt_tokens.tolist()) == (request.generated_tokens, PROMPT)
+
+    def test_a_prompt_that_is_too_long_fails_alone(self, start, expected):
+        long, short = start().generate([[1] * 200, PROMPT], greedy())
+        assert (long.status, long.failed(), long.generated_tokens) == (upstream.Status.FAILED, True, [])
+        errors = [event.payload for event in long.events if event.type.name == "ERROR_NONTRANSIENT"]
+        assert "208 tokens" in str(errors[0])
+        assert short.generated_tokens == expected
+
+    def test_the_length_is_reduced_to_what_fits(self, start, caplog):
+        (request,) = start().generate(PROMPT, greedy(num_tokens_to_generate=500))
+        assert len(request.generated_tokens) == request.sampling_params.num_tokens_to_generate == 128 - len(PROMPT)
+        assert "not for 500" in caplog.text
+
+
+class TestStopWords:
+    """As in Megatron, tokens of a stop word are not among the generated ones, unless the text keeps it."""
+
+    def test_left_out(self, start, expected):
+        word = tokenizer().detokenize(expected[3:5])
+        (request,) = start().generate(PROMPT, greedy(stop_words=[word], return_log_probs=True))
+        assert request.generated_tokens == expected[:3]
+        assert request.generated_length == len(request.generated_log_probs) == 3
+        assert request.generated_text == tokenizer().detokenize(expected[:3])
+
+    def test_kept(self, start, expected):
+        word = tokenizer().detokenize(expected[3:5])
+        (request,) = start().generate(PROMPT, greedy(stop_words=[word], detokenize_stop_sequence=True))
+        assert request.generated_tokens == expected[:5]
+        assert request.generated_text == tokenizer().detokenize(expected[:5])
+
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_the_end_of_a_document_is_kept_only_where_asked_for(self, start, expected, keeps):
+        (request,) = start(eod=expected[4]).generate(PROMPT, greedy(detokenize_stop_sequence=keeps))
+        assert request.generated_tokens == expected[:5]
+        assert request.generated_text == tokenizer().detokenize(expected[: 5 if keeps else 4])
+
+    def test_another_end_token_is_text(self, start, expected):
+        (request,) = start(eod=0).generate(PROMPT, greedy(termination_id=expected[4]))
+        assert request.generated_text == tokenizer().detokenize(expected[:5])
+
+
+class TestShapes:
+    def test_the_sync_class_always_returns_a_list(self, start):
+        llm = start()
+        text = tokenizer().detokenize(PROMPT)
+        for prompts, count in [(PROMPT, 1), (text, 1), ([text, text], 2), ([PROMPT], 1), ([], 0)]:
+            assert len(llm.generate(prompts, greedy())) == count
+
+    def test_the_async_class_returns_one_object_for_one_prompt(self, start_async, expected):
+        async def ask():
+            async with start_async() as llm:
+                one = await llm.generate(PROMPT, greedy())
+                several = await llm.generate([PROMPT], greedy())
+                return one, several, await llm.generate([])
+
+        one, several, none = asyncio.run(ask())
+        assert (one.generated_tokens, none) == (expected, [])
+        assert [request.generated_tokens for request in several] == [expected]
+
+    @pytest.mark.parametrize("prompts", [5, (1, 2), {"a": 1}, [1.5], ["a", 3], None])
+    def test_anything_else_is_a_type_error(self, start, prompts):
+        with pytest.raises(TypeError, match="of type"):
+            start().generate(prompts)
+
+    def test_parameters_are_megatrons_by_default(self, start):
+        """Sampled at temperature 1, as many tokens as fit: on 0.16 thirty."""
+        (request,) = start().generate(PROMPT)
+        assert request.sampling_params.temperature == 1.0
+        assert len(request.generated_tokens) == (SamplingParams().num_tokens_to_generate or 128 - len(PROMPT))
+
+    def test_the_callers_parameters_stay_as_they_are(self, start):
+        params = greedy()
+        before = dataclasses.asdict(params)
+        start().generate(PROMPT, params)
+        assert dataclasses.asdict(params) == before
+
+    def test_invalid_ones_serve_no_prompt(self, start):
+        llm = start()
+        with pytest.raises(ConfigError, match="min_length 4 is not a sampling parameter"):
+            llm.generate([PROMPT, PROMPT], greedy(min_length=4))
+        with pytest.raises(ConfigError, match="token id 1000"):
+            llm.generate([PROMPT, [1000]], greedy())
+        assert llm.context.step_count == 0
+
+
+class TestThreads:
+    def test_several_threads(self, start, expected):
+        llm = start()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: llm.generate(PROMPT, greedy())[0].generated_tokens, range(8)))
+        assert found == [expected] * 8
+
+    def test_the_sync_class_inside_a_running_loop(self, start, expected):
+        async def ask() -> list[int]:
+            return start(use_coordinator=True).generate(PROMPT, greedy())[0].generated_tokens
+
+        assert asyncio.run(ask()) == expected
+
+    def test_several_loops(self, start_async, expected):
+        llm: MegatronAsyncLLM = start_async()
+
+        def ask(_: int) -> list[int]:
+            return asyncio.run(llm.generate(PROMPT, greedy())).generated_tokens
+
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(ask, range(3))) == [expected] * 3
+        asyncio.run(llm.shutdown())
+
+    def test_a_cancelled_task_aborts_its_requests(self, start_async):
+        async def leave() -> int:
+            async with start_async() as llm:
+                await llm.pause()
+                task = asyncio.create_task(llm.generate([PROMPT, PROMPT], greedy(num_tokens_to_generate=60)))
+                client = llm._runtime._loaded.client
+                while not await asyncio.wrap_future(client.call(lambda: llm._runtime._core.output.requests())):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await llm.unpause()
+                await llm.generate(PROMPT, greedy())
+                return llm.context.step_count
+
+        assert asyncio.run(leave()) == COUNT
+
+    def test_shutdown_ends_requests_that_wait(self, start_async):
+        async def leave() -> None:
+            llm = start_async()
+            await llm.pause()
+            task = asyncio.create_task(llm.generate(PROMPT, greedy()))
+            client = llm._runtime._loaded.client
+            while not await asyncio.wrap_future(client.call(lambda: llm._runtime._core.output.requests())):
+                await asyncio.sleep(0)
+            await llm.shutdown()
+            with pytest.raises(EngineClosed):
+                await task
+
+        asyncio.run(leave())

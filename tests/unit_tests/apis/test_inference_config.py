@@ -1,0 +1,166 @@
+"""Fields of megatron-core's InferenceConfig: honoured, without effect on results, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.apis.inference_config import EngineOptions, read_inference_config
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.versions import VERSION
+
+
+class Mode(str, enum.Enum):
+    """Values of upstream's enums, which are texts."""
+
+    PERSIST = "persist"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    LRU = "lru"
+
+
+@dataclasses.dataclass
+class Config:
+    block_size_tokens: int = 256
+    buffer_size_gb: int = 20
+    paused_buffer_size_gb: int | None = None
+    mamba_inference_state_config: object = None
+    mamba_memory_ratio: float | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    unified_memory_level: int = 0
+    kv_cache_management_mode: Mode = Mode.PERSIST
+    num_cuda_graphs: int | None = None
+    cuda_graph_max_tokens: int = 512
+    static_kv_memory_pointers: bool = False
+    max_sequence_length: int = 2560
+    pg_collection: object = None
+    materialize_only_last_token_logits: bool = True
+    enable_chunked_prefill: bool = False
+    num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: str = "ref_zero"
+    prefix_caching_mamba_gb: float | None = None
+    prefix_caching_coordinator_policy: str = "load_balanced"
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    metrics_writer: object = None
+    logging_step_interval: int = 0
+    logprobs_mode: str = "raw_logprobs"
+    request_metadata_types: list | None = None
+    of_a_later_version: list = dataclasses.field(default_factory=list)
+
+
+DEFAULTS = {
+    "block_size": 256,
+    "buffer_size_gb": 20,
+    "max_sequence_length": 2560,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "eviction_policy": "ref_zero",
+    "inference_logging_step_interval": 0,
+}
+
+
+def test_none_leaves_the_engines_own_settings():
+    assert read_inference_config(None) == EngineOptions()
+
+
+def test_defaults_are_megatrons():
+    assert read_inference_config(Config()) == EngineOptions(DEFAULTS, keeps_pools=True, has_pause_events=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({"block_size_tokens": 16}, {"block_size": 16}),
+        ({"paused_buffer_size_gb": 3}, {"paused_buffer_size_gb": 3}),
+        ({"max_requests": 8, "max_tokens": 99}, {"max_requests": 8, "max_tokens": 99}),
+        ({"enable_prefix_caching": True}, {"enable_prefix_caching": True}),
+        ({"prefix_caching_eviction_policy": Mode.LRU}, {"eviction_policy": "lru"}),
+        ({"prefix_caching_mamba_gb": 1.5}, {"snapshot_buffer_gb": 1.5}),
+        ({"num_cuda_graphs": 4}, {"cuda_graph_impl": "local", "num_cuda_graphs": 4}),
+        ({"logging_step_interval": 5}, {"inference_logging_step_interval": 5}),
+    ],
+)
+def test_settings(given, settings):
+    assert read_inference_config(Config(**given)).settings == DEFAULTS | settings
+
+
+def test_types_of_states():
+    states = SimpleNamespace(conv_states_dtype=torch.bfloat16, ssm_states_dtype=torch.float32)
+    found = read_inference_config(Config(mamba_inference_state_config=states)).settings
+    assert found == DEFAULTS | {"conv_states_dtype": "bf16", "ssm_states_dtype": "fp32"}
+    with pytest.raises(ConfigError, match=r"ssm_states_dtype torch.float64"):
+        read_inference_config(Config(mamba_inference_state_config=SimpleNamespace(ssm_states_dtype=torch.float64)))
+
+
+def test_events():
+    options = read_inference_config(Config(track_paused_request_events=True, track_generated_token_events=True))
+    assert (options.has_pause_events, options.has_token_events) == (True, True)
+
+
+def test_memory_of_a_suspended_engine():
+    assert not read_inference_config(Config(kv_cache_management_mode=Mode.RECOMPUTE)).keeps_pools
+    with pytest.raises(ConfigError, match="kv_cache_management_mode 'offload'"):
+        read_inference_config(Config(kv_cache_management_mode=Mode.OFFLOAD))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mamba_memory_ratio": 0.5},
+        {"unified_memory_level": 1},
+        {"static_kv_memory_pointers": True},
+        {"num_speculative_tokens": 2},
+        {"prefix_caching_coordinator_policy": "longest_prefix"},
+        {"metrics_writer": object()},
+        {"logprobs_mode": "processed_logprobs"},
+        {"request_metadata_types": []},
+        {"of_a_later_version": [1]},
+    ],
+)
+def test_refused_by_name(given):
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"^InferenceConfig\.{name} "):
+        read_inference_config(Config(**given))
+
+
+def test_fields_without_effect_are_named_once(caplog):
+    caplog.set_level("INFO")
+    options = read_inference_config(Config(cuda_graph_max_tokens=64, materialize_only_last_token_logits=False))
+    assert options.settings == DEFAULTS
+    (record,) = [one for one in caplog.records if "without effect" in one.message]
+    assert "cuda_graph_max_tokens 64" in record.message
+    assert "materialize_only_last_token_logits False" in record.message
+
+
+@pytest.mark.parametrize("given", [5, {"block_size_tokens": 16}, Config])
+def test_another_type(given):
+    with pytest.raises(ConfigError, match="inference_config is of type"):
+        read_inference_config(given)
+
+
+def test_process_groups_are_megatrons():
+    platform.initialize()
+    used = SimpleNamespace(tp=parallel_state.get_tensor_model_parallel_group())
+    assert read_inference_config(Config(pg_collection=used)).settings == DEFAULTS
+
+
+@pytest.mark.skipif(VERSION < (0, 17), reason="0.16 has no InferenceConfig")
+def test_every_field_of_this_version_is_known():
+    """Defaults pass, and no field is refused for want of an entry."""
+    from megatron.core.inference.config import InferenceConfig
+
+    from megatron_ext.apis import inference_config
+
+    assert read_inference_config(InferenceConfig()).settings == DEFAULTS
+    tables = (inference_config._SETTINGS, inference_config._ANY_VALUE, inference_config._REFUSED)
+    known = {name for table in (*tables, inference_config._CONVERSIONS) for name in table} | inference_config._ELSEWHERE
+    assert {one.name for one in dataclasses.fields(InferenceConfig)} <= known

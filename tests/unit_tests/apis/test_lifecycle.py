@@ -1,0 +1,301 @@
+"""Lifecycle of MegatronLLM and MegatronAsyncLLM: states, misuse, counts, the HTTP server, construction that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+    AbstractModelInferenceWrapper,
+)
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+
+from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, llm_base
+from megatron_ext.apis.runtime import EngineRuntime
+from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
+from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
+from tests.unit_tests.support.megatron_models import PROMPT
+
+GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=6)
+LIFECYCLE = ("pause", "unpause", "suspend", "resume")
+
+
+def pools(llm: MegatronLLM) -> object:
+    """Pools of the engine; None while they are freed."""
+    return llm._runtime._loaded.inference_engine.context.pools
+
+
+class TestDirectMode:
+    @pytest.mark.parametrize("name", LIFECYCLE)
+    def test_has_no_lifecycle(self, start, name):
+        with pytest.raises(RuntimeError, match="use_coordinator=True"):
+            getattr(start(), name)()
+
+    def test_does_not_serve(self, start):
+        with pytest.raises(ValueError, match="use_coordinator=True"):
+            start().serve(ServeConfig(port=0))
+
+    def test_waits_for_nothing(self, start):
+        start().wait_for_shutdown()
+
+    def test_every_rank_is_primary(self, start):
+        assert start().is_primary_rank
+
+    def test_is_refused_in_event_loops(self, model):
+        with pytest.raises(ValueError, match="use_coordinator=True"):
+            MegatronAsyncLLM(model=model, tokenizer=tokenizer(), use_coordinator=False)
+
+    @pytest.mark.parametrize("given", [{"coordinator_host": "127.0.0.1"}, {"coordinator_port": 5000}])
+    def test_has_no_coordinator(self, model, given):
+        with pytest.raises(ValueError, match="coordinator_host and coordinator_port need use_coordinator=True"):
+            MegatronLLM(model=model, tokenizer=tokenizer(), use_coordinator=False, **given)
+
+    def test_with_experts_over_ranks_is_refused(self, model, monkeypatch):
+        from megatron.core import parallel_state
+
+        monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+        with pytest.raises(ValueError, match="expert_model_parallel_size 2 needs use_coordinator=True"):
+            MegatronLLM(model=model, tokenizer=tokenizer(), use_coordinator=False)
+
+
+class TestStates:
+    def test_a_paused_engine_computes_nothing(self, start):
+        llm = start(use_coordinator=True)
+        llm.pause()
+        llm.pause()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(llm.generate, PROMPT, GREEDY)
+            while not llm._runtime._loaded.statistics().waiting:
+                pass
+            assert (llm.context.step_count, pools(llm) is not None) == (0, True)
+            llm.unpause()
+            assert len(waiting.result()[0].generated_tokens) == 6
+        llm.unpause()
+
+    def test_a_suspended_engine_has_no_memory(self, start):
+        llm = start(use_coordinator=True)
+        before = llm.generate(PROMPT, GREEDY)[0].generated_tokens
+        llm.pause()
+        llm.suspend()
+        llm.suspend()
+        assert pools(llm) is None
+        with pytest.raises(EngineSuspended, match="resume"):
+            llm.generate(PROMPT, GREEDY)
+        with pytest.raises(RuntimeError, match=r"call resume\(\) before unpause"):
+            llm.unpause()
+        llm.resume()
+        assert pools(llm) is not None
+        llm.unpause()
+        assert llm.generate(PROMPT, GREEDY)[0].generated_tokens == before
+
+    def test_a_suspended_engine_that_persists_keeps_its_memory(self, start):
+        llm = start(use_coordinator=True, kv_cache_management_mode="persist")
+        llm.generate(PROMPT, GREEDY)
+        llm.pause()
+        llm.suspend()
+        assert pools(llm) is not None
+        llm.resume()
+        llm.unpause()
+        assert llm.generate(PROMPT, GREEDY)[0].num_cached_tokens == 32
+
+    def test_a_running_engine_is_not_suspended(self, start):
+        with pytest.raises(RuntimeError, match=r"call pause\(\) before suspend"):
+            start(use_coordinator=True).suspend()
+
+    def test_resumed_is_paused(self, start):
+        llm = start(use_coordinator=True)
+        llm.resume()  # of a running engine: nothing happens
+        assert llm.generate(PROMPT, GREEDY)[0].succeeded()
+        llm.pause()
+        llm.suspend()
+        llm.resume()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(llm.generate, PROMPT, GREEDY)
+            while not llm._runtime._loaded.statistics().waiting:
+                pass
+            llm.unpause()
+            assert waiting.result()[0].succeeded()
+
+
+class TestShutdown:
+    @pytest.mark.parametrize("use_coordinator", [False, True])
+    def test_is_idempotent_and_frees_everything(self, start, use_coordinator):
+        threads = set(threading.enumerate())
+        llm = start(use_coordinator=use_coordinator)
+        llm.generate(PROMPT, GREEDY)
+        llm.shutdown()
+        llm.shutdown()
+        llm.wait_for_shutdown()
+        assert pools(llm) is None
+        assert set(threading.enumerate()) <= threads
+        assert llm.context.step_count == 6
+        with pytest.raises(EngineClosed):
+            llm.generate(PROMPT, GREEDY)
+
+    @pytest.mark.parametrize("name", LIFECYCLE)
+    def test_ends_the_lifecycle(self, start, name):
+        llm = start(use_coordinator=True)
+        llm.shutdown()
+        with pytest.raises(EngineClosed, match="shut down"):
+            getattr(llm, name)()
+
+    def test_from_several_threads(self, start):
+        llm = start(use_coordinator=True)
+        with ThreadPoolExecutor(4) as pool:
+            waiting = pool.submit(llm.wait_for_shutdown)
+            list(pool.map(lambda _: llm.shutdown(), range(3)))
+            waiting.result()
+
+    def test_a_suspended_engine(self, start):
+        llm = start(use_coordinator=True)
+        llm.pause()
+        llm.suspend()
+        llm.shutdown()
+        assert pools(llm) is None
+
+    def test_the_model_is_free_for_the_next_one(self, start):
+        start().shutdown()
+        assert start().generate(PROMPT, GREEDY)[0].succeeded()
+
+    def test_a_collected_object_is_shut_down(self, model):
+        llm = MegatronLLM(model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL))
+        runtime = llm._runtime
+        del llm
+        gc.collect()
+        assert runtime.ended.done()
+
+    def test_waiting_can_be_cancelled(self, start_async):
+        async def wait() -> None:
+            async with start_async() as llm:
+                task = asyncio.create_task(llm.wait_for_shutdown())
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert (await llm.generate(PROMPT, GREEDY)).succeeded()
+            await llm.wait_for_shutdown()
+
+        asyncio.run(wait())
+
+
+class TestConstruction:
+    def test_that_fails_leaves_nothing(self, start, model, monkeypatch):
+        threads = set(threading.enumerate())
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineRuntime, "progress", None)
+            patch.setattr("megatron_ext.apis.runtime.ControllerView", None)
+            with pytest.raises(TypeError):
+                MegatronLLM(model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL))
+        assert set(threading.enumerate()) <= threads
+        assert start().generate(PROMPT, GREEDY)[0].succeeded(), "the model is free"
+
+    def test_wrappers(self, start, model):
+        made = MegatronLLM(
+            model=model,
+            tokenizer=tokenizer(),
+            inference_config=Config(**SMALL),
+            inference_wrapper_cls=GPTInferenceWrapper,
+        )
+        made.shutdown()
+        with pytest.raises(ConfigError, match="AbstractModelInferenceWrapper"):
+            MegatronLLM(model=model, tokenizer=tokenizer(), inference_wrapper_cls=AbstractModelInferenceWrapper)
+
+    def test_an_address_of_the_coordinator_is_said_to_have_no_effect(self, model, caplog):
+        caplog.set_level("INFO", llm_base.__name__)
+        with MegatronLLM(
+            model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL), coordinator_port=12345
+        ) as llm:
+            assert llm.is_primary_rank
+        assert "no effect" in caplog.text
+
+
+class TestCounts:
+    def test_reset_begins_anew(self, start):
+        llm = start()
+        assert (llm.context.step_count, llm.engine.context.lifetime_prefill_token_count) == (0, 0)
+        for _ in range(2):
+            (request,) = llm.generate(PROMPT, GREEDY)
+            assert request.num_cached_tokens == 0
+            assert llm.engine.context.step_count == llm.engine.step_count == 6
+            assert llm.context.lifetime_prefill_token_count == len(PROMPT)
+            assert (llm.context.async_sched_step_count, llm.context.async_sched_compaction_step_count) == (0, 0)
+            llm.engine.reset()
+
+    def test_limits(self, start, model):
+        llm = start()
+        context = llm.context
+        assert (context.max_requests, context.max_tokens, context.max_sequence_length) == (8, 256, 128)
+        assert (context.block_size_tokens, context.enable_prefix_caching, context.is_hybrid_model) == (16, True, False)
+        assert context.kv_block_allocator.active_count > 0
+        assert (context.unified_memory_level, list(context.cuda_graph_batch_dimensions_list)) == (0, [])
+        assert llm.engine.capture_stats is None
+        found = llm.controller.tokenize_prompt(llm.controller.tokenizer, "<5><6>")
+        assert found == [5, 6]
+
+
+class TestServer:
+    def body(self) -> dict:
+        return {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+
+    def test_beside_generate(self, start_async):
+        async def ask() -> tuple[list[int], str, str]:
+            async with start_async() as llm:
+                await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+                url = llm._runtime._frontend.url
+                async with httpx.AsyncClient() as client:
+                    asked = [client.post(f"{url}/v1/completions", json=self.body()) for _ in range(2)]
+                    one, *found = await asyncio.gather(llm.generate(PROMPT, GREEDY), *asked)
+                with pytest.raises(RuntimeError, match="runs already"):
+                    await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+            return one.generated_text, *(one.json()["choices"][0]["text"] for one in found)
+
+        one, *served = asyncio.run(ask())
+        assert served == [one, one]
+
+    def test_a_suspended_engine_is_unavailable(self, start):
+        llm = start(use_coordinator=True)
+        llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+        url = llm._runtime._frontend.url
+        llm.pause()
+        llm.suspend()
+        assert httpx.post(f"{url}/v1/completions", json=self.body()).status_code == 503
+        llm.resume()
+        llm.unpause()
+        assert httpx.post(f"{url}/v1/completions", json=self.body()).status_code == 200
+
+    def test_blocking_until_shutdown(self, start):
+        llm = start(use_coordinator=True)
+        with socket.socket() as sock, ThreadPoolExecutor(1) as pool:
+            sock.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            serving = pool.submit(llm.serve, ServeConfig(sock=sock))
+            while llm._runtime._frontend is None:
+                pass
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+            assert not serving.done()
+            llm.shutdown()
+            serving.result()
+
+    def test_an_address_that_is_taken(self, start):
+        llm = start(use_coordinator=True)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"--port {port}"):
+                llm.serve(ServeConfig(host="127.0.0.1", port=port))
+        assert llm.generate(PROMPT, GREEDY)[0].succeeded()
+
+    @pytest.mark.parametrize(
+        ("given", "named"), [({"parsers": ["json"]}, "parsers"), ({"frontend_replicas": 0}, "frontend_replicas 0")]
+    )
+    def test_options_that_are_refused(self, start, given, named):
+        with pytest.raises(ConfigError, match=named):
+            start(use_coordinator=True).serve(ServeConfig(host="127.0.0.1", port=0, **given))
