@@ -75,7 +75,7 @@ def test_whatever_a_known_field_says_there_is_a_model_or_one_line(family: Family
 
 
 def test_only_the_registry_names_families() -> None:
-    """A new family touches only its own file, the registry, and tests."""
+    """FA-3: a new family touches only its own file, the registry, and tests."""
     folder = ROOT / "megatron_ext" / "models" / "huggingface"
     naming = {
         str(path.relative_to(folder))
