@@ -27,7 +27,7 @@ class Flag:
 
     Attributes:
         field: Name of the dataclass's field.
-        help: Effect of the flag. Names the source of the value if the default of the field is None.
+        help: Effect of the flag. Names the source of the value if the field defaults to None.
         name: The flag, with its dashes; "" if it is the field's name with dashes.
         aliases: Other spellings, with their dashes.
         choices: Allowed values, or None for any.

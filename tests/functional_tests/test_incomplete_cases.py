@@ -78,7 +78,7 @@ def test_without_golden_values_it_fails_with_the_command_that_makes_them(add_cas
         (GOOD + "METRICS: [counts, events]", "one of generated_tokens, generated_text, logprobs"),
     ],
 )
-def test_what_is_wrong_is_said(add_case, yaml: str | None, words: str):
+def test_mistakes_are_named(add_case, yaml: str | None, words: str):
     folder = add_case(yaml)
     with pytest.raises(cases.UNREADABLE, match=words):
         read_case(folder)

@@ -145,7 +145,7 @@ _Places = Mapping[tuple[str, tuple[int, ...] | None], Place]
 
 
 def _places(stored: Any) -> _Places:
-    """Map tensor key and offsets to the location of each part; the offsets are None for an object."""
+    """Map tensor key and offsets to the location of each part. An object has no offsets: None."""
     _require(type(stored) is dict, "it has no dictionary of storage entries")
     places = {}
     for index, info in stored.items():

@@ -42,7 +42,7 @@ class NormedSelfAttention(PagedSelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend and normalize the output, see `PagedSelfAttention.forward`; the returned bias is None."""
+        """Attend and normalize the output, see `PagedSelfAttention.forward`; return None as bias."""
         output, bias = super().forward(
             hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **kwargs
         )
@@ -61,5 +61,5 @@ class NormedMLP(PlainMLP):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as upstream and normalize; the returned bias is None."""
+        """Compute as upstream and normalize; return None as bias."""
         return self.output_norm(*super().forward(hidden_states, per_token_scale, **options)), None

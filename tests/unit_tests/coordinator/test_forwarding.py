@@ -218,7 +218,7 @@ class TestLost:
             assert list(front.coordination.fleet.members) == [other.url]
             await front.check_idle()
 
-    async def test_nobody_is_there(self):
+    async def test_no_replica_is_there(self):
         async with fleet(0, enable_admin_routes=True, api_key="k") as (front, _):
             answer = await front.complete(headers={"authorization": "Bearer k"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")

@@ -88,7 +88,7 @@ class TestJoining:
             await front.until(fakes[1], Status.DRAINING)
             assert (await front.complete()).json()["by"] == fakes[0].name
 
-    async def test_without_the_flag_nobody_joins_by_http(self):
+    async def test_no_replica_joins_by_http_without_the_flag(self):
         async with fleet(1) as (front, _):
             assert (await front.http.post("/replicas/join", json={"url": "http://a"})).status_code == 404
 

@@ -112,7 +112,7 @@ class TestTooSmall:
         requests=st.integers(1, 512),
         block_size=st.sampled_from([16, 64, 256, 1024]),
     )
-    def test_whatever_the_model(self, per_token: int, state: int, requests: int, block_size: int):
+    def test_any_model(self, per_token: int, state: int, requests: int, block_size: int):
         model = ModelMemory(per_token, state, chunk_size=128, max_sequence_length=4096)
         batching = {"max_requests": requests, "block_size": block_size}
         needed = requests * state + 2 * block_size * per_token

@@ -391,7 +391,7 @@ def assert_short_lines(refusals: list[str | None]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_a_field_says_there_is_a_model_or_one_line(family: str, request: pytest.FixtureRequest) -> None:
+def test_any_value_of_a_field_gives_a_model_or_one_line(family: str, request: pytest.FixtureRequest) -> None:
     raw = raw_config(family, request)
     assert translate(raw).layer_count > 0, "the control: as it was it is read"
     changed = (raw | {name: value} for name in raw for value in ODD)
@@ -405,7 +405,7 @@ def test_three_million_layers(family: str, request: pytest.FixtureRequest) -> No
         translate(raw)
 
 
-def test_whatever_our_own_configuration_says(tiny_config: ModelConfig) -> None:
+def test_any_value_of_our_own_configuration(tiny_config: ModelConfig) -> None:
     fields = tiny_config.to_dict()
     assert model_config(fields, "config.json") == tiny_config
     changed = (fields | {name: value} for name in fields for value in ODD)
@@ -413,7 +413,7 @@ def test_whatever_our_own_configuration_says(tiny_config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("is_gpt", [False, True])
-def test_whatever_the_arguments_say(is_gpt: bool, tiny_config: ModelConfig) -> None:
+def test_any_value_of_the_arguments(is_gpt: bool, tiny_config: ModelConfig) -> None:
     arguments = vars(megatron_lm.gpt_arguments(megatron_lm.GPT) if is_gpt else megatron_lm.arguments(tiny_config))
     assert config_from_args(arguments, "common.pt", is_gpt=is_gpt).layer_count > 0
     names = (*arguments, "linear_attention_freq", "moe_router_load_balancing_type", "mtp_num_layers", "softmax_type")

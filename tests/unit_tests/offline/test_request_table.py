@@ -57,7 +57,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("width", [80, 60, 120])
 @pytest.mark.parametrize("name", TEXTS)
-def test_whatever_is_in_a_text_every_line_fits(record, name, width):
+def test_every_line_fits_with_any_text(record, name, width):
     """No terminal control sequence reaches the table."""
     text = TEXTS[name]
     lines = printed([record(0, prompt_text=text, generated_text=text), record(1, **FAILED | {"error": text})], width)

@@ -351,7 +351,7 @@ class TestRows:
         assert len(set(expected.tolist())) > 40
 
     @pytest.mark.parametrize("threads", [1, 2, 3])
-    def test_whatever_the_threads(self, threads: int):
+    def test_any_number_of_threads(self, threads: int):
         logits, batch = self.batch(37, 4097)
         together, before = sample_tokens(logits, batch), torch.get_num_threads()
         torch.set_num_threads(threads)

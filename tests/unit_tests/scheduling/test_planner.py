@@ -375,7 +375,7 @@ class TestAdmissible:
             assert not error.is_transient
             assert "at all" in str(error)
 
-    def test_whatever_is_admissible_is_admitted_alone(self):
+    def test_admissible_requests_are_admitted_alone(self):
         for prompt, generate, chunked in itertools.product(range(1, 34), (1, 8, 32), (True, False)):
             situation = Situation(chunked_prefill=chunked)
             request = make_request(0, prompt, num_tokens_to_generate=generate)

@@ -238,7 +238,7 @@ def test_an_empty_name_unsets_the_checkpoint_of_a_file(tmp_path):
         ("--load a --window-size 127,0 --window-attn-skip-freq 2", "--window-attn-skip-freq"),
     ],
 )
-def test_what_has_no_effect_beside_others_is_said(argv, idle):
+def test_flags_without_effect_beside_others_are_noted(argv, idle):
     lines = parse(argv).start.lines
     assert lines == ((f"accepted, and without effect here: {idle}",) if idle else ())
 

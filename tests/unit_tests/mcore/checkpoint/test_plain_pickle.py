@@ -227,7 +227,7 @@ WHOLE_PICKLE = pickle.dumps([Path("a"), {"b": (1, 2.5, None, True)}, collections
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(WHOLE_PICKLE) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_whatever_the_bytes_there_is_a_value_or_one_error(changes: list[tuple[int, int]]) -> None:
+def test_any_bytes_give_a_value_or_one_error(changes: list[tuple[int, int]]) -> None:
     data = bytearray(WHOLE_PICKLE)
     for place, value in changes:
         data[place] = value

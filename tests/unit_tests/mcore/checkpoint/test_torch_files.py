@@ -145,7 +145,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)
 
 @settings(max_examples=400, deadline=None)
 @given(CHANGES, st.integers(0, 40))
-def test_whatever_the_bytes_there_is_a_tensor_or_one_error(changes: list[tuple[int, int]], cut: int) -> None:
+def test_any_bytes_give_a_tensor_or_one_error(changes: list[tuple[int, int]], cut: int) -> None:
     data = bytearray(WHOLE)
     for place, value in changes:
         data[place] = value

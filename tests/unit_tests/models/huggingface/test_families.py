@@ -66,7 +66,7 @@ def test_every_letter_has_its_tensors(family: Family) -> None:
     assert needs - {None} <= MODEL_FIELDS
 
 
-def test_whatever_a_known_field_says_there_is_a_model_or_one_line(family: Family) -> None:
+def test_any_value_of_a_known_field_gives_a_model_or_one_line(family: Family) -> None:
     """SE-1: any value of a known field gives a model or one line, even of fields that the file lacks."""
     raw = PUBLISHED[family.model_type]
     known = family.fields.known | set(family.fields.other_names)
