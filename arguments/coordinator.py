@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from arguments.flags import Flag, FlagGroup
 from arguments.parser import CommandLine, fields_of, parse_server_arguments, unrecognized
+from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, LIMITS
 from megatron_ext.config import LOG_LEVELS, ServerLimits
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.coordinator import CoordinatorConfig, CoordinatorSettings
-from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.errors import ConfigError
-
-_CACHING = "--inference-dynamic-batching-prefix-caching"
 
 COORDINATOR = FlagGroup(
     "coordinator (see docs/fleet.md)",
@@ -54,23 +53,6 @@ COORDINATOR = FlagGroup(
         Flag("shutdown_timeout", "Seconds after a stop signal before running requests are cancelled"),
         Flag("log_level", "Lowest level of the lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it ends"),
-    ),
-)
-ROUTING = FlagGroup(
-    "routing",
-    RoutingConfig,
-    (
-        Flag(
-            "policy",
-            "Policy that chooses the replica of a request",
-            name=f"{_CACHING}-coordinator-policy",
-            choices=tuple(one.value for one in RoutingPolicyName),
-        ),
-        Flag(
-            "alpha",
-            "Weight of cache affinity against load: 1 is affinity only, 0 is load only",
-            name=f"{_CACHING}-routing-alpha",
-        ),
     ),
 )
 _NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # server flags only

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from arguments.flags import Flag, FlagGroup, option_flags
+from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
@@ -326,5 +327,18 @@ RUN = FlagGroup(
     ),
 )
 
-GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, SPECULATION, RUN)
-SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION, SERVER, KV_EVENTS, LIMITS, ACCESS)
+GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, ROUTING, SPECULATION, RUN)
+SERVER_GROUPS = (
+    SOURCE,
+    TOKENIZER,
+    MODEL,
+    PARALLEL,
+    BATCHING,
+    CACHE,
+    ROUTING,
+    SPECULATION,
+    SERVER,
+    KV_EVENTS,
+    LIMITS,
+    ACCESS,
+)

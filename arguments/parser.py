@@ -17,6 +17,7 @@ from arguments.megatron.quantization import require_16_bits
 from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint
 from arguments.no_effect import note_no_effect
 from arguments.parsed_flags import ParsedFlags
+from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
@@ -37,6 +38,7 @@ from megatron_ext.config import (
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
@@ -142,6 +144,7 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
         batching=BatchingConfig(**fields_of(BATCHING, values)),
         cache=CacheConfig(**fields_of(CACHE, values)),
         speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
+        routing=RoutingConfig(**fields_of(ROUTING, values)),
         run=RunConfig(**fields_of(RUN, values)),
         start=_start(given),
     )
@@ -160,6 +163,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         batching=BatchingConfig(**fields_of(BATCHING, values)),
         cache=CacheConfig(**fields_of(CACHE, values)),
         speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
+        routing=RoutingConfig(**fields_of(ROUTING, values)),
         server=ServerConfig(
             limits=ServerLimits(**fields_of(LIMITS, values)),
             kv_events=KvEventsConfig(**fields_of(KV_EVENTS, values)),

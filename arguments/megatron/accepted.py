@@ -8,7 +8,10 @@ BATCHING = "--inference-dynamic-batching"
 
 _EAGER = "affects speed only; `--cuda-graph-impl` decides whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
-_ONE_ENGINE = "replicas of one run take turns here; tools/run_coordinator.py routes between several servers"
+_ONE_ENGINE = (
+    "the first rank always chooses the replica of a request here, in its own process; tools/run_coordinator.py routes "
+    "between several servers"
+)
 
 TRAINING = group(
     "training",
@@ -75,8 +78,7 @@ COORDINATOR = group(
     Effect.ACCEPTED,
     _ONE_ENGINE,
     bare="--use-coordinator",
-    one=f"--inference-coordinator-port --coordinator-host --coordinator-port --frontend-replicas "
-    f"{BATCHING}-prefix-caching-coordinator-policy {BATCHING}-prefix-caching-routing-alpha",
+    one="--inference-coordinator-port --coordinator-host --coordinator-port --frontend-replicas",
 )
 POOLS = group(
     "older sizes of pools",

@@ -143,7 +143,7 @@ class CacheAware(Balancer):
 class Ours(Balancer):
     """The router that serves."""
 
-    def __init__(self, replicas: int, alpha: float = 0.5, policy: str = "longest_prefix") -> None:
+    def __init__(self, replicas: int, alpha: float = 0.5, policy: str = "least_computed") -> None:
         super().__init__(replicas)
         self.router = Router(RoutingConfig(policy=policy, alpha=alpha))
         self._names = [str(replica) for replica in range(replicas)]
@@ -271,5 +271,5 @@ BALANCERS = {
     "least_loaded": LeastLoaded,
     "cache_aware": CacheAware,
     "cost_rule": CostRule,
-    "longest_prefix": Ours,
+    "least_computed": Ours,
 }

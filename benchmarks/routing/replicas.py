@@ -186,12 +186,12 @@ async def measure(chats: int, turns: int) -> tuple[dict[str, Talk], Survived, Su
             texts = talks["one replica, twice the memory"].texts
             expected = await ask_all(client, texts, turns - 1, 24)
     with replica() as one, replica() as two:
-        for policy in ("round_robin", "longest_prefix"):
+        for policy in ("round_robin", "least_computed"):
             with coordinator([one, two], policy) as front:
                 async with front.client() as client:
                     httpx.post(f"{front.url}/reset_prefix_cache", timeout=SECONDS).raise_for_status()
                     talks[f"two replicas, {policy}"] = await talk(client, chats, turns)
-                    if policy == "longest_prefix":
+                    if policy == "least_computed":
                         asking = asyncio.ensure_future(ask_all(client, texts, turns - 1, 24))
                         await asyncio.sleep(1.0)
                         two.kill()

@@ -1,4 +1,4 @@
-"""Routing settings: how a coordinator chooses a replica for a request."""
+"""Routing settings: how a coordinator, or an engine with several replicas, chooses a replica for a request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from megatron_ext.config.checks import require
 class RoutingPolicyName(str, enum.Enum):
     """Policy that decides which replica runs a request (RP-2)."""
 
-    LONGEST_PREFIX = "longest_prefix"  # tokens skipped there against tokens queued there
+    LEAST_COMPUTED = "least_computed"  # fewest tokens to compute: of the prompt, and queued before it
+    # Megatron's rules, of megatron-core 0.19: requests count, not tokens.
+    LONGEST_PREFIX = "longest_prefix"  # share of the prompt that is cached there against free requests
     FIRST_PREFIX_BLOCK = "first_prefix_block"  # the same; a cached first block counts as the whole prompt
-    LOAD_BALANCED = "load_balanced"  # fewest tokens yet to be computed
+    LOAD_BALANCED = "load_balanced"  # fewest requests
     ROUND_ROBIN = "round_robin"  # in turn
 
 
@@ -22,9 +24,9 @@ class RoutingPolicyName(str, enum.Enum):
 class RoutingConfig:
     """Routing policy, and its weight between affinity and load."""
 
-    policy: str = RoutingPolicyName.LONGEST_PREFIX.value
-    # 1: affinity decides, with load as the tie-breaker; 0: the reverse. 0.5: fewest tokens to compute before the
-    # request's first token.
+    policy: str = RoutingPolicyName.LEAST_COMPUTED.value
+    # 1: affinity alone, 0: load alone. With `least_computed` each breaks the ties of the other, and 0.5 means fewest
+    # tokens to compute before the request's first token.
     alpha: float = 0.5
 
     def __post_init__(self) -> None:

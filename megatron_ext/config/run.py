@@ -14,6 +14,7 @@ from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.source import SourceConfig
 from megatron_ext.config.speculation import SpeculationConfig
 
@@ -200,6 +201,7 @@ class EngineSettings:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     start: StartNotes = field(default_factory=StartNotes)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,11 +10,13 @@ from heapq import nlargest
 from operator import attrgetter
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputProcessor, InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica, ReplicaStep
+from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.engine.step_counts import StepCounts
@@ -80,6 +81,7 @@ class EngineCore:
         workers: Workers on the other ranks; by default there are no other ranks.
         resources: Weights and pools of the model; by default there is no model.
         logging_interval: Steps between two log lines; 0 disables the log.
+        routing: Policy that chooses the replica of a request; its defaults if missing.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class EngineCore:
         workers: Workers | None = None,
         resources: ModelResources | None = None,
         logging_interval: int = 0,
+        routing: RoutingConfig | None = None,
     ) -> None:
         self.error_isolation = ErrorIsolation("the engine")
         self.output = OutputProcessor(input_settings.vocabulary, self.error_isolation)
@@ -105,7 +108,9 @@ class EngineCore:
         self.is_suspended = False
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
-        self._turns = itertools.count()
+        self._choice: ReplicaChoice | None = None  # with one replica there is none
+        if len(parts) > 1:
+            self._choice = ReplicaChoice([scheduler for scheduler, _ in parts], routing or RoutingConfig())
 
     # Requests
 
@@ -129,16 +134,16 @@ class EngineCore:
             tokens: Prompt token ids, from `tokenize`.
             params: Sampling parameters.
             text: Text of the prompt, for its record.
-            turn: Index of the replica, modulo their number; by default replicas take turns.
+            turn: Index of the replica, modulo their number; by default the routing policy chooses one.
 
         Raises:
             ConfigError: The id is in use, or the parameters are invalid for this model.
         """
         self.check_free(request_id)
-        index = (next(self._turns) if turn is None else turn) % len(self.replicas)
-        replica, scheduler = self.replicas[index], self.replicas[index].scheduler
         request = self._intake.make(request_id, tokens, params, text)
-        error = check_admissible(request, scheduler.limits)
+        error = check_admissible(request, self.scheduler.limits)
+        replica = self._replica_of(request, turn) if error is None else self.replicas[0]
+        scheduler = replica.scheduler
         if error is None:
             scheduler.add(request)
             replica.structured.add(request)
@@ -147,6 +152,12 @@ class EngineCore:
             self.output.ended.append(request)
         self.output.open(request, scheduler)
         return request
+
+    def _replica_of(self, request: Request, turn: int | None) -> Replica:
+        count = len(self.replicas)
+        return self.replicas[
+            0 if self._choice is None else self._choice.choose(request, None if turn is None else turn % count)
+        ]
 
     def check_free(self, request_id: int) -> None:
         """Raise if a request that has not been reported has this id.
@@ -230,6 +241,8 @@ class EngineCore:
         step = EngineStep(parts, time.perf_counter() - started)
         results = [part.result for part in parts if part.result is not None]
         self.step_count += bool(results)
+        if self._choice is not None:
+            self._choice.note_step()
         self._captured.update(one.graph_rows for one in results if one.graph_rows is not None)
         return step
 
@@ -246,6 +259,8 @@ class EngineCore:
         records = self.output.report()
         for replica in self.replicas:
             replica.forget(ended)
+        if self._choice is not None:
+            self._choice.ended(ended)
         if self.logging_interval and step.chunks and self.step_count % self.logging_interval == 0:
             with self.error_isolation.guard("the log line of a step"):
                 log_step(self.statistics(), step.chunks, step.seconds)
@@ -352,6 +367,8 @@ class EngineCore:
         queued = [request for replica in self.replicas for request in replica.scheduler.queues]
         known = {id(request) for request in self.output.requests()}
         assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
+        if self._choice is not None:
+            self._choice.check(queued)
 
 
 def active_requests(step: EngineStep) -> list[Request]:

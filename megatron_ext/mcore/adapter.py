@@ -16,6 +16,7 @@ from megatron.core.utils import get_asyncio_loop
 from torch import nn
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore, EngineStep, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
@@ -79,6 +80,7 @@ class InferenceEngine(Engine):
         random_seed: Requests without a seed get one derived from this seed and their id.
         inference_logging_step_interval: Steps between two log lines; 0 disables them.
         parallel_context: All ranks, of which this is the first; None for a world of one.
+        routing: Policy that chooses the replica of a request; see `EngineCore`.
 
     Attributes:
         core: The engine; `reset` replaces it.
@@ -102,8 +104,9 @@ class InferenceEngine(Engine):
         *,
         inference_logging_step_interval: int = 0,
         parallel_context: ParallelContext | None = None,
+        routing: RoutingConfig | None = None,
     ) -> None:
-        self._parallel_context = parallel_context
+        self._parallel_context, self._routing = parallel_context, routing
         super().__init__(controller, context, random_seed, inference_logging_step_interval)
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
@@ -129,6 +132,7 @@ class InferenceEngine(Engine):
             self.controller,
             self.random_seed,
             self.inference_logging_step_interval,
+            self._routing,
         )
         self.context.attach(self.core)
         self.context.reset()
@@ -226,7 +230,7 @@ class InferenceEngine(Engine):
             prompt: Text or token ids.
             sampling_params: Our parameters or Megatron's; greedy if missing.
             prompt_text: Text of the token ids, kept in the record; the engine does not detokenize prompts.
-            turn: Serve the request on replica `turn` modulo R, of R replicas; round robin by default.
+            turn: Serve the request on replica `turn` modulo R, of R replicas; by default the routing policy chooses.
 
         Returns:
             A future of the request's record; the step that ends the request reports the record too.

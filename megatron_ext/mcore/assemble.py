@@ -6,6 +6,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -48,6 +49,7 @@ def build_engine(
     speculation: SpeculationConfig = NO_SPECULATION,
     draft: DraftParts | None = None,
     packs_weights: bool = False,
+    routing: RoutingConfig | None = None,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
@@ -64,6 +66,7 @@ def build_engine(
         speculation: Replaces the previous two: speculation settings, which also select the drafter.
         draft: Draft model, if the speculation settings use one.
         packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
+        routing: Policy that chooses among replicas; on rank 0 only.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
@@ -96,6 +99,7 @@ def build_engine(
         random_seed=seed,
         inference_logging_step_interval=logging_step_interval,
         parallel_context=parallel_context,
+        routing=routing,
     )
     if speculation.speculative_measure_costs:
         assert context.drafting is not None, "costs are those of drafts"

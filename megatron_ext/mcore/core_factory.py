@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
@@ -35,6 +36,7 @@ def make_core(
     controller: InferenceController,
     seed: int,
     logging_interval: int = 0,
+    routing: RoutingConfig | None = None,
 ) -> EngineCore:
     """Return the engine core of rank 0.
 
@@ -44,6 +46,7 @@ def make_core(
         controller: Model and tokenizer.
         seed: See `InputSettings`.
         logging_interval: See `EngineCore`.
+        routing: See `EngineCore`.
     """
     plan = context.plan
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
@@ -81,6 +84,7 @@ def make_core(
         ),
         resources=resources,
         logging_interval=logging_interval,
+        routing=routing,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
@@ -13,6 +15,8 @@ from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -50,6 +54,8 @@ class EngineArgs:
         self._settings = settings
         self._parallel_context = parallel_context
         self._phase = phase
+        if settings.routing != RoutingConfig() and (parallel_context is None or parallel_context.replicas == 1):
+            logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
             self.loaded = loaded or _load(settings)
             self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
@@ -80,6 +86,7 @@ class EngineArgs:
                 speculation=settings.speculation,
                 draft=self._draft,
                 packs_weights=loaded.packs_weights,
+                routing=settings.routing,
             )
 
 

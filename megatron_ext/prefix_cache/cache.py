@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.observer import CacheObserver
+from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -93,6 +93,10 @@ class PrefixCache:
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
+
+    def add_observer(self, observer: CacheObserver) -> None:
+        """Report changes from now on to one more observer."""
+        self.observer = observer if self.observer is None else SeveralObservers((self.observer, observer))
 
     @property
     def available_count(self) -> int:

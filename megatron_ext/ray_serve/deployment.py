@@ -191,7 +191,7 @@ class RoutedReplica(Replica):
         for one in self._serving.engine.core.replicas:
             cache = one.scheduler.cache
             self._logs.append(CacheLog(Mirror(size, has_states=cache.states is not None)))
-            cache.observer = self._logs[-1].changes
+            cache.add_observer(self._logs[-1].changes)
         self._name = serve.get_replica_context().replica_id.unique_id
         status = status_router(self._name, ray.util.get_node_ip_address())
         self._app = self._create_app((status,), ADMIN_PATHS)

@@ -39,7 +39,7 @@ class PrefixRequestRouter(RequestRouter):
 
     def initialize_state(
         self,
-        policy: str = "longest_prefix",
+        policy: str = "least_computed",
         alpha: float = 0.5,
         scaling: tuple[float, int] | None = None,
     ) -> None:

@@ -70,7 +70,7 @@ class DeploymentConfig:
     replica_timeout: float = 30.0
     max_ongoing_requests: int = MAX_ONGOING_REQUESTS
     router: str | None = None
-    routing_policy: str = RoutingPolicyName.LONGEST_PREFIX.value
+    routing_policy: str = RoutingPolicyName.LEAST_COMPUTED.value
     routing_alpha: float = 0.5
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
 

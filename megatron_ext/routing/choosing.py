@@ -1,14 +1,22 @@
 """Routing policies: choice of one open replica for a prompt.
 
-The cost of a prompt on a replica, in tokens, is alpha * (tokens of the prompt to compute there)
+`least_computed` is the default. The cost of a prompt on a replica, in tokens, is
+alpha * (tokens of the prompt to compute there)
 + (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins; among equal costs the replica that
 skips more, then the less loaded one, then the one that received fewer tokens so far.
 
 A match of less than half of the prompt is usually a common system prompt at the start of a new conversation, which will
 grow on its first replica. If the match alone counted, an idle fleet would put all conversations on the first replica,
 whose memory cannot hold them. So if that replica holds more tokens than the least loaded one, a short match costs
-`CROWDING` times the prompt, times the share by which it holds more. Starting a conversation at a reluctant replica
+`CROWDING` times the prompt, times the share of its memory (of what it holds, if its memory is not known) by which it
+holds more. Starting a conversation at a reluctant replica
 (a newcomer that has had its share, or one that is about to leave) costs `CROWDING` times the prompt.
+
+`longest_prefix`, `first_prefix_block` and `load_balanced` are the rules of megatron-core 0.19, which count requests.
+The score of a replica is alpha * (share of the prompt's blocks that it has) + (1 - alpha) * (share of its requests that
+are free). A share of blocks counts only if no other replica has more; ties go to the replica that was last sent the
+last of these blocks, then to the lowest number. Upstream looks the blocks up in a table of what it has sent; here they
+are what replicas hold or are about to compute.
 """
 
 from __future__ import annotations
@@ -17,11 +25,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
-from megatron_ext.routing.index import PrefixIndex
-from megatron_ext.routing.loads import Loads
+from megatron_ext.routing.index import Match, PrefixIndex
+from megatron_ext.routing.loads import Loads, numbers
 from megatron_ext.routing.prompt import Prompt
+from megatron_ext.routing.replica_state import Replica
 
 CROWDING = 2.0
+SCORED = (RoutingPolicyName.LONGEST_PREFIX.value, RoutingPolicyName.FIRST_PREFIX_BLOCK.value)
 
 
 @dataclass
@@ -35,7 +45,7 @@ class Fleet:
         open: Bits of the replicas that take one more request.
         reluctant: Bits of the replicas at which new conversations had better not start.
         last: Number of the replica chosen last by round robin.
-        held: Function from a replica's number to the tokens that it holds, by its events.
+        replicas: Replicas by number.
     """
 
     loads: Loads = field(default_factory=Loads)
@@ -44,7 +54,11 @@ class Fleet:
     open: int = 0
     reluctant: int = 0
     last: int = -1
-    held: Callable[[int], int] = lambda number: 0
+    replicas: dict[int, Replica] = field(default_factory=dict)
+
+    def held(self, number: int) -> int:
+        """Return the tokens that a replica holds, by its events."""
+        return self.replicas[number].held
 
     def eager(self, replicas: int) -> int:
         """Return the bits of those of `replicas` that are not reluctant, or of all of them if all are reluctant."""
@@ -57,7 +71,7 @@ class Fleet:
         if self.reluctant >> one & 1:
             return CROWDING * length
         held, others = self.held(one), self.held(other)
-        return CROWDING * length * (held - others) / held if held > others else 0.0
+        return CROWDING * length * (held - others) / (self.replicas[one].capacity or held) if held > others else 0.0
 
     def max_skipped(self, prompt: Prompt, replicas: int) -> int:
         """Return the maximum tokens that any of `replicas` skips."""
@@ -87,14 +101,19 @@ def chooser(settings: RoutingConfig) -> Chooser:
     """Return the policy that the settings select."""
     alpha = settings.alpha
     return {
-        RoutingPolicyName.LONGEST_PREFIX: lambda fleet, prompt, replicas: _longest(fleet, prompt, replicas, alpha),
-        RoutingPolicyName.FIRST_PREFIX_BLOCK: lambda fleet, prompt, replicas: _first(fleet, prompt, replicas, alpha),
+        RoutingPolicyName.LEAST_COMPUTED: lambda fleet, prompt, replicas: _cheapest(fleet, prompt, replicas, alpha),
+        RoutingPolicyName.LONGEST_PREFIX: lambda fleet, prompt, replicas: _scored(
+            fleet, prompt, replicas, alpha, PrefixIndex.longest
+        ),
+        RoutingPolicyName.FIRST_PREFIX_BLOCK: lambda fleet, prompt, replicas: _scored(
+            fleet, prompt, replicas, alpha, PrefixIndex.first
+        ),
         RoutingPolicyName.LOAD_BALANCED: _balanced,
         RoutingPolicyName.ROUND_ROBIN: _in_turn,
     }[RoutingPolicyName(settings.policy)]
 
 
-def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
+def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
     """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
     least, cost = _start(fleet, length, replicas, alpha)
@@ -132,22 +151,40 @@ def _start(fleet: Fleet, length: int, replicas: int, alpha: float) -> tuple[int,
     return number, cost
 
 
-def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
-    """Choose as if a replica with the prompt's first block had all of the prompt, and any other replica had nothing."""
-    loads = fleet.loads
-    having = 0
+def _scored(
+    fleet: Fleet,
+    prompt: Prompt,
+    replicas: int,
+    alpha: float,
+    matched: Callable[[PrefixIndex, Prompt, int], Match | None],
+) -> Choice:
+    """Choose by Megatron's score; a prompt without complete blocks goes to the replica with the fewest requests."""
+    shares: dict[int, float] = {}
+    last: dict[int, int] = {}
+    is_keyed = False
     for size, index in fleet.indexes.items():
-        having |= index.having_first(prompt, replicas & fleet.members[size])
-    number = loads.least(replicas)
-    if having:
-        one = loads.least(having)
-        if alpha + (1 - alpha) * loads.load(one) <= alpha * len(prompt) + (1 - alpha) * loads.load(number):
-            number = one
-    return Choice(number, fleet.max_skipped(prompt, 1 << number), fleet.max_skipped(prompt, having))
+        is_keyed |= bool(prompt.keys(size))
+        found = matched(index, prompt, replicas & fleet.members[size])
+        if found is None:
+            continue
+        for number in numbers(found.replicas):
+            shares[number] = found.share
+            last[number] = fleet.replicas[number].assignments.get(found.key, 0)
+    if not is_keyed:
+        return _balanced(fleet, prompt, replicas)
+
+    def order(number: int) -> tuple[float, int, int]:
+        one = fleet.replicas[number]
+        free = max(0, one.slots - one.pending) / one.slots
+        return -(alpha * shares.get(number, 0.0) + (1.0 - alpha) * free), -last.get(number, 0), number
+
+    number = min(numbers(replicas), key=order)
+    return Choice(number, fleet.max_skipped(prompt, 1 << number), fleet.max_skipped(prompt, replicas))
 
 
 def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
-    number = fleet.loads.least(replicas)
+    """Choose the replica with the fewest requests, the lowest number of several."""
+    number = min(numbers(replicas), key=lambda number: fleet.replicas[number].pending)
     return Choice(number, fleet.max_skipped(prompt, 1 << number))
 
 

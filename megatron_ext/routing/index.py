@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.routing.holders import Holders
 from megatron_ext.routing.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class Match:
+    """Cached part of a prompt.
+
+    Attributes:
+        share: Share of the prompt's complete blocks, above 0 and up to 1.
+        key: Key of the last cached block.
+        replicas: Bits of the replicas that have this block.
+    """
+
+    share: float
+    key: int
+    replicas: int
 
 
 class PrefixIndex:
@@ -38,8 +54,30 @@ class PrefixIndex:
         plain, resuming = replicas & ~self.with_states, replicas & self.with_states
         for depth, bits in self._matched(keys, plain):
             yield resume_position(length, depth * size), bits
-        for depth, bits in self._resumable(keys, last_boundary(length, size) // size, resuming):
+        for depth, bits in self._resumable(keys, min(len(keys), last_boundary(length, size) // size), resuming):
             yield depth * size, bits
+
+    def longest(self, prompt: Prompt, replicas: int) -> Match | None:
+        """Return the longest match, up to the last snapshot where replicas resume at these; None without any.
+
+        Args:
+            prompt: Prompt of at least one token.
+            replicas: Bits of the replicas to consider.
+        """
+        keys, size = prompt.keys(self.block_size), self.block_size
+        plain, resuming = replicas & ~self.with_states, replicas & self.with_states
+        depth, bits = next(self._matched(keys, plain), (0, 0))
+        end = min(len(keys), last_boundary(len(prompt), size) // size)
+        resumed, others = next(self._resumable(keys, end, resuming), (0, 0))
+        if resumed >= depth:
+            depth, bits = resumed, others | (bits if resumed == depth else 0)
+        return Match(depth / len(keys), keys[depth - 1], bits) if depth else None
+
+    def first(self, prompt: Prompt, replicas: int) -> Match | None:
+        """Return a match of the whole prompt by those among `replicas` that have its first block; None without any."""
+        keys = prompt.keys(self.block_size)
+        bits = self._having(keys[0]) & replicas if keys else 0
+        return Match(1.0, keys[0], bits) if bits else None
 
     def _having(self, key: int) -> int:
         return self.stored.bits.get(key, 0) | self.claimed.bits.get(key, 0)
@@ -85,10 +123,9 @@ class PrefixIndex:
                 if not replicas:
                     return
 
-    def having_first(self, prompt: Prompt, replicas: int) -> int:
-        """Return the bits of those among `replicas` that have the prompt's first block."""
-        keys = prompt.keys(self.block_size)
-        return self._having(keys[0]) & replicas if keys else 0
+    def has(self, key: int, bit: int) -> bool:
+        """Return whether the replica of `bit` has a block, or will have it."""
+        return bool(self._having(key) & bit)
 
     def skipped(self, prompt: Prompt, bit: int) -> int:
         """Return the tokens that the replica of `bit` would skip."""

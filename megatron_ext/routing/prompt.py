@@ -77,10 +77,12 @@ class Prompt:
     Args:
         tokens: Token ids; kept without a copy if they are packed.
         salt: Salt in its published form (`prefix_cache.public_hash.event_salt`); None without a salt.
+        is_cached: Whether the prompt's blocks are cached or read from a cache; if not, it has no keys.
     """
 
-    def __init__(self, tokens: Iterable[int], salt: str | None = None) -> None:
+    def __init__(self, tokens: Iterable[int], salt: str | None = None, *, is_cached: bool = True) -> None:
         self._tokens = packed(tokens)
+        self._is_cached = is_cached
         self._salt = salt
         self._keys: dict[int, list[int]] = {}  # by block size
 
@@ -90,5 +92,6 @@ class Prompt:
     def keys(self, block_size: int) -> list[int]:
         """Return the keys of the prompt's complete blocks."""
         if block_size not in self._keys:
-            self._keys[block_size] = chained_keys(ROOT, self._tokens, block_size, extras_of(self._salt))
+            tokens = self._tokens if self._is_cached else self._tokens[:0]
+            self._keys[block_size] = chained_keys(ROOT, tokens, block_size, extras_of(self._salt))
         return self._keys[block_size]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.prompt import ROOT, chained_keys, frozen_extras, packed
 
+_FEW = 1024  # assignments that are kept without a look at what the replica holds
 Hash = Hashable  # a replica's hash of a block: in vLLM's format a 64-bit integer
 
 
@@ -45,16 +46,30 @@ class Replica:
         index: Index of the replicas with the same block size.
         has_states: Whether the replica resumes only at snapshots (a model with recurrent layers).
         max_requests: Maximum requests in flight to the replica; None without a limit.
+        slots: Number of requests that the replica runs at once.
+        capacity: Number of tokens that the replica has room for; 0 if that is not known.
     """
 
     def __init__(
-        self, name: str, number: int, index: PrefixIndex, *, has_states: bool, max_requests: int | None
+        self,
+        name: str,
+        number: int,
+        index: PrefixIndex,
+        *,
+        has_states: bool,
+        max_requests: int | None,
+        slots: int,
+        capacity: int,
     ) -> None:
         self.name, self.number, self.bit = name, number, 1 << number
         self.index, self.has_states, self.max_requests = index, has_states, max_requests
+        self.slots, self.capacity = slots, capacity
         self.is_draining = False
         self.others = 0  # tokens yet to be computed for requests of other routers
+        self.other_requests = 0
         self.in_flight: set[Hashable] = set()  # requests
+        self.assignments: dict[int, int] = {}  # key -> number of the last request with this block that was sent here
+        self._max_assignments = _FEW
         self._keys: dict[Hash, int] = {}  # blocks that the replica holds
         self._states: dict[Hash, int] = {}  # snapshots
         if has_states:
@@ -66,14 +81,35 @@ class Replica:
         return not self.is_draining and (self.max_requests is None or len(self.in_flight) < self.max_requests)
 
     @property
+    def pending(self) -> int:
+        """Number of requests that have not ended, those of other routers included."""
+        return len(self.in_flight) + self.other_requests
+
+    @property
     def blocks(self) -> int:
         """Number of blocks that the replica holds, by its events."""
         return len(self._keys)
 
     @property
+    def held(self) -> int:
+        """Number of tokens that the replica holds, by its events."""
+        return len(self._keys) * self.index.block_size
+
+    @property
     def states(self) -> int:
         """Number of snapshots that the replica holds, by its events."""
         return len(self._states)
+
+    def note_assignment(self, keys: Iterable[int], count: int) -> None:
+        """Note the blocks of a request that was sent here, the `count`-th of all.
+
+        Each time the table has doubled, blocks that the replica neither holds nor will hold are dropped from it.
+        """
+        self.assignments.update(dict.fromkeys(keys, count))
+        if len(self.assignments) > self._max_assignments:
+            has, bit = self.index.has, self.bit
+            self.assignments = {key: last for key, last in self.assignments.items() if has(key, bit)}
+            self._max_assignments = max(_FEW, 2 * len(self.assignments))
 
     def stored(
         self, hashes: Sequence[Hash], parent: Hash | None, tokens: Iterable[int], extras: Iterable[object] | None

@@ -8,38 +8,17 @@ means a replica that has not joined or a request that is not in flight: a mistak
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.config.batching import DEFAULT_MAX_REQUESTS
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
-from megatron_ext.routing.choosing import Choice, Fleet, chooser
+from megatron_ext.routing.choosing import SCORED, Choice, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
+from megatron_ext.routing.invariants import check_router
 from megatron_ext.routing.newcomers import Newcomers
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.replica_state import Flight, Hash, Replica
-
-
-def check_router(fleet: Fleet, replicas: Mapping[str, Replica], flights: Mapping[Hashable, Flight]) -> None:
-    """Assert that only joined replicas are indexed, and that loads and claims are those of the requests in flight."""
-    assert fleet.open == sum(one.bit for one in replicas.values() if one.is_open), "bits of open replicas"
-    assert sum(fleet.members.values()) == sum(one.bit for one in replicas.values()), (
-        "a replica is in no index, or in two"
-    )
-    assert fleet.indexes.keys() == fleet.members.keys(), "an index without replicas"
-    for index in fleet.indexes.values():
-        index.check()
-        replicas_of_index = sum(one.bit for one in replicas.values() if one.index is index)
-        assert not index.having() & ~replicas_of_index, "an index entry of a replica that is not in it"
-    for one in replicas.values():
-        own_flights = [flight for flight in flights.values() if flight.replica == one.name]
-        assert len(own_flights) == len(one.in_flight), f"requests in flight to {one.name}"
-        own_load = sum(flight.tokens for flight in own_flights)
-        assert fleet.loads.load(one.number) == one.others + own_load, f"load of {one.name}"
-        claimed = Counter(key for flight in own_flights for key in flight.claimed)
-        assert one.index.claimed.counts(one.bit) == claimed, f"claims of {one.name}"
-        one.check()
-
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens
@@ -93,23 +72,28 @@ class Router:
 
     def __init__(self, settings: RoutingConfig | None = None) -> None:
         self._settings = settings or RoutingConfig()
-        self._fleet = Fleet(held=self._held)
+        self._fleet = Fleet()
         self._choose = chooser(self._settings)
         self._replicas: dict[str, Replica] = {}
-        self._names: dict[int, str] = {}  # by number of the bit
         self._flights: dict[Hashable, Flight] = {}
         self._mean_generated = _FIRST_GUESS
         self._newcomers = Newcomers()
         self._retiring: frozenset[str] = frozenset()
         self._total_held = 0  # tokens
-
-    def _held(self, number: int) -> int:
-        one = self._replicas[self._names[number]]
-        return one.blocks * one.index.block_size
+        self._sent = 0  # requests
 
     # Replicas
 
-    def join(self, replica: str, block_size: int, *, has_states: bool = False, max_requests: int | None = None) -> None:
+    def join(
+        self,
+        replica: str,
+        block_size: int,
+        *,
+        has_states: bool = False,
+        max_requests: int | None = None,
+        slots: int = DEFAULT_MAX_REQUESTS,
+        blocks: int = 0,
+    ) -> None:
         """Add a replica, which takes requests from now on and has no known cache contents.
 
         A restarted replica leaves and joins again.
@@ -119,18 +103,27 @@ class Router:
             block_size: Tokens of a block.
             has_states: Whether the model has recurrent layers: then it resumes only at snapshots, which it publishes.
             max_requests: Maximum requests in flight to the replica; None without a limit.
+            slots: Number of requests that the replica runs at once; Megatron's policies compare shares of it.
+            blocks: Number of blocks that the replica has room for; 0 if that is not known.
 
         Raises:
-            ValueError: The replica has joined already, or a number is not positive.
+            ValueError: The replica has joined already, or another number is not positive.
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica!r} is already a member; remove it first")
-        if block_size < 1 or (max_requests is not None and max_requests < 1):
-            raise ValueError(f"block size {block_size} and max requests {max_requests} must be positive")
-        number = next(number for number in range(len(self._names) + 1) if number not in self._names)
+        if min(block_size, slots, 1 if max_requests is None else max_requests) < 1:
+            raise ValueError(f"block size {block_size}, max requests {max_requests} and slots {slots} must be positive")
+        numbered = self._fleet.replicas
+        number = next(number for number in range(len(numbered) + 1) if number not in numbered)
         index = self._fleet.indexes.setdefault(block_size, PrefixIndex(block_size))
-        one = Replica(replica, number, index, has_states=has_states, max_requests=max_requests)
-        self._replicas[replica], self._names[number] = one, replica
+        one = Replica(
+            *(replica, number, index),
+            has_states=has_states,
+            max_requests=max_requests,
+            slots=slots,
+            capacity=blocks * block_size,
+        )
+        self._replicas[replica] = numbered[number] = one
         self._fleet.loads.join(number)
         if self._total_held:
             self._newcomers.join(number)
@@ -156,7 +149,7 @@ class Router:
         self._fleet.loads.leave(one.number)
         self._fleet.open &= ~one.bit
         self._newcomers.leave(one.number)
-        del self._replicas[replica], self._names[one.number]
+        del self._replicas[replica], self._fleet.replicas[one.number]
         self._note_reluctant()
         return lost
 
@@ -184,7 +177,7 @@ class Router:
         """
         one = self._replicas[replica]
         expected = min(output_tokens, requests * round(self._mean_generated))
-        before, one.others = one.others, prompt_tokens + expected
+        before, one.others, one.other_requests = one.others, prompt_tokens + expected, requests
         self._fleet.loads.shift(one.number, one.others - before)
 
     def replicas(self) -> list[ReplicaView]:
@@ -257,17 +250,18 @@ class Router:
 
     # Requests
 
-    def prompt(self, tokens: Iterable[int], salt: str | None = None) -> Prompt:
+    def prompt(self, tokens: Iterable[int], salt: str | None = None, *, is_cached: bool = True) -> Prompt:
         """Build a prompt to route, whose keys are computed once.
 
         Args:
             tokens: Token ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
             salt: Salt in its published form (`public_hash.event_salt`).
+            is_cached: Whether the prompt uses caches; if not, load alone decides.
 
         Raises:
             ValueError: A token id is invalid, or the prompt is empty.
         """
-        prompt = Prompt(tokens, salt)
+        prompt = Prompt(tokens, salt, is_cached=is_cached)
         if not len(prompt):
             raise ValueError("a prompt has at least one token")
         return prompt
@@ -289,7 +283,8 @@ class Router:
         if not replicas:
             return None
         choice = self._choose(self._fleet, prompt, replicas)
-        return Decision(self._names[choice.number], choice.skipped, choice.max_skipped, self._reason(choice))
+        name = self._fleet.replicas[choice.number].name
+        return Decision(name, choice.skipped, choice.max_skipped, self._reason(choice))
 
     def _reason(self, choice: Choice) -> Reason:
         if self._settings.policy == RoutingPolicyName.ROUND_ROBIN.value:
@@ -318,13 +313,16 @@ class Router:
         keys = prompt.keys(one.index.block_size)
         expected = min(new_tokens, round(self._mean_generated))
         blocks = (len(prompt) - 1) // one.index.block_size
-        last = keys[blocks - 1] if blocks else None
+        last = keys[blocks - 1] if keys and blocks else None
         flight = Flight(one.name, keys, max(1, len(prompt) - decision.skipped), expected, last)
         self._flights[request] = flight
         one.in_flight.add(request)
         one.index.claimed.add(one.bit, keys)
+        self._sent += 1
+        if self._settings.policy in SCORED:
+            one.note_assignment(keys, self._sent)
         self._fleet.loads.give(one.number, flight.tokens)
-        self._newcomers.give(one.number, flight.to_compute, len(self._replicas), self._held, self._total_held)
+        self._newcomers.give(one.number, flight.to_compute, len(self._replicas), self._fleet.held, self._total_held)
         self._note_reluctant()
         self._note_open(one)
 
@@ -335,8 +333,14 @@ class Router:
         self._fleet.loads.take(one.number, flight.to_compute)
         flight.to_compute = 0
         if one.has_states:  # its prompt is complete: from now on events report its snapshots
-            one.index.claimed.discard(one.bit, flight.claimed)
-            flight.claimed = ()
+            self.unclaim(request)
+
+    def unclaim(self, request: Hashable) -> None:
+        """Note that a request in flight will cache no more blocks than its replica has reported."""
+        flight = self._flights[request]
+        one = self._replicas[flight.replica]
+        one.index.claimed.discard(one.bit, flight.claimed)
+        flight.claimed = ()
 
     def computed(self, replica: str) -> None:
         """Note the requests in flight whose prompts are cached by now, and so computed. Optional, as `prefilled` is.
@@ -389,5 +393,5 @@ class Router:
     def check(self) -> None:
         """Assert the invariants of the router; see `check_router`."""
         check_router(self._fleet, self._replicas, self._flights)
-        held = sum(one.blocks * one.index.block_size for one in self._replicas.values())
+        held = sum(one.held for one in self._replicas.values())
         assert self._total_held == held, "tokens that all replicas hold"

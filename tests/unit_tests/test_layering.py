@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
-    "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
+    "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text"},
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", *DECIDING},

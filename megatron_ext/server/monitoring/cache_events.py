@@ -53,7 +53,7 @@ class CacheEvents:
             return
         for publisher, one in zip(self.publishers, core.replicas, strict=True):
             cache, size = one.scheduler.cache, one.scheduler.limits.block_size
-            cache.observer = publisher.changes
+            cache.add_observer(publisher.changes)
             publisher.start(Mirror(size, has_states=cache.states is not None))
             for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
                 if channel is not None:

@@ -11,6 +11,7 @@ from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.flag_table import SERVER_TABLE, TABLE, records
+from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
@@ -67,6 +68,8 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache
+--inference-dynamic-batching-prefix-caching-coordinator-policy
+--inference-dynamic-batching-prefix-caching-routing-alpha
 --speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
 --speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
 --speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
@@ -114,7 +117,7 @@ SERVER_OPTIONS = """
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
-SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION)
+SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, ROUTING, SPECULATION)
 
 
 def own_options(parser, table) -> list[str]:

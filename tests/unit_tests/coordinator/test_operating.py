@@ -190,7 +190,7 @@ class TestObserving:
             assert "script-src 'sha256-" in page.headers["content-security-policy"]
             assert not re.search(r"(?:src|href)=\"?http", page.text)
             told = (await front.http.get("/replicas")).json()
-            assert told["policy"] == "longest_prefix"
+            assert told["policy"] == "least_computed"
             assert [one["url"] for one in told["replicas"]] == [fake.url for fake in fakes]
             assert set(told["replicas"][0]) == {one.name for one in fields(ReplicaRow)}, "fields that the page draws"
             health = await front.http.get("/health")

@@ -154,7 +154,7 @@ def test_a_salt_is_told_once_in_a_run_of_several_events():
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
     changes, mirror = Changes(), Mirror(size, has_states=False)
     scheduler.cache.observer = changes
-    router = Router(RoutingConfig("longest_prefix"))
+    router = Router(RoutingConfig("least_computed"))
     router.join("0", size)
     add(scheduler, request_of(0, tokens, num_tokens_to_generate=1, cache_salt="x"))
     told = []

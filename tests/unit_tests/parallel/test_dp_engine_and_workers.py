@@ -286,10 +286,10 @@ def add(world: World, name: int, prompt: list[int], **options: object) -> None:
 
 
 class TestFleet:
-    def test_replicas_take_turns(self, world: World):
-        """Request i of those that come goes to replica i mod R; a caller's number goes before."""
+    def test_replicas_share_new_prompts(self, world: World):
+        """KV-7: a prompt goes where the least is queued; a caller's number goes before."""
         for name in range(3):
-            add(world, name, [0, 1, name])
+            add(world, name, [name])
         add(world, 3, [0], turn=4)
         names = [[request.request_id for request in engine.scheduler.queues] for engine in world.core.replicas]
         assert names == [[0, 2, 3], [1]]

@@ -39,9 +39,9 @@ def test_every_request_is_served_though_replicas_die(name):
 def test_the_router_skips_more_than_taking_turns():
     """RP-2: the comparison uses equal traffic."""
     shares = {
-        name: World(Scale(8, 600), BALANCERS[name](8)).run().skipped for name in ("round_robin", "longest_prefix")
+        name: World(Scale(8, 600), BALANCERS[name](8)).run().skipped for name in ("round_robin", "least_computed")
     }
-    assert shares["longest_prefix"] > shares["round_robin"] + 0.3
+    assert shares["least_computed"] > shares["round_robin"] + 0.3
 
 
 def test_two_replicas_skip_as_much_as_one_with_twice_the_memory():
@@ -57,9 +57,9 @@ def test_two_replicas_skip_as_much_as_one_with_twice_the_memory():
 def test_rows_and_plots(tmp_path):
     """Each rule has a row for each fleet, and each plot is drawn from them."""
     run = Run()
-    fleet.fleet(run, replicas=(2,), requests=40, rules=("round_robin", "longest_prefix"), plots=str(tmp_path))
+    fleet.fleet(run, replicas=(2,), requests=40, rules=("round_robin", "least_computed"), plots=str(tmp_path))
     rows = run.page["rows"]
-    assert list(rows) == ["round_robin, 2 replicas", "longest_prefix, 2 replicas"]
+    assert list(rows) == ["round_robin, 2 replicas", "least_computed, 2 replicas"]
     assert all(row["requests"] == 40 for row in rows.values())
     assert {path.stem for path in tmp_path.glob("*.svg")} == set(fleet.PLOTS)
 

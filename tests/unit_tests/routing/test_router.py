@@ -14,7 +14,7 @@ from megatron_ext.routing.router import Decision, Reason, Router
 SIZE = 4
 
 
-def fleet(policy: str = "longest_prefix", alpha: float = 0.5, count: int = 3, **options: object) -> Router:
+def fleet(policy: str = "least_computed", alpha: float = 0.5, count: int = 3, **options: object) -> Router:
     """Replicas 0, 1, ... with blocks of four tokens."""
     router = Router(RoutingConfig(policy, alpha))
     for i in range(count):
@@ -134,33 +134,44 @@ def test_full_or_draining_replicas_get_no_requests():
     assert router.route(prompt, exclude=["1", "unknown"]).replica == "0"
 
 
-def test_first_prefix_block():
-    """RP-2: a replica with the first block counts as having all; of such replicas the least loaded one is chosen."""
-    router = fleet("first_prefix_block")
-    hold(router, "0", 40)
-    hold(router, "2", 4)
-    busy(router, "0", 20)
-    decision = router.route(router.prompt(range(40)))
-    assert decision == Decision("2", 4, 39, Reason.LOAD)
-    busy(router, "2", 30)
-    assert router.route(router.prompt(range(40))).replica == "0"
-    busy(router, "0", 1000)
-    busy(router, "2", 1000)
-    assert router.route(router.prompt(range(40))).replica == "1", "too much is to be computed there"
-
-
-def test_load_balanced_and_round_robin():
+def test_round_robin():
     """RP-2: prefixes decide nothing, and what will be skipped is counted all the same."""
-    router = fleet("load_balanced")
-    hold(router, "0", 40)
-    busy(router, "0", 10)
-    assert router.route(router.prompt(range(40))) == Decision("1", 0, 0, Reason.LOAD)
     router = fleet("round_robin")
     hold(router, "1", 40)
     decisions = [router.route(router.prompt(range(40))) for _ in range(6)]
     assert [(one.replica, one.skipped) for one in decisions[:3]] == [("0", 0), ("1", 39), ("2", 0)]
     assert Counter(one.replica for one in decisions) == dict.fromkeys("012", 2)
     assert decisions[0].reason is Reason.ROUND_ROBIN
+
+
+def test_a_prompt_that_reads_no_cache_goes_where_the_least_is_queued():
+    """RP-2: what is cached draws no prompt whose log-probs are computed; the least loaded replica gets it."""
+    router = fleet(count=2, has_states=True)
+    names = hold(router, "0", 40)
+    router.state_stored("0", names)
+    busy(router, "0", 5)
+    assert router.route(router.prompt(range(41))).replica == "0"
+    prompt = router.prompt(range(41), is_cached=False)
+    decision = router.route(prompt)
+    assert decision == Decision("1", 0, 0, Reason.NOTHING_KNOWN)
+    router.began("one", decision, prompt)
+    assert router.route(router.prompt(range(41)), exclude=["0"]).skipped == 0, "it leaves nothing for others"
+    router.prefilled("one")
+    router.ended("one")
+    router.check()
+
+
+def test_a_request_that_will_cache_nothing_draws_no_others():
+    """RP-3: after a reset of the cache a running request publishes nothing; it still counts as load."""
+    router = fleet(count=1)
+    prompt = router.prompt(range(16))
+    router.began("one", router.route(prompt), prompt)
+    router.unclaim("one")
+    router.check()
+    assert router.route(prompt).skipped == 0
+    assert router.replicas()[0].load == 16
+    router.ended("one")
+    router.check()
 
 
 def test_an_idle_fleet_fills_evenly():

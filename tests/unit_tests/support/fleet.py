@@ -263,7 +263,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 @contextlib.asynccontextmanager
 async def coordinator(
     *fakes: FakeReplica,
-    policy: str = "longest_prefix",
+    policy: str = "least_computed",
     alpha: float = 0.5,
     launcher: Launcher | None = None,
     **settings: object,

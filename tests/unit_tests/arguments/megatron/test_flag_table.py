@@ -42,7 +42,7 @@ ONE = """
 --inference-coordinator-port --moe-aux-loss-coeff --moe-z-loss-coeff --suspend-timeout
 --rl-kv-cache-management-mode --coordinator-host
 --coordinator-port --frontend-replicas --inference-max-requests --moe-router-dtype ...unified-memory-level
-...prefix-caching-coordinator-policy ...prefix-caching-routing-alpha --inference-cuda-graph-scope
+--inference-cuda-graph-scope
 --mtp-num-layers --micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
 --timing-log-level --log-interval --seq-length --init-method-std --attention-dropout --hidden-dropout
 --num-workers --save-interval --moe-token-dispatcher-type --inference-cuda-graph-max-tokens
