@@ -212,7 +212,7 @@ class Fleet:
         member.refused += bool(member.refusal) + bool(beat.events_problem)
 
     def _join(self, member: Member, beat: Heartbeat) -> None:
-        self.router.join(member.url, beat.block_size, has_states=beat.has_known_states)
+        self.router.join(member.url, beat.block_size, has_states=beat.has_known_states, slots=beat.capacity)
         member.is_known, member.joined_at = True, time.monotonic()
         logger.info(
             "replica %s has joined: %s, weights %s, blocks of %d tokens",
