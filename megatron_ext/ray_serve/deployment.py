@@ -33,7 +33,7 @@ from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, ReplicaLostError, respond
-from megatron_ext.ray_serve.liveness import Liveness
+from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
 from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.process import joined_world, prepare_process
 from megatron_ext.ray_serve.ranks import Ranks
@@ -48,6 +48,8 @@ from megatron_ext.server.log import set_up_logging
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
     from starlette.types import ASGIApp
+
+    from megatron_ext.config import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +81,15 @@ class Replica(ReplicaHooks):
         self._loop: asyncio.AbstractEventLoop | None = None  # of the application, once it has started
         self._steps = 0
         self._ranks = Ranks(words, ranks) if ranks > 1 else None
-        if self._ranks is not None:
-            self._ranks.watch(self._lose_rank)
         settings = prepare_process(words)
+        if self._ranks is None:
+            self._load_model(settings)
+            return
+        self._ranks.watch(self._lose_rank)
+        with watching(self._ranks.alive, timeout, self._end_silent):
+            self._load_model(settings)
 
+    def _load_model(self, settings: ServerSettings) -> None:
         from megatron_ext.mcore import platform
         from megatron_ext.server.run import loaded_serving
 
@@ -127,6 +134,11 @@ class Replica(ReplicaHooks):
         elif not self._is_stopping:
             self._loop.call_soon_threadsafe(self._fail, message)
 
+    def _end_silent(self, parts: Sequence[str]) -> None:
+        """End this process: a rank does not answer while loading waits for it."""
+        logger.error("this replica ends while it is loaded: no sign of life of %s", ", ".join(parts))
+        os._exit(FAILED)
+
     def _end_loading(self, message: str) -> None:
         """End this process if loading neither failed by itself nor was complete before the rank ended."""
         if self._loop is not None:
@@ -160,7 +172,7 @@ class Replica(ReplicaHooks):
         self._liveness.look("the engine", is_alive=is_idle or steps != self._steps)
         self._steps = steps
         for rank, is_alive in ({} if self._ranks is None else self._ranks.alive()).items():
-            self._liveness.look(f"rank {rank}", is_alive=is_alive)
+            self._liveness.look(rank, is_alive=is_alive)
         if silent := self._liveness.silent():
             self._fail(f"no sign of life of {', '.join(silent)}")
 
@@ -304,7 +316,7 @@ def deploy(settings: AppSettings) -> Application:
         "graceful_shutdown_timeout_s": timeout,
         "graceful_shutdown_wait_loop_s": WAIT_LOOP,
         # Ray replaces a replica after three checks in a row that failed or had no answer.
-        "health_check_period_s": wanted.replica_timeout / 6,
+        "health_check_period_s": wanted.replica_timeout / LOOKS,
         "health_check_timeout_s": wanted.replica_timeout / 3,
     }
     if settings.ranks > 1:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+LOOKS = 6  # in the time without a sign of life after which a part is dead
 _MIN_LOOKS = 3  # without a sign of life: a replica that was stopped itself has looked at nothing meanwhile
 
 
@@ -43,3 +46,33 @@ class Liveness:
             for name, part in self._parts.items()
             if part.looks >= _MIN_LOOKS and now - part.last_sign > self._patience
         ]
+
+
+@contextlib.contextmanager
+def watching(
+    alive: Callable[[], Mapping[str, bool]], patience: float, on_silence: Callable[[list[str]], object]
+) -> Iterator[None]:
+    """Watch parts during a block that does nothing for so long that it may never end.
+
+    Args:
+        alive: Returns for each part whether it has given a sign of life since the last call; called in a thread.
+        patience: See `Liveness`.
+        on_silence: Called in that thread, once, with the names of the parts that have been silent for too long.
+    """
+    has_ended, liveness = threading.Event(), Liveness(patience)
+
+    def watch() -> None:
+        while not has_ended.wait(patience / LOOKS):
+            for part, is_alive in alive().items():
+                liveness.look(part, is_alive=is_alive)
+            if silent := liveness.silent():
+                on_silence(silent)
+                return
+
+    thread = threading.Thread(target=watch, name="watching", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()

@@ -99,15 +99,15 @@ class Ranks:
         for rank, run in enumerate(self._runs, 1):
             run.future().add_done_callback(lambda future, rank=rank: ended(rank, future))
 
-    def alive(self) -> dict[int, bool]:
-        """Return for each rank whether it has answered since the last call that returned True for it."""
+    def alive(self) -> dict[str, bool]:
+        """Return for each rank, by its name, whether it has answered since the last call that returned True for it."""
         answered = []
         for index, actor in enumerate(self._actors):
             ready, _ = ray.wait([self._pings[index]], timeout=0)
             answered.append(bool(ready))
             if ready:
                 self._pings[index] = actor.ping.remote()
-        return dict(enumerate(answered, 1))
+        return {f"rank {rank}": has_answered for rank, has_answered in enumerate(answered, 1)}
 
     def error(self) -> str:
         """Return what the ranks that have failed report; empty if none has."""

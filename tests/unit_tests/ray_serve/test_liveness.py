@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_ext.ray_serve.liveness import Liveness
+import itertools
+import threading
+
+import pytest
+
+from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
+
+PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
 
 
 class Checks:
@@ -42,3 +49,20 @@ def test_time_without_checks_does_not_count():
     assert checks.after(1000, engine=False) == []
     assert checks.after(1, engine=False) == []
     assert checks.after(1, engine=False) == ["engine"]
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+def test_a_block_is_watched_to_its_end(is_lasting: bool):
+    """RP-6: a part that falls silent during the block is named once; one that answers is not."""
+    looks, silent, has_looked_often, is_over = itertools.count(), [], threading.Event(), threading.Event()
+
+    def alive() -> dict[str, bool]:
+        assert not is_over.is_set()
+        if next(looks) >= 3 * LOOKS:
+            has_looked_often.set()
+        return {"rank 1": True, "rank 2": is_lasting}
+
+    with watching(alive, 0.06, lambda names: silent.append(names) or has_looked_often.set()):
+        assert has_looked_often.wait(PATIENCE)
+    is_over.set()
+    assert silent == ([] if is_lasting else [["rank 2"]])
