@@ -7,4 +7,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 BIN=${BIN:-.venv-ray/bin} # made by `make test-ray`
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=megatron_ext.ray_serve.proxy.middlewares # requests survive an ingress
 exec "$BIN/serve" run megatron_ext.ray_serve:app model=embedded num_replicas=2 "$@"

@@ -15,6 +15,7 @@ HEAD=${HEAD:?the name of the first machine}
 NODE=${NODE:?which machine this is: 0 or 1}
 PORT=${PORT:-6379}
 export RAY_AUTH_MODE=token
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=megatron_ext.ray_serve.proxy.middlewares # requests survive an ingress
 export RAY_ADDRESS="$HEAD:$PORT"
 
 if [ "$NODE" != 0 ]; then

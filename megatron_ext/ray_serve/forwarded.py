@@ -169,7 +169,7 @@ class IngressApp:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
             prompt = await self._tried(lambda: self._read(path, authorization, body))
         request = ForwardedRequest.of(scope, body, prompt)
-        answer = _Answer(send)
+        answer = Answer(send)
         await self._tried(lambda: answer.take(self._forward(request)))
 
     async def _tried(self, work: Callable[[], Awaitable[Result]]) -> Result:
@@ -187,11 +187,21 @@ class IngressApp:
         raise AssertionError("the last attempt returns or raises")
 
 
-class _Answer:
-    """Answer on its way to the client: its head is sent with the first part of its body."""
+class Answer:
+    """Answer on its way to the client: its head is sent with the first part of its body.
+
+    Args:
+        send: Sends a message to the client.
+
+    Attributes:
+        has_begun: Whether the client has a part of it.
+        is_complete: Whether the client has all of it.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self._head: Message | None = None
+        self.has_begun = self.is_complete = False
 
     async def take(self, messages: AsyncIterator[Message]) -> None:
         """Pass an answer on.
@@ -200,26 +210,36 @@ class _Answer:
             ReplicaLostError: The replica was lost before the client got anything.
             BrokenAnswerError: It was lost in the middle of an answer that is not a stream.
         """
-        head: Message | None = None
-        has_begun = is_complete = False
         try:
             async for message in messages:
-                if message["type"] == "http.response.start":
-                    head = message
-                    continue
-                if head is not None and not has_begun:
-                    has_begun = True
-                    await self._send(head)
-                await self._send(message)
-                is_complete = not message.get("more_body", False)
+                await self.send(message)
         except ReplicaLostError as error:
-            if is_complete:
-                return
-            if not has_begun or head is None:
-                raise
-            if not _is_stream(head):
-                raise BrokenAnswerError(f"the replica was lost in the middle of its answer: {error}") from None
-            await self._send({"type": "http.response.body", "body": event(lost(error).to_dict()), "more_body": False})
+            if not self.is_complete:
+                await self.lose(error)
+
+    async def send(self, message: Message) -> None:
+        """Pass a message of the answer on."""
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._head is not None and not self.has_begun:
+            self.has_begun = True
+            await self._send(self._head)
+        await self._send(message)
+        self.is_complete = not message.get("more_body", False)
+
+    async def lose(self, error: ReplicaLostError) -> None:
+        """End an answer of which nothing more will come; it may be taken anew if this raises `ReplicaLostError`.
+
+        Raises:
+            ReplicaLostError: The client has got nothing yet.
+            BrokenAnswerError: It has a part of an answer that is not a stream.
+        """
+        if self._head is None or not self.has_begun:
+            raise error
+        if not _is_stream(self._head):
+            raise BrokenAnswerError(f"the replica was lost in the middle of its answer: {error}") from None
+        await self._send({"type": "http.response.body", "body": event(lost(error).to_dict()), "more_body": False})
 
 
 def _is_stream(head: Message) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from importlib import import_module
@@ -95,6 +96,17 @@ def test_slurm(tmp_path: Path):
     assert settings_of(commands).deployment.num_gpus == 1
     assert sum(is_joining(one) for one in commands) == 1
     assert sum(one[:3] == ["ray", "start", "--head"] for one in commands) == 1
+
+
+@pytest.mark.parametrize("name", ["one_machine.sh", "two_nodes.sh", MANIFEST.name])
+def test_proxies_load_the_middleware(name: str):
+    """Each node starts with the variable by which Ray finds it."""
+    text = (FOLDER / name).read_text("utf-8")
+    paths = re.findall(r"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH(?:=|\s+value: )(\S+)", text)
+    assert len(paths) == (text.count("image:") or 1)
+    for path in paths:
+        module, _, function = path.rpartition(".")
+        assert getattr(import_module(module), function)()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
