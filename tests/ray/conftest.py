@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CPUS = 2  # of a node with replicas
 PATIENCE = 300.0  # seconds until a test gives up; nothing is measured
+LONG = 10 * PATIENCE  # seconds
 REPLICAS = "ServeReplica:default:megatron_ext_replicas"
 INGRESS = "ServeReplica:default:megatron_ext"
 SETTINGS = {
@@ -27,6 +28,7 @@ SETTINGS = {
     "inference_dynamic_batching_prefix_caching_mamba_slots": 64,
     "inference_dynamic_batching_max_requests": 16,
 }
+FLEET = {"num_replicas": 2, "shutdown_timeout": LONG}  # no request is to need so long when a replica stops
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +48,7 @@ def nodes(folder: Path) -> Iterator[Cluster]:
     head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder), "_system_config": often}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(PATIENCE))  # 5 s are too few on a busy machine
+        patch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "megatron_ext.ray_serve.proxy.middlewares")
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):
             cluster.add_node(num_cpus=CPUS)
@@ -83,22 +86,48 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.fixture(scope="module")
-def run(cluster: str) -> Iterator[Callable[..., httpx.Client]]:
-    """A function: runs an application instead of the last one, and returns a client of it."""
-    from ray import serve
+class Applications:
+    """Applications of the cluster, one at a time.
 
-    from megatron_ext.ray_serve import build_app
+    Args:
+        url: URL of Ray's proxy.
+    """
 
-    clients: list[httpx.Client] = []
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._settings: dict[str, object] | None = None
+        self._clients: list[httpx.Client] = []
 
-    def start(**settings: object) -> httpx.Client:
-        serve.run(build_app(**{**SETTINGS, **settings}))
-        headers = {"authorization": f"Bearer {settings['api_key']}"} if "api_key" in settings else {}
-        clients.append(httpx.Client(base_url=cluster, timeout=PATIENCE, headers=headers))
-        return clients[-1]
+    def __call__(self, **settings: object) -> httpx.Client:
+        """Run an application instead of the last one, unless its settings are equal; return a client of it."""
+        from ray import serve
 
-    yield start
-    for client in clients:
-        client.close()
-    serve.delete("default")
+        from megatron_ext.ray_serve import build_app
+
+        if settings != self._settings:
+            self._settings = None
+            serve.run(build_app(**{**SETTINGS, **settings}))
+            self._settings = settings
+            headers = {"authorization": f"Bearer {settings['api_key']}"} if "api_key" in settings else {}
+            self._clients.append(httpx.Client(base_url=self._url, timeout=PATIENCE, headers=headers))
+        return self._clients[-1]
+
+    def stop(self) -> None:
+        """Stop the application."""
+        from ray import serve
+
+        self._settings = None
+        serve.delete("default")
+
+    def close(self) -> None:
+        """Close all clients."""
+        for client in self._clients:
+            client.close()
+
+
+@pytest.fixture(scope="session")
+def run(cluster: str) -> Iterator[Applications]:
+    """A function: runs an application. Tests with equal settings share one, if they follow each other."""
+    applications = Applications(cluster)
+    yield applications
+    applications.close()

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.ray.conftest import PATIENCE
+from tests.ray.conftest import FLEET, PATIENCE
 from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.ray
@@ -25,7 +25,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is a list?"}], "max_token
 
 @pytest.fixture(scope="module")
 def client(run: Callable[..., httpx.Client]) -> httpx.Client:
-    client = run(num_replicas=2)
+    client = run(**FLEET)
     for first in range(8):
         client.post("/v1/completions", json={"prompt": [first] * 60, "max_tokens": 2}).raise_for_status()
     return client
@@ -80,7 +80,7 @@ def test_metrics_are_in_rays_endpoint(client: httpx.Client):
     own = families(client.get("/metrics").text)
     names = {sample.name for family in own for sample in family.samples if not sample.name.endswith("_created")}
     wanted = {(f"ray_{name}", row["replica"]) for name in names for row in rows(client)}
-    urls = [f"http://127.0.0.1:{node['MetricsExportPort']}/metrics" for node in ray.nodes()]
+    urls = [f"http://127.0.0.1:{node['MetricsExportPort']}/metrics" for node in ray.nodes() if node["Alive"]]
     deadline = time.monotonic() + PATIENCE
     found: set[tuple[str, str]] = set()
     while not wanted <= found:

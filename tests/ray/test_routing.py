@@ -1,4 +1,4 @@
-"""Replicas behind the request router of Ray Serve: where requests go, and a replica that is killed."""
+"""Replicas behind the request router of Ray Serve: where requests go, an update, and a replica that is killed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.ray.conftest import PATIENCE, REPLICAS, SETTINGS, processes
+from tests.ray.clients import Stream, pids, tokens, traffic, wait_until
+from tests.ray.conftest import FLEET, PATIENCE, REPLICAS, SETTINGS, processes
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 CHATS, TURNS = 8, 4
 SHARE = 0.98  # of the tokens that the coordinator's fleet skips
+UPDATED = FLEET | {"num_ingress_replicas": 2, "served_model_name": "other"}
 
 
 def skipped(client: httpx.Client) -> int:
@@ -45,7 +48,7 @@ def skipped(client: httpx.Client) -> int:
     return count
 
 
-@pytest.fixture
+@contextmanager
 def coordinator() -> Iterator[httpx.Client]:
     """Client of a coordinator with two replicas of the same settings."""
     flags = [
@@ -65,18 +68,85 @@ def coordinator() -> Iterator[httpx.Client]:
             process.send_signal(signal.SIGINT)
 
 
-def test_conversations_return_to_their_replica(run: Callable[..., httpx.Client], coordinator: httpx.Client):
+@pytest.fixture(scope="module")
+def expected() -> int:
+    """Tokens that a coordinator with two replicas of the same settings skips."""
+    with coordinator() as client:
+        found = skipped(client)
+    assert found > 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleet(run: Callable[..., httpx.Client]) -> httpx.Client:
+    return run(**FLEET)
+
+
+def test_conversations_return_to_their_replica(fleet: httpx.Client, expected: int):
     """RP-6: nearly as many tokens are skipped as with the coordinator, on the same requests."""
-    expected = skipped(coordinator)
-    assert expected > 0
-    found = skipped(run(num_replicas=2))
+    check_conversations(fleet, expected)
+
+
+def check_conversations(client: httpx.Client, expected: int) -> None:
+    client.post("/reset_prefix_cache").raise_for_status()
+    found = skipped(client)
     print(f"skipped: {found}, with the coordinator {expected}")
     assert found >= SHARE * expected
 
 
+def test_a_prompt_is_no_load_after_its_first_token(fleet: httpx.Client):
+    """RP-2: one long prompt that is computed weighs less than two answers under way; events do not tell of it."""
+    with ExitStack() as streams:
+
+        def start(prompt: list[int], **fields: object) -> None:
+            streams.enter_context(Stream(fleet, prompt, 1000, **fields)).read(5)
+
+        start(tokens(100, 1500), enable_prefix_caching=False)
+        start(tokens(200, 400))
+        start([*tokens(200, 400), 7])
+        assert requests_of_replicas(fleet) == [1, 2]
+        start(tokens(800, 20))
+        assert requests_of_replicas(fleet) == [2, 2]
+
+
+def requests_of_replicas(client: httpx.Client) -> list[int]:
+    rows = client.get("/replicas").raise_for_status().json()["replicas"]
+    return sorted(row["in_flight"] for row in rows)
+
+
+def test_an_update_loses_no_request(run: Callable[..., httpx.Client], fleet: httpx.Client):
+    """RP-6: new replicas and ingresses take the place of the old ones; streams under way end on the old ones.
+
+    Whichever of several ingresses gets a request, it knows where its prefix is.
+    """
+    before = pids()
+    with traffic(fleet.base_url) as wrong:
+        with Stream(fleet, tokens(300, 40), 600) as stream:
+            stream.read(1)
+            client = run(**UPDATED)
+            stream.check_rest()
+        wait_until(lambda: not before & pids(), "an old replica goes on")
+    assert wrong == []
+    assert client.get("/v1/models").json()["data"][0]["id"] == "other"
+    assert cached(client) == 0
+    wait_until(lambda: min(cached(client) for _ in range(8)) >= 192, "an ingress does not know the prefix")
+
+
+def cached(client: httpx.Client) -> int:
+    """Tokens of one prompt that are found cached."""
+    body = {"prompt": tokens(400, 200), "max_tokens": 1}
+    usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_conversations_return_to_their_replica_from_two_ingresses(run: Callable[..., httpx.Client], expected: int):
+    """RP-6: the same, though each ingress gets a part of the requests."""
+    check_conversations(run(**UPDATED), expected)
+
+
 def test_a_replica_is_killed_during_a_stream(run: Callable[..., httpx.Client], nodes: Cluster):
     """RP-6: the stream ends with an error that says so, other requests are answered, and the replica comes back."""
-    client = run(num_replicas=2)
+    client = run(**UPDATED)
     endless = {"prompt": [5] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=endless) as answer:
         lines = answer.iter_lines()

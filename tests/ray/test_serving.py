@@ -1,4 +1,4 @@
-"""OpenAI's routes under Ray Serve, called by Ray's proxy directly and through an ingress."""
+"""OpenAI's routes under Ray Serve, called by Ray's proxy directly, and through an ingress on two ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
 PROMPT = {"prompt": "The import statement", "max_tokens": 8, "temperature": 0}
 
 
-@pytest.fixture(scope="module", params=["serve", "prefix"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"router": "serve"}, id="serve"),
+        pytest.param({"router": "prefix", "tensor_model_parallel_size": 2}, id="prefix"),
+    ],
+)
 def client(request: pytest.FixtureRequest, run: Callable[..., httpx.Client]) -> httpx.Client:
-    return run(router=request.param, api_key="k")
+    return run(**request.param, api_key="k")
 
 
 def events(client: httpx.Client, path: str, body: dict[str, object]) -> list[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import httpx
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from megatron_ext import RequestParams, load_engine
-from tests.ray.conftest import PATIENCE, SETTINGS, processes
+from tests.ray.conftest import PATIENCE, SETTINGS, Applications, processes
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -43,13 +42,14 @@ def answer(client: httpx.Client, prompt: list[int]) -> Answer:
     ("flag", "router"), [("tensor_model_parallel_size", "prefix"), ("pipeline_model_parallel_size", "serve")]
 )
 def test_answers_and_counts_equal_those_of_one_rank(
-    flag: str, router: str, run: Callable[..., httpx.Client], nodes: Cluster, alone: list[Answer]
+    flag: str, router: str, run: Applications, nodes: Cluster, alone: list[Answer]
 ):
     """RP-6: tokens and skipped prompt tokens do not depend on the ranks of a replica, which end with it."""
-    client = run(**{flag: 2}, router=router)
+    client = run(**{flag: 2}, router=router, api_key="k")
     others = processes(nodes, "RankActor")
     assert len(others) == 1
     assert [answer(client, prompt) for prompt in PROMPTS] == alone
-    run()
-    psutil.wait_procs(others, timeout=PATIENCE)
+    run.stop()
+    _, alive = psutil.wait_procs(others, timeout=PATIENCE)
+    assert not alive
     assert not processes(nodes, "RankActor")
