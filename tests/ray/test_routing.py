@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 
+from megatron_ext.ray_serve.forwarded import SENDER
 from tests.ray.clients import Stream, pids, tokens, traffic, wait_until
 from tests.ray.conftest import FLEET, PATIENCE, REPLICAS, SETTINGS, processes
 
@@ -166,3 +167,13 @@ def test_a_replica_is_killed_during_a_stream(run: Callable[..., httpx.Client], n
 def is_busy(process: psutil.Process) -> bool:
     """Return whether a process computes most of the time."""
     return process.cpu_percent(interval=0.5) > 30
+
+
+def test_the_router_has_nothing_of_the_process_that_deploys():
+    """RP-2: Ray pickles its module by value; an ingress tells its own requests from others by an id of its process."""
+    from ray.serve.config import RequestRouterConfig
+
+    from megatron_ext.ray_serve.request_router import PrefixRequestRouter
+
+    pickled = RequestRouterConfig(request_router_class=PrefixRequestRouter).get_serialized_request_router_cls()
+    assert SENDER.encode() not in pickled

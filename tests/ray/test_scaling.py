@@ -41,7 +41,7 @@ def test_a_fleet_grows_and_shrinks(run: Callable[..., httpx.Client]):
         wait_until(lambda: states() == {"RUNNING": 2}, "it does not grow")
         assert [one.result().json()["usage"]["completion_tokens"] for one in answers] == [200] * 12
     with traffic(client.base_url) as wrong:
-        with Stream(client, tokens(700, 40), 2500) as one, Stream(client, tokens(800, 40), 2500) as other:
+        with Stream(client, tokens(700, 40), 2000) as one, Stream(client, tokens(800, 40), 2000) as other:
             one.read(1)
             other.read(1)
             wait_until(lambda: "STOPPING" in states(), "it does not shrink")
