@@ -33,7 +33,7 @@ class Update:
         return cls(
             request.prompt_tokens,
             start,
-            request.tokens[request.prompt_length + start :],
+            list(request.tokens[request.prompt_length + start :]),
             request.output.generated_log_probs[start:],
             request.output.generated_top_n[start:],
             request.output.prompt_log_probs[:] if is_first else (),

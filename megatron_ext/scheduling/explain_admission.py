@@ -80,9 +80,9 @@ def _with_divergence(request: Request, cache: PrefixCache, blank: Explanation, m
     chain, size = request.sequence.chain, blank.block_size
     assert chain is not None, "it reads the cache"
     before = request.block_hashes[matched - 1] if matched else chain.root
-    following = request.sequence.packed[matched * size : (matched + 1) * size]
+    following = request.sequence.tokens[matched * size : (matched + 1) * size]
     divergence = None if cache.cached_token_ids is None else cache.cached_token_ids.divergence(before, following)
     agreeing = matched * size + (0 if divergence is None else divergence.agreeing)
     if divergence is None or agreeing == 0 or agreeing == len(request.tokens):
         return blank
-    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.packed[agreeing], there=divergence.there)
+    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.tokens[agreeing], there=divergence.there)

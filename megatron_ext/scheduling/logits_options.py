@@ -49,7 +49,7 @@ def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOpt
     """Return the logits processing options for the next token of a request, or for the token after `drafts`."""
     params, sequence = request.params, request.sequence
     needs_tokens = params.has_penalties or bool(params.bad_words)
-    tokens = sequence.packed[:] if needs_tokens else sequence.packed[:0]
+    tokens = sequence.tokens[:] if needs_tokens else sequence.tokens[:0]
     if needs_tokens:
         tokens.extend(drafts)
     return LogitsOptions(

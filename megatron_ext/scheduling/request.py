@@ -85,7 +85,7 @@ class Request:
     @property
     def generated_tokens(self) -> list[int]:
         """Tokens generated so far."""
-        return self.sequence.tokens[self.prompt_length :]
+        return self.sequence.tokens[self.prompt_length :].tolist()
 
     @property
     def generated_count(self) -> int:

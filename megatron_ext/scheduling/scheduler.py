@@ -265,10 +265,10 @@ class Scheduler:
         size = self.limits.block_size
         if self.cache.cached_token_ids is not None:
             self.cache.cached_token_ids.keep_run(
-                block_hashes, parent or sequence.chain.root, sequence.packed, size, complete * size
+                block_hashes, parent or sequence.chain.root, sequence.tokens, size, complete * size
             )
         if self.cache.observer is not None:
-            run = PublishedRun(block_hashes, parent, sequence.packed, size, complete * size, request.params.cache_salt)
+            run = PublishedRun(block_hashes, parent, sequence.tokens, size, complete * size, request.params.cache_salt)
             self.cache.observer.on_blocks_stored(run)
         self.pending_blocks.published(request.request_id, block_hashes)
         self.queues.waiting.published(block_hashes)

@@ -37,8 +37,7 @@ class Sequence:
         seed: Seed of the numbers that tokens are sampled with.
 
     Attributes:
-        tokens: Tokens of prompt and generation.
-        packed: Array of the same tokens, packed for hashing.
+        tokens: Tokens of prompt and generation, packed for hashing.
         computed_end: Position below which tokens are computed or skipped (see the module, also for `shared_end`).
         published_blocks: Blocks of the block table that are published, from its start.
         chain: Chain of block hashes; None for a sequence that neither reads nor writes the cache.
@@ -57,8 +56,7 @@ class Sequence:
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
-        self.tokens = list(prompt_tokens)
-        self.packed = packed_tokens(prompt_tokens)
+        self.tokens = packed_tokens(prompt_tokens)
         self.computed_end = 0
         self.shared_end = 0
         self.published_blocks = 0
@@ -92,7 +90,7 @@ class Sequence:
     @property
     def block_hashes(self) -> abc.Sequence[BlockHash]:
         """Block hashes of the complete blocks of `tokens`; empty for a sequence that does not use the cache."""
-        return () if self.chain is None else self.chain.extend(self.packed)
+        return () if self.chain is None else self.chain.extend(self.tokens)
 
     @property
     def unhashed_tokens(self) -> int:
@@ -102,7 +100,7 @@ class Sequence:
     def hash_ahead(self, max_tokens: int) -> None:
         """Hash the next complete blocks: at most `max_tokens` tokens, but at least one block."""
         if self.chain is not None:
-            self.chain.extend_by(self.packed, max_tokens)
+            self.chain.extend_by(self.tokens, max_tokens)
 
     def advance(self, end: int) -> int:
         """Mark the tokens up to `end` as computed.
@@ -120,11 +118,10 @@ class Sequence:
         self.rng.advance()
         self.masks = ()
         self.tokens.append(token)
-        self.packed.append(token)
 
     def cut(self, count: int) -> None:
         """Drop the last `count` tokens of a sequence that has ended and owns nothing."""
-        del self.tokens[len(self.tokens) - count :], self.packed[len(self.packed) - count :]
+        del self.tokens[len(self.tokens) - count :]
 
     def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
         """Reset the sequence to uncomputed and give up all that it owns.

@@ -156,7 +156,7 @@ def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:
     sequence = chunk.request.sequence
     assert sequence.chain is not None, "it has keys"
     parent = sequence.block_hashes[first - 1] if first else sequence.chain.root
-    tokens = sequence.packed[first * block_size :] + array(sequence.packed.typecode, chunk.drafts)
+    tokens = sequence.tokens[first * block_size :] + array(sequence.tokens.typecode, chunk.drafts)
     return hash_blocks(parent, tokens, block_size)
 
 

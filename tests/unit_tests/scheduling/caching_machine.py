@@ -498,7 +498,7 @@ class CachingMachine(RuleBasedStateMachine):
         assert len({real for real, _ in pairs}) == len({one for _, one in pairs}) == len(pairs), "shared otherwise"
 
     def verify_request(self, owner: Owner, request: Request) -> None:
-        assert request.tokens == owner.tokens
+        assert request.tokens.tolist() == owner.tokens
         assert request.computed_end == owner.computed
         assert request.timeline.step_count == owner.steps
         events = [event.type for event in request.timeline.events if event.type is not EventType.ERROR_NONTRANSIENT]

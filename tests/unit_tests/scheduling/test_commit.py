@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_step_is_taken_in_whole():
     assert [request.finish_reason for request in (goes_on, counted, stopped)] == [None, "length", "stop"]
     assert [request.status for request in ended] == [Status.COMPLETED] * 2
     assert [request.block_table for request in ended] == [(), ()]
-    assert (goes_on.tokens[5:], goes_on.computed_end, goes_on.is_decoding) == ([7], 5, True)
+    assert (goes_on.tokens[5:], goes_on.computed_end, goes_on.is_decoding) == (array("I", [7]), 5, True)
     assert (long.computed_end, long.generated_count) == (6, 0)
     assert scheduler.counters.prefill_tokens == 5 + 3 + 2 + 6
     assert scheduler.cache.use().blocks_cached == 2

@@ -154,7 +154,7 @@ class TestLife:
         scheduler.suspend()
         scheduler.check()
         assert list(scheduler.queues.waiting) == requests
-        assert [request.tokens for request in requests] == tokens
+        assert [request.tokens.tolist() for request in requests] == tokens
         assert scheduler.blocks.free_count == 8
         assert "EVICT" not in event_names(requests[0])
 
