@@ -35,7 +35,7 @@ MODULES = {  # in the order in which their cases run
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu",),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),
-    "simulation": ("simulation.host", "simulation.soak", "simulation.scale"),
+    "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }
 GPU_MINUTES = 9.0

@@ -76,6 +76,10 @@ class SimulatedModel:
         """Maximum number of tokens of a sequence."""
         return self.config.max_position_embeddings
 
+    def reaching(self, tokens: int) -> SimulatedModel:
+        """Return the same model with another maximum number of tokens of a sequence."""
+        return replace(self, config=replace(self.config, max_position_embeddings=tokens))
+
     def costs(self, block_size: int) -> EntryCosts:
         """Return the costs with blocks of this many tokens."""
         return entry_costs(self.config, block_size, block_size * self.kv_bytes_per_token, self.state_bytes)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from megatron_ext.simulation.sweep import (
 )
 from megatron_ext.simulation.sweep_report import draw, draw_heat_map, lines_of, results, table_of
 from megatron_ext.simulation.trace import Ids, Turn, describe
+from megatron_ext.simulation.trace_formats.sessions import SessionOptions
 
 HEAT_LENGTHS = (128, 512, 2048, 8192)
 _HEAT_REQUESTS = 32
@@ -54,10 +56,17 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
         return
     turns = _trace(arguments)
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
+    if arguments.trace is not None:
+        model = model.reaching(arguments.max_sequence_length or _longest(turns))
     memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [DEFAULT_STATE_SHARE]
     axes = (arguments.block_size, arguments.policy, arguments.mode, arguments.placement, arguments.spacing)
-    settings = grid(memories, shares, *axes)
-    _run(arguments, console, turns, model, batch, settings, DEFAULT)
+    run = _Run(arguments, console, model, batch, grid(memories, shares, *axes), DEFAULT)
+    content = run.simulate(turns, arguments.plots)
+    if arguments.common_prefixes:
+        console.print("\nWith common prefixes of sessions with equal numbers of tool tokens and system tokens:")
+        folder = None if arguments.plots is None else arguments.plots / "common_prefixes"
+        content["with_common_prefixes"] = run.simulate(_trace(arguments, shares_prefixes=True), folder)
+    run.write(content)
 
 
 def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
@@ -69,54 +78,86 @@ def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
     policies, modes = sorted({own.policy, *arguments.policy}), sorted({own.mode, *arguments.mode})
     axes = (sizes, policies, modes, arguments.placement, arguments.spacing)
     settings = grid(arguments.memory_gib or server.memories(), shares, *axes)
-    _run(arguments, console, server.turns, server.model, server.batch, settings, own)
+    run = _Run(arguments, console, server.model, server.batch, settings, own)
+    run.write(run.simulate(server.turns, arguments.plots))
 
 
-def _run(
-    arguments: argparse.Namespace,
-    console: Console,
-    turns: Sequence[Turn],
-    model: CachedModel,
-    batch: Batch,
-    settings: Sequence[Settings],
-    given: Settings,
-) -> None:
-    machine = Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
-    points = []
-    for point in sweep(turns, model, settings, batch, machine):
-        points.append(point)
-        if len(settings) > 1 and console.is_terminal:
-            console.print(f"{len(points)} of {len(settings)}: {point.wall_seconds:.1f} s", style="dim")
-    advice = advise(points, given) if arguments.advise else []
-    sizes = describe(turns)
-    console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
-    console.print(table_of(points))
-    for line in lines_of(advice):
-        console.print(line, markup=False, soft_wrap=True)
-    if arguments.output is not None:
-        _write(arguments.output, results(sizes, points, advice, dataclasses.asdict(machine)))
-    if arguments.plots is not None:
-        for path in [*draw(points, arguments.plots), _heat_map(arguments, model, settings[0], batch, machine)]:
-            console.print(f"drawn: {path}", markup=False, soft_wrap=True)
+@dataclass(frozen=True)
+class _Run:
+    """Simulation of traces under the same settings.
+
+    Attributes:
+        arguments: Arguments of the command.
+        console: Console of the tables.
+        model: Model, by its costs.
+        batch: Limits of a step.
+        settings: Settings to simulate.
+        given: Settings that advice compares with.
+    """
+
+    arguments: argparse.Namespace
+    console: Console
+    model: CachedModel
+    batch: Batch
+    settings: Sequence[Settings]
+    given: Settings
+
+    @property
+    def machine(self) -> Machine:
+        """Simulated machine."""
+        given = self.arguments
+        return Machine(given.flops, given.bandwidth, given.parameter_bytes, given.step_overhead)
+
+    def simulate(self, turns: Sequence[Turn], plots: Path | None) -> dict[str, object]:
+        """Simulate a trace under all settings, print a table and advice, draw, and return the results for JSON."""
+        console, points = self.console, []
+        for point in sweep(turns, self.model, self.settings, self.batch, self.machine):
+            points.append(point)
+            if len(self.settings) > 1 and console.is_terminal:
+                console.print(f"{len(points)} of {len(self.settings)}: {point.wall_seconds:.1f} s", style="dim")
+        advice, sizes = advise(points, self.given) if self.arguments.advise else [], describe(turns)
+        console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
+        console.print(table_of(points))
+        for line in lines_of(advice):
+            console.print(line, markup=False, soft_wrap=True)
+        if plots is not None:
+            heat_map = _heat_map(plots, self.model, self.settings[0], self.batch, self.machine)
+            for path in [*draw(points, plots), heat_map]:
+                console.print(f"drawn: {path}", markup=False, soft_wrap=True)
+        return results(sizes, points, advice, dataclasses.asdict(self.machine))
+
+    def write(self, content: dict[str, object]) -> None:
+        """Write results to the file of the arguments, if any."""
+        path: Path | None = self.arguments.output
+        if path is None:
+            return
+        try:
+            path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _trace(arguments: argparse.Namespace) -> list[Turn]:
+def _trace(arguments: argparse.Namespace, *, shares_prefixes: bool = False) -> list[Turn]:
     if arguments.trace is not None:
-        return read_trace(arguments.trace, arguments.requests)
+        sessions = SessionOptions(arguments.rate, arguments.seed, shares_prefixes)
+        return read_trace(arguments.trace, arguments.requests, sessions)
     size = Size(arguments.requests or 1000, arguments.rate, arguments.scale, arguments.seed)
     return list(GENERATORS[arguments.generate](size))
 
 
-def _heat_map(
-    arguments: argparse.Namespace, model: CachedModel, settings: Settings, batch: Batch, machine: Machine
-) -> Path:
+def _longest(turns: Sequence[Turn]) -> int:
+    """Return the tokens of the longest request, with its answer."""
+    return max(turn.prompt_length + len(turn.answer) for turn in turns)
+
+
+def _heat_map(folder: Path, model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Path:
     """Compute the skipped share of alternating prompts with four prefixes, under the first settings."""
     shares = {}
     for shared in HEAT_LENGTHS:
         for own in HEAT_LENGTHS:
             point = run_point(alternating(shared, own), model, settings, batch, machine)
             shares[shared, own] = point.skipped_share
-    return draw_heat_map(shares, arguments.plots / "heat_map.png")
+    return draw_heat_map(shares, folder / "heat_map.png")
 
 
 def alternating(shared: int, own: int, count: int = _HEAT_REQUESTS) -> list[Turn]:
@@ -124,13 +165,6 @@ def alternating(shared: int, own: int, count: int = _HEAT_REQUESTS) -> list[Turn
     ids = Ids()
     prefixes = [ids.take(shared) for _ in range(4)]
     return [Turn(i, float(i), (prefixes[i % 4], ids.take(own)), ids.take(1)) for i in range(count)]
-
-
-def _write(path: Path, content: dict[str, object]) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _list_of(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
@@ -176,21 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a trace of requests through the scheduler and the prefix cache in simulated time. Lists "
         "are separated by commas, and all combinations are run; docs/policies.md has examples.",
     )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--trace", type=Path, metavar="FILE.jsonl", help="recorded trace, in this package's or Mooncake's format"
-    )
-    source.add_argument(
-        "--generate", choices=tuple(GENERATORS), default="mixed", help="generator of a synthetic trace; default: mixed"
-    )
-    source.add_argument(
-        "--server", metavar="URL", help="running server to take requests, model, memory and settings from"
-    )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the server's admin key")
-    parser.add_argument("--requests", type=_count, help="number of requests; default: all of a file, 1000 generated")
-    parser.add_argument("--rate", type=_positive, default=1.0, help="sessions that start per second")
-    parser.add_argument("--scale", type=_positive, default=1.0, help="scaling factor of generated lengths")
-    parser.add_argument("--seed", type=int, default=0)
+    _add_source(parser)
     parser.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
     parser.add_argument(
         "--memory-gib",
@@ -222,6 +242,45 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots to this folder; needs matplotlib")
     return parser
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="recorded trace: this package's format, Mooncake's, or sessions of agents, as .jsonl or .json, also .gz "
+        "or .xz",
+    )
+    source.add_argument(
+        "--generate", choices=tuple(GENERATORS), default="mixed", help="generator of a synthetic trace; default: mixed"
+    )
+    source.add_argument(
+        "--server", metavar="URL", help="running server to take requests, model, memory and settings from"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the server's admin key")
+    parser.add_argument("--requests", type=_count, help="number of requests; default: all of a file, 1000 generated")
+    parser.add_argument(
+        "--rate",
+        type=_positive,
+        default=1.0,
+        help="sessions that start per second, generated or of agents (a Poisson process); default: 1",
+    )
+    parser.add_argument("--scale", type=_positive, default=1.0, help="scaling factor of generated lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of generated traces and of sessions' starts; default: 0")
+    parser.add_argument(
+        "--common-prefixes",
+        action="store_true",
+        help="simulate recorded sessions a second time, with common blocks for the tools and system prompts of those "
+        "that have as many tokens of both",
+    )
+    parser.add_argument(
+        "--max-sequence-length",
+        type=_count,
+        metavar="TOKENS",
+        help="longest prompt and answer of a recorded trace, others are refused; default: as the trace needs",
+    )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:

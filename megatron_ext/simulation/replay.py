@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import cast
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
@@ -16,11 +18,12 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.sequence import Sequence as RequestSequence
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.simulation.fast_forward import fast_forward, uniform_steps
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.trace import Turn, by_session
+from megatron_ext.simulation.trace import Turn, by_session, common_tokens, packed
 
 
 @dataclass
@@ -57,6 +60,9 @@ class Replay:
         machine: Cost model of a step.
 
     Attributes:
+        turns: Turns of all sessions.
+        machine: Cost model of a step.
+        now: Simulated time, in seconds.
         coming: Heap of the known arrivals: time, and position in the trace.
         outcome: Outcome so far.
     """
@@ -73,13 +79,14 @@ class Replay:
         self.outcome = Outcome([turn.prompt_length for turn in turns])
         self.outcome.skipped = [0] * len(turns)
         self.outcome.ttft = [None] * len(turns)
-        self._turns, self._machine = turns, machine or Machine()
-        self._now = 0.0
+        self.turns, self.machine = turns, machine or Machine()
+        self.now = 0.0
         self.coming: list[tuple[float, int]] = []
-        self._replies = _replies(turns)
+        self._replies, self._started = _replies(turns), _started(turns)
+        self._before: dict[int, _Begun] = {}  # by the position of the reply
         self._asked_at: dict[int, float] = {}
         for place, turn in enumerate(turns):
-            if not turn.is_reply:
+            if not turn.is_reply and turn.beside is None:
                 heappush(self.coming, (turn.time, place))
 
     def run(self) -> Outcome:
@@ -87,12 +94,12 @@ class Replay:
         queues = self.scheduler.queues
         while self.coming or len(queues):
             if not len(queues):
-                self._now = max(self._now, self.coming[0][0])
-            while self.coming and self.coming[0][0] <= self._now:
+                self.now = max(self.now, self.coming[0][0])
+            while self.coming and self.coming[0][0] <= self.now:
                 self.submit(heappop(self.coming)[1])
             if len(queues) and not self.fast_forward():
                 self.step()
-        self.outcome.seconds = self._now
+        self.outcome.seconds = self.now
         self.outcome.statistics = self.statistics()
         return self.outcome
 
@@ -101,30 +108,50 @@ class Replay:
         return EngineStatistics.of(self.scheduler, ended=len(self._asked_at), steps=self.outcome.steps)
 
     def submit(self, place: int) -> None:
-        """Submit the turn at this position of the trace."""
-        turn = self._turns[place]
-        params = _params(len(turn.answer), turn.salt)
-        request = Request(Submission(place, turn.tokens(), params, arrival=len(self._asked_at), seed=0))
-        self._asked_at[place] = self._now
-        if check_admissible(request, self.scheduler.limits) is None:
-            self.scheduler.add(request)
-        else:
+        """Submit the turn at this position of the trace; sub-agents that it starts come at their distance from it."""
+        self._asked_at[place] = self.now
+        for started in self._started.get(place, ()):
+            heappush(self.coming, (self.now + self.turns[started].time, started))
+        if not self.take(place):
             self.outcome.refused += 1
             self._go_on(place)
+
+    def take(self, place: int) -> bool:
+        """Hand a turn to the scheduler, unless it can never be served; return whether it can."""
+        request = self._request(place)
+        is_admissible = check_admissible(request, self.scheduler.limits) is None
+        if is_admissible:
+            self.scheduler.add(request)
+        return is_admissible
+
+    def _request(self, place: int) -> Request:
+        """Build the request of a turn; what it has in common with the session's turn before is not hashed again."""
+        turn, before = self.turns[place], self._before.pop(place, None)
+        common = common_tokens(before.turn.prompt, turn.prompt) if before is not None else 0
+        tokens = packed(turn.prompt, before.tokens if before is not None else array("I"), common)
+        params = _params(len(turn.answer), turn.salt)
+        submitted = cast("tuple[int, ...]", tokens)  # read by slices only
+        request = Request(Submission(place, submitted, params, arrival=len(self._asked_at) - 1, seed=0))
+        if before is not None and before.sequence.chain is not None:
+            request.sequence.chain = before.sequence.chain.fork(common)  # replaced if the salt is another
+        reply = self._replies.get(place)
+        if reply is not None:
+            self._before[reply] = _Begun(turn, tokens, request.sequence)
+        return request
 
     def step(self) -> None:
         """Schedule and commit one step, and advance the time."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         plan = scheduler.schedule()
         for request, _ in plan.failures:
-            self._end(request)
+            self.end(request.request_id, request.skipped_prefill_tokens)
         if not plan.chunks:
             return
         step = describe_step(plan.chunks, limits.block_size)
-        self._now += self._machine.seconds(plan.chunks, limits.costs)
+        self.now += self.machine.seconds(plan.chunks, limits.costs)
         self.outcome.steps += 1
         for request in scheduler.commit(step, self._sample(plan.chunks)):
-            self._end(request)
+            self.end(request.request_id, request.skipped_prefill_tokens)
 
     def fast_forward(self) -> bool:
         """Take all uniform steps before the next event or arrival at once.
@@ -137,10 +164,10 @@ class Replay:
         if max_steps < 1:
             return False
         count, arrival = 0, self.coming[0][0] if self.coming else math.inf
-        for seconds in self._machine.decoding([one.computed_end for one in running], scheduler.limits.costs):
-            if count == max_steps or arrival <= self._now:
+        for seconds in self.machine.decoding([one.computed_end for one in running], scheduler.limits.costs):
+            if count == max_steps or arrival <= self.now:
                 break
-            self._now += seconds
+            self.now += seconds
             count += 1
         self.outcome.steps += count
         fast_forward(scheduler, {one.request_id: self._next_tokens(one, count) for one in running})
@@ -148,7 +175,7 @@ class Replay:
 
     def _next_tokens(self, request: Request, count: int) -> Sequence[int]:
         known = request.generated_count
-        return self._turns[request.request_id].answer[known : known + count]
+        return self.turns[request.request_id].answer[known : known + count]
 
     def _sample(self, chunks: Sequence[Chunk]) -> dict[int, int]:
         """Return the trace's next tokens for the chunks that yield one."""
@@ -156,20 +183,46 @@ class Replay:
         for chunk in chunks:
             if chunk.yields_token:
                 place, count = chunk.request.request_id, chunk.request.generated_count
-                sampled[place] = self._turns[place].answer[count]
+                sampled[place] = self.turns[place].answer[count]
                 if count == 0:
-                    self.outcome.ttft[place] = self._now - self._asked_at[place]
+                    self.outcome.ttft[place] = self.now - self._asked_at[place]
         return sampled
 
-    def _end(self, request: Request) -> None:
-        self.outcome.skipped[request.request_id] = request.skipped_prefill_tokens
-        self._go_on(request.request_id)
+    def end(self, place: int, skipped: int) -> None:
+        """Note that the turn at this position has ended and how many of its tokens were skipped."""
+        self.outcome.skipped[place] = skipped
+        self._go_on(place)
 
     def _go_on(self, place: int) -> None:
         """Schedule the arrival of the session's next turn, after its pause."""
         reply = self._replies.get(place)
         if reply is not None:
-            heappush(self.coming, (self._now + self._turns[reply].time, reply))
+            heappush(self.coming, (self.now + self.turns[reply].time, reply))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Turn that was submitted, for its reply.
+
+    Attributes:
+        turn: The turn.
+        tokens: Tokens of its prompt.
+        sequence: Sequence, whose chain has the hashes of its blocks.
+    """
+
+    turn: Turn
+    tokens: array[int]
+    sequence: RequestSequence
+
+
+def _started(turns: Sequence[Turn]) -> dict[int, list[int]]:
+    """Return the positions of the sub-agents' first turns, by the position of the turn that starts them."""
+    places = {id(turn): place for place, turn in enumerate(turns)}
+    started: dict[int, list[int]] = {}
+    for place, turn in enumerate(turns):
+        if turn.beside is not None:
+            started.setdefault(places[id(turn.beside)], []).append(place)
+    return started
 
 
 def _replies(turns: Sequence[Turn]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,11 +19,13 @@ class Turn:
 
     Attributes:
         session: Session of the turn; turns of a session follow each other.
-        time: Seconds from the beginning or, for a reply, from the end of the session's previous turn.
+        time: Seconds from the beginning; for a reply, from the end of the session's previous turn; for the first turn
+            of a sub-agent, from the start of the turn `beside`.
         prompt: Ids of the prompt's tokens, in pieces.
         answer: Ids of the tokens that will be generated; at least one.
         is_reply: See `time`.
         salt: Salt of its cache keys.
+        beside: Turn of another session that this one was started by, and which does not wait for it; None for others.
     """
 
     session: int
@@ -31,6 +34,7 @@ class Turn:
     answer: Sequence[int]
     is_reply: bool = False
     salt: str | None = None
+    beside: Turn | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -40,6 +44,38 @@ class Turn:
     def tokens(self) -> tuple[int, ...]:
         """Return the prompt's tokens."""
         return tuple(chain.from_iterable(self.prompt))
+
+
+def packed(pieces: Iterable[Sequence[int]], before: array[int], common: int) -> array[int]:
+    """Return tokens as an array for hashing.
+
+    Args:
+        pieces: The tokens, in pieces.
+        before: Array that has the same first `common` tokens, which are copied as a whole.
+        common: Number of these tokens.
+    """
+    tokens = before[:common]
+    for piece in pieces:
+        if common < len(piece):
+            tokens.extend(piece[common:] if common else piece)
+        common = max(0, common - len(piece))
+    return tokens
+
+
+def common_tokens(one: Iterable[Sequence[int]], other: Iterable[Sequence[int]]) -> int:
+    """Return a number of tokens at the start that two prompts have in common; pieces that are no ranges count whole.
+
+    Takes time for the common pieces, not for their tokens.
+    """
+    common = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine is its or mine == its:
+            common += len(mine)
+            continue
+        if isinstance(mine, range) and isinstance(its, range) and mine[:1] == its[:1]:
+            common += min(len(mine), len(its))
+        break
+    return common
 
 
 class Ids:
@@ -71,6 +107,15 @@ def cut(pieces: Iterable[Sequence[int]], length: int) -> Pieces:
     return tuple(kept)
 
 
+def append_piece(pieces: list[Sequence[int]], piece: range) -> None:
+    """Append tokens; a piece that continues the last one is merged with it."""
+    last = pieces[-1] if pieces else None
+    if isinstance(last, range) and last.stop == piece.start:
+        pieces[-1] = range(last.start, piece.stop)
+    else:
+        pieces.append(piece)
+
+
 def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
     """Return the turns of each session, in order."""
     sessions: dict[int, list[Turn]] = {}
@@ -83,7 +128,8 @@ def describe(turns: Sequence[Turn]) -> dict[str, int]:
     """Return the sizes of a trace."""
     return {
         "requests": len(turns),
-        "sessions": len({turn.session for turn in turns}),
+        "sessions": len({turn.session for turn in turns}) - sum(turn.beside is not None for turn in turns),
+        "sub_agents": sum(turn.beside is not None for turn in turns),
         "prompt_tokens": sum(turn.prompt_length for turn in turns),
         "answer_tokens": sum(len(turn.answer) for turn in turns),
     }

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, RequestParams
+from benchmarks.simulation.truth import SESSIONS, Memory, compare, small_turns
+from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, RequestParams, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model
 from megatron_ext.simulation.replay import Replay
 from megatron_ext.simulation.trace import Turn
 from megatron_ext.text.tokenizer import NullTokenizer
@@ -95,3 +97,19 @@ def test_request_by_request(get_oracle, policy: str, slots: int):
     assert sum(skipped) > 2000
     other, _ = in_simulator(lives, limits, "ref_zero", slots)
     assert other != skipped, "it would not have seen another policy"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("memory", [Memory(400, 12), Memory(2_000, 300)], ids=["tight", "ample"])
+@pytest.mark.parametrize("policy", ["lru", "flops"])
+def test_recorded_sessions_request_by_request(policy: str, memory: Memory):
+    """SI-3: two sessions of coding agents at the same time, one with sub-agents; the embedded model."""
+    turns, _ = small_turns(SESSIONS, ["trace_0584", "trace_0274"])
+    assert len(turns) == 80
+    assert 2048 < max(turn.prompt_length for turn in turns) <= 4096
+    assert any(turn.beside is not None for turn in turns)
+    simulated, computed = compare(turns, load_model(SourceConfig(), {}), policy, memory)
+    assert simulated.skipped == computed.skipped
+    assert simulated.statistics.prefix_cache() == computed.statistics.prefix_cache()
+    assert (computed.statistics.use.blocks_evicted > 0) is (memory.blocks == 400)
+    assert 0.2 < computed.skipped_share < 1.0

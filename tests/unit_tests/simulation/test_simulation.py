@@ -16,12 +16,13 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.simulation import command, fast_forward
 from megatron_ext.simulation.cached_models import MODELS, SimulatedModel
 from megatron_ext.simulation.command import alternating
-from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
+from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
 from megatron_ext.simulation.trace import Ids, Turn, by_session, cut
+from megatron_ext.simulation.trace_formats.mooncake import BLOCK_SIZE
 from tests.unit_tests.scheduling.builders import make_request
 from tools import simulate_cache
 
@@ -105,8 +106,8 @@ class TestFiles:
         one, two = self.read(tmp_path, *lines)
         assert (one.prompt_length, len(one.answer), one.time) == (1100, 20, 0)
         assert (two.prompt_length, len(two.answer), two.time) == (600, 3, 2.5)
-        assert one.tokens()[:MOONCAKE_BLOCK] == two.tokens()[:MOONCAKE_BLOCK]
-        assert not set(one.tokens()[MOONCAKE_BLOCK:]) & set(two.tokens()[MOONCAKE_BLOCK:])
+        assert one.tokens()[:BLOCK_SIZE] == two.tokens()[:BLOCK_SIZE]
+        assert not set(one.tokens()[BLOCK_SIZE:]) & set(two.tokens()[BLOCK_SIZE:])
 
     @pytest.mark.parametrize(
         ("line", "words"),

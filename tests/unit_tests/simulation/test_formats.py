@@ -1,0 +1,252 @@
+"""SI-3: recorded traces of every format, as files of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulation.truth import SESSIONS, TRACES
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache import hash_chain
+from megatron_ext.simulation.cached_models import MODELS
+from megatron_ext.simulation.formats import read_trace
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.replay import Replay
+from megatron_ext.simulation.sweep import Batch, Settings, limits_of
+from megatron_ext.simulation.trace import Turn, common_tokens, describe
+from megatron_ext.simulation.trace_formats import json_objects
+from megatron_ext.simulation.trace_formats.sessions import SessionOptions
+
+MOONCAKE = TRACES / "mooncake_200.jsonl.gz"
+
+
+def request(t: float, hashes: list[int], length: int | None = None, **more: object) -> dict[str, object]:
+    """A request of a session with blocks of four tokens."""
+    return {"t": t, "in": 4 * len(hashes) if length is None else length, "out": 3, "hash_ids": hashes, **more}
+
+
+def session(*requests: dict[str, object], tools: int = 8, system: int = 4) -> dict[str, object]:
+    """A session with blocks of four tokens."""
+    pair = {"tool_tokens": tools, "system_tokens": system}
+    return {"id": "x", "block_size": 4, "hash_id_scope": "local", **pair, "requests": list(requests)}
+
+
+def write(path: Path, *lines: object) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+class TestFiles:
+    """Files of every kind with the same sessions."""
+
+    LINES = (session(request(0, [1, 2]), request(5, [1, 2, 3], think_time=2.5)), session(request(0, [1, 2], 9)))
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "list.json", "one.txt"])
+    @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+    def test_kinds_of_files(self, tmp_path: Path, name: str, suffix: str):
+        expected = read_trace(write(tmp_path / "expected.jsonl", *self.LINES))
+        if name == "list.json":
+            text = json.dumps(self.LINES, indent=2)
+        elif name == "a.json":
+            text = "\n\n".join(json.dumps(line, indent=1) for line in self.LINES)
+        else:
+            text = "\n".join(map(json.dumps, self.LINES))
+        compress = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+        path = tmp_path / (name + suffix)
+        path.write_bytes(compress(text.encode()))
+        assert read_trace(path) == expected
+        assert len(read_trace(path, 2)) == 2
+
+    @pytest.mark.parametrize(
+        ("name", "text", "words"),
+        [
+            ("a.jsonl", '{"requests": [], "block_size": 4}\n\n{"a"\n', "line 3: not JSON"),
+            ("a.json", '[{"requests": [],\n"block_size": 4},\n\n{"a"]', "line 4: not JSON"),
+            ("a.json", '[{"requests": [],\n"block_size": 4}\n\n{}]', "line 4: not JSON: a list that does not go on"),
+            ("a.json", "\n\n[7]", "line 3: not an object"),
+            ("a.json", '[{"requests": [], "block_size": 4}]\n7', "line 2: not JSON: more after"),
+            ("a.json", "[]", "no request"),
+        ],
+    )
+    def test_an_invalid_object_is_named_by_its_line(self, tmp_path: Path, name: str, text: str, words: str):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=words) as raised:
+            read_trace(tmp_path / name)
+        assert "\n" not in str(raised.value)
+
+    @pytest.mark.parametrize("suffix", [".gz", ".xz"])
+    def test_damaged_files(self, tmp_path: Path, suffix: str):
+        whole = {".gz": gzip.compress, ".xz": lzma.compress}[suffix](json.dumps(self.LINES[0]).encode() * 9)
+        for content in (whole[:-9], b"not compressed"):
+            path = tmp_path / f"a.jsonl{suffix}"
+            path.write_bytes(content)
+            with pytest.raises(ConfigError, match="line 1: cannot be decompressed"):
+                read_trace(path)
+
+    @pytest.mark.parametrize(("name", "limit"), [("a.jsonl.xz", "LONGEST_LINE"), ("a.json.gz", "LONGEST_DOCUMENT")])
+    def test_a_small_file_that_decompresses_to_a_large_one(
+        self, tmp_path: Path, name: str, limit: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(json_objects, limit, 2**20)
+        compress = lzma.compress if name.endswith(".xz") else gzip.compress
+        (tmp_path / name).write_bytes(compress(b" " * 2**22))
+        with pytest.raises(ConfigError, match=f"longer than {2**20} bytes"):
+            read_trace(tmp_path / name)
+
+    def test_many_lines_that_are_too_much_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(json_objects, "LONGEST_FILE", 2**20)
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b" " * 2**19 + b"\n" + b" " * 2**20))
+        with pytest.raises(ConfigError, match=f"more than {2**20} bytes"):
+            read_trace(tmp_path / "a.jsonl.gz")
+
+
+class TestSessions:
+    """Sessions of agents."""
+
+    def read(self, tmp_path: Path, *lines: object, **options: object) -> list[Turn]:
+        return read_trace(write(tmp_path / "a.jsonl", *lines), sessions=SessionOptions(**options))
+
+    def test_hashes_are_local_to_a_session(self, tmp_path: Path):
+        first, reply, other = self.read(
+            tmp_path, session(request(0, [1, 2], 9), request(9, [1, 2, 3, 4], 18)), session(request(0, [1, 2], 9))
+        )
+        assert [turn.prompt_length for turn in (first, reply, other)] == [9, 18, 9]
+        assert first.tokens()[:8] == reply.tokens()[:8]
+        assert len({*reply.tokens(), first.tokens()[8]}) == 19, "what follows the last complete block is unique"
+        assert not {*first.tokens(), *reply.tokens()} & {*other.tokens()}
+        assert not {*first.answer} & {*reply.answer}
+        assert len(first.answer) == 3
+
+    def test_replies_come_after_their_pause(self, tmp_path: Path):
+        first, second, third = self.read(
+            tmp_path, session(request(0, [1]), request(9, [1, 2], think_time=2.5), request(12, [1, 2]))
+        )
+        assert [turn.is_reply for turn in (first, second, third)] == [False, True, True]
+        assert (second.time, third.time) == (2.5, 0.0)
+
+    def test_starts_are_a_poisson_process(self, tmp_path: Path):
+        lines = [session(request(0, [1])) for _ in range(400)]
+        starts = [turn.time for turn in self.read(tmp_path, *lines, rate=4.0, seed=1)]
+        assert starts == [turn.time for turn in self.read(tmp_path, *lines, rate=4.0, seed=1)]
+        assert starts != [turn.time for turn in self.read(tmp_path, *lines, rate=4.0, seed=2)]
+        assert starts == sorted(starts)
+        assert 80 < starts[-1] < 125
+        pauses = [after - before for before, after in pairwise(starts)]
+        assert 0.3 < sum(pause > 0.25 for pause in pauses) / len(pauses) < 0.44, "exp(-1) of them are longer"
+
+    def test_sub_agents_run_beside_their_parent(self, tmp_path: Path):
+        """Sub-agents share their parent's namespace, and start at their distance from the request before them."""
+        agent = {"t": 7.0, "type": "subagent", "requests": [request(0.5, [1, 9]), request(3, [1, 9, 8], think_time=2)]}
+        lines = session(request(0, [1]), request(5, [1, 2]), agent, request(8, [1, 2, 3], think_time=1))
+        first, second, begun, nested, third = self.read(tmp_path, lines)
+        assert first.session == second.session == third.session != begun.session == nested.session
+        assert begun.beside is second
+        assert (begun.time, begun.is_reply) == (2.5, False)
+        assert (nested.time, nested.is_reply, nested.beside) == (2.0, True, None)
+        assert common_tokens(begun.prompt, first.prompt) == 4
+        assert describe([first, second, begun, nested, third])["sessions"] == 1
+
+    def test_common_prefixes_of_equal_pairs(self, tmp_path: Path):
+        """Three blocks are of tools and the system prompt; a sum alone, or other hashes, make nothing common."""
+        lines = [
+            session(request(0, [1, 2, 3, 4]), request(1, [1, 7, 3])),
+            session(request(0, [5, 6, 7, 8])),
+            session(request(0, [1, 2, 3, 4]), tools=4, system=8),
+        ]
+        one, other_blocks, two, three = (turn.tokens() for turn in self.read(tmp_path, *lines, shares_prefixes=True))
+        assert one[:12] == two[:12]
+        assert not {*one[12:]} & {*two[12:]}
+        assert not {*one} & {*three}
+        assert other_blocks[:4] == one[:4]
+        assert not {*other_blocks[4:8]} & {*one, *two}
+        apart = [turn.tokens() for turn in self.read(tmp_path, *lines)]
+        assert not {*apart[0]} & {*apart[2]}
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"hash_id_scope": "global"}, "'global' is unknown"),
+            ({"block_size": 0}, "block_size 0"),
+            ({"requests": [7]}, "'7' is not an object"),
+            ({"requests": [request(0, [1], 0)]}, "in 0"),
+            ({"requests": [request(0, [1]), {"t": 1, "requests": [{"t": 0}]}]}, "'in' is missing"),
+            ({"requests": [request(5, [1]), request(4, [1])]}, "t 4 is before"),
+            ({"requests": [request(0, [1]), request(4, [1], think_time=-1)]}, "think_time -1"),
+        ],
+    )
+    def test_refuses_invalid_sessions(self, tmp_path: Path, changes: dict[str, object], words: str):
+        with pytest.raises(ConfigError, match=f"line 2: .*{words}"):
+            self.read(tmp_path, session(request(0, [1])), session() | changes)
+
+    def test_a_line_of_another_format(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match="line 2: 'block_size' is missing"):
+            self.read(tmp_path, session(request(0, [1])), {"timestamp": 0, "hash_ids": [1]})
+
+
+def replay(turns: list[Turn], memory_gib: float = 64.0) -> Replay:
+    """Run turns through a model that all of them fit."""
+    model = MODELS["nemotron-h-8b"].reaching(2**20)
+    limits, slots = limits_of(model, Settings(memory_gib, 0.5, 64, "lru"), Batch())
+    found = Replay(turns, limits, EvictionPolicyName.LRU, slots, Machine())
+    found.run()
+    return found
+
+
+class TestPlayed:
+    """Excerpts, and whole sessions, in simulated time."""
+
+    def test_a_parent_does_not_wait_for_its_sub_agent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        submitted: list[tuple[float, int]] = []
+        submit = Replay.submit
+        monkeypatch.setattr(
+            Replay, "submit", lambda self, place: (submitted.append((self.now, place)), submit(self, place))
+        )
+        agent = {"t": 2.0, "requests": [{**request(0, [9]), "out": 3000}, request(1, [9, 8], think_time=4)]}
+        line = session(request(0, [1]), agent, request(9, [1, 2], think_time=3.0))
+        replay(read_trace(write(tmp_path / "a.jsonl", line)))
+        start, begun, parent, nested = (time for time, _ in submitted)
+        assert [place for _, place in submitted] == [0, 1, 3, 2]
+        assert begun - start == pytest.approx(2.0, abs=0.05)
+        assert parent - start == pytest.approx(3.0, abs=0.05)
+        assert nested - start > 3000 * Machine().overhead + 4.0
+
+    def test_excerpts_of_real_traces(self):
+        agents, mooncake = read_trace(SESSIONS), read_trace(MOONCAKE)
+        assert describe(agents)["sub_agents"] == 12
+        assert (describe(agents)["requests"], describe(agents)["sessions"]) == (800, 20)
+        assert describe(mooncake)["requests"] == 200
+        assert mooncake[-1].time > mooncake[0].time
+        found = replay(agents[:120])
+        found.scheduler.check()
+        assert found.outcome.refused == 0
+        assert found.outcome.skipped_share > 0.7
+        assert replay(mooncake).outcome.skipped_share > 0.02
+
+    def test_no_block_of_a_session_is_hashed_twice(self, monkeypatch: pytest.MonkeyPatch):
+        """Each block is hashed once, however many prompts begin with it: a long prompt costs its uncached part."""
+        hashed: list[int] = []
+        hash_run = hash_chain._hashes_of_blocks
+
+        def counted(parent, tokens, first, last, size):
+            hashed.append(last - first)
+            return hash_run(parent, tokens, first, last, size)
+
+        monkeypatch.setattr(hash_chain, "_hashes_of_blocks", counted)
+        turns = [turn for turn in read_trace(SESSIONS) if turn.session == 0]
+        replay(turns)
+        different = len({block for turn in turns for block in _blocks(turn, 64)})
+        answers = sum(len(turn.answer) // 64 + 1 for turn in turns)
+        assert sum(turn.prompt_length // 64 for turn in turns) > 5 * different
+        assert different <= sum(hashed) <= different + answers
+
+
+def _blocks(turn: Turn, size: int) -> list[tuple[int, ...]]:
+    tokens = turn.tokens()
+    return [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
