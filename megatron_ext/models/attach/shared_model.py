@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
 from megatron_ext.models.build import build_without_parameters
 from megatron_ext.models.megatron.stored_keys import is_ignored, places
 
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_EXPERT = re.compile(r"(.+\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANY_DTYPE = ("A_log", "D", "dt_bias", "expert_bias")  # which our forward converts to fp32, whatever they are stored in
 
@@ -59,7 +63,7 @@ def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
     frequencies = rotary_frequencies(source, config)
     tensors = _tensors(source)
     dtype = _dtype(tensors)
-    ours = build_without_parameters(config, dtype, parallel)
+    ours = build_without_parameters(config, dtype, _with_stages(parallel, source))
     if frequencies is not None:
         ours.rotary_pos_emb.inv_freq = frequencies  # rounded as on the device that computed them
     names = _matched(ours, tensors, in_gpt=is_gpt(source))
@@ -69,6 +73,13 @@ def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
         _replace(ours, name, tensors[theirs])
     _fill_counters(ours)
     return SharedModel(ours.eval(), config, dtype, source, names)
+
+
+def _with_stages(parallel: ParallelConfig, source: nn.Module) -> ParallelConfig:
+    """Return the sizes with the model's own numbers of layers in its first and last stage, in layers of ours."""
+    per_layer = 2 if is_gpt(source) else 1
+    counts = {name: getattr(source.config, name) for name in _STAGES}
+    return dataclasses.replace(parallel, **{name: n * per_layer for name, n in counts.items() if n is not None})
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +108,7 @@ def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> 
     """
     names = {}
     for name in _tensors(ours):
-        options = [place.key for place in places(name, in_gpt) if place.row is None]
+        options = [option for place in places(name, in_gpt) if place.row is None for option in _in_memory(place.key)]
         found = next((option for option in options if option in theirs), None)
         if found is None:
             raise ConfigError(f"the model has no {options[0]}, which its configuration asks for; it cannot be attached")
@@ -106,6 +117,17 @@ def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> 
     if unused:
         raise ConfigError(f"{unused[0]} of the model has no place in the engine's layers; it cannot be attached")
     return names
+
+
+def _in_memory(key: str) -> tuple[str, ...]:
+    """Return the possible names in memory of a tensor that is stored under a key.
+
+    Since 0.19 a mixer has the convolution's parameters itself; Transformer Engine has all experts in one module.
+    """
+    expert = _EXPERT.fullmatch(key)
+    if expert is not None:
+        return key, f"{expert[1]}{expert[3]}{expert[2]}"
+    return key, key.replace(".conv1d.", ".conv1d_")
 
 
 def _check(name: str, theirs: str, ours: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:

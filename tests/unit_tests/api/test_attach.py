@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -60,6 +61,35 @@ def test_tokens_and_log_probs_are_the_models_own(attach, name: str) -> None:
     assert tokens_of(engine) == (expected, 32)
     (record,) = engine.generate(models.PROMPT, SCORED)
     torch.testing.assert_close(list(record.generated_log_probs), scores, atol=models.ATOL, rtol=models.RTOL)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "softmax scale", "hybrid", "hybrid, experts"])
+def test_layers_of_transformer_engine(attach, name: str) -> None:
+    """Norms fused into linear layers, and experts in one module, are the engine's separate parameters."""
+    model = models.build(name, fused=True)
+    expected, _ = models.generate(model, models.PROMPT, COUNT)
+    engine = attach(model)
+    assert tokens_of(engine) == (expected, 0)
+    ours = engine._loaded.model
+    assert {id(one) for one in ours.parameters()} == {id(one) for one in model.parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+@pytest.mark.parametrize("name", ["llama", "hybrid"])
+def test_wrapped_models(attach, name: str, optimizer: str) -> None:
+    """Upstream's own wrappers: a model in bf16 whose parameters are views of the distributed optimizer's buffer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    model = models.build(name, bf16=True, params_dtype=torch.bfloat16)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=optimizer == "distributed")
+    wrapped = DistributedDataParallel(model.config, settings, Float16Module(model.config, model)).eval()
+    storages = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    assert (len(storages) == 1) == (optimizer == "distributed")
+    expected, scores = models.generate(wrapped, models.PROMPT, COUNT)
+    (record,) = attach([wrapped]).generate(models.PROMPT, SCORED)
+    assert list(record.generated_tokens) == expected
+    torch.testing.assert_close(list(record.generated_log_probs), scores, atol=math.log(1.2), rtol=0)
 
 
 @pytest.mark.parametrize("name", models.STORED)

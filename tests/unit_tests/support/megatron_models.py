@@ -34,11 +34,14 @@ from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
 from megatron.core.transformer.moe.router import TopKRouter  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # isort: skip
+
+from tests.unit_tests.support import fused_layers  # isort: skip
 
 try:
     from megatron.core.models.hybrid import hybrid_block
@@ -246,6 +249,7 @@ def stand_ins() -> Iterator[None]:
         patch(mamba_mixer, "mamba_chunk_scan_combined", sequential_scan)
         patch(activations, "squared_relu", squared_relu)
         patch(activations, "quick_gelu", quick_gelu)
+        patch(Tensor, "cuda", lambda tensor: tensor)  # of tied embeddings of stages
         patch(hybrid_block, "TENorm", WrappedTorchNorm)
         patch(fused_softmax, "get_sliding_window_causal_mask", windowed_mask)
         patch(TopKRouter, "gating", gating)
@@ -254,13 +258,16 @@ def stand_ins() -> Iterator[None]:
         yield
 
 
-def build(name: str, *, seed: int = 1, model: dict[str, Any] | None = None, **fields: Any) -> nn.Module:
+def build(
+    name: str, *, seed: int = 1, model: dict[str, Any] | None = None, fused: bool = False, **fields: Any
+) -> nn.Module:
     """Build this rank's part of a model of upstream, in eval mode, with lively random weights.
 
     Args:
         name: One of `KINDS`.
         seed: Seed of the weights, the same on every layout.
         model: More arguments of the model.
+        fused: Whether layers are stand-ins of Transformer Engine's, with its parameters.
         fields: More fields of its configuration.
     """
     platform.initialize()
@@ -288,51 +295,75 @@ def build(name: str, *, seed: int = 1, model: dict[str, Any] | None = None, **fi
         **(model or {}),
     }
     made = (
-        GPTModel(config, _gpt_spec(config), VOCABULARY, MAX_LENGTH, **options)
+        GPTModel(config, _gpt_spec(config, fused), VOCABULARY, MAX_LENGTH, **options)
         if kind.pattern is None
-        else HybridModel(config, _hybrid_spec(config), VOCABULARY, MAX_LENGTH, **{PATTERN: kind.pattern}, **options)
+        else HybridModel(
+            config, _hybrid_spec(config, fused), VOCABULARY, MAX_LENGTH, **{PATTERN: kind.pattern}, **options
+        )
     )
+    if fused:
+        for layer in modules_named(made, "MoELayer"):
+            layer.experts = fused_layers.TEGroupedMLP(layer.num_local_experts, config)
     fill(made, seed)
     return made.eval()
 
 
-def _gpt_spec(config: TransformerConfig) -> Any:
+def _gpt_spec(config: TransformerConfig, fused: bool) -> Any:
+    if fused:
+        parts = _parts(config, fused)
+        return _layer(TransformerLayer, **parts["attention"], **parts["experts" if config.num_moe_experts else "mlp"])
     if config.num_moe_experts is not None:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
 
 
-def _hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    linear = {"linear_proj": RowParallelLinear, "linear_qkv": ColumnParallelLinear}
-    attention = SelfAttentionSubmodules(core_attention=DotProductAttention, **linear)
-    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 4, moe_grouped_gemm=False)
-
-    def layer(module: type, **parts: Any) -> ModuleSpec:
-        return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
-
+def _hybrid_spec(config: TransformerConfig, fused: bool) -> ModuleSpec:
+    parts = _parts(config, fused)
+    column, row = _linears(fused)
+    mixer = ModuleSpec(
+        MambaMixer, params={"expand": 2, "d_conv": 4}, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)
+    )
+    norm = IdentityOp if fused else WrappedTorchNorm
+    mamba = MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     layers = {
-        "mamba_layer": ModuleSpec(
-            MambaLayer,
-            submodules=MambaLayerSubmodules(
-                norm=WrappedTorchNorm,
-                mixer=ModuleSpec(MambaMixer, params={"expand": 2, "d_conv": 4}, submodules=mixer),
-                mamba_bda=get_bias_dropout_add,
-            ),
-        ),
-        "attention_layer": layer(
-            TransformerLayer,
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-        "mlp_layer": layer(MLPLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=get_bias_dropout_add),
-        "moe_layer": layer(
-            TransformerLayer, pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
-        ),
+        "mamba_layer": ModuleSpec(MambaLayer, submodules=mamba),
+        "attention_layer": _layer(TransformerLayer, **parts["attention"]),
+        "mlp_layer": _layer(MLPLayer, **parts["mlp"]),
+        "moe_layer": _layer(TransformerLayer, **parts["experts"]),
     }
     return ModuleSpec(HybridStack, submodules=HybridSubmodules(**layers))
+
+
+def _layer(module: type, **parts: Any) -> ModuleSpec:
+    return ModuleSpec(module, submodules=TransformerLayerSubmodules(**parts))
+
+
+def _linears(fused: bool) -> tuple[type, type]:
+    if fused:
+        return fused_layers.TELayerNormColumnParallelLinear, fused_layers.TERowParallelLinear
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def _parts(config: TransformerConfig, fused: bool) -> dict[str, dict[str, Any]]:
+    """Parts of layers: attention, an MLP, and experts."""
+    column, row = _linears(fused)
+    norm = IdentityOp if fused else WrappedTorchNorm
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column,
+        core_attention=fused_layers.TEDotProductAttention if fused else DotProductAttention,
+        linear_proj=row,
+    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 4, moe_grouped_gemm=False)
+    return {
+        "attention": {
+            "input_layernorm": norm,
+            "self_attention": ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            "self_attn_bda": get_bias_dropout_add,
+        },
+        "mlp": {"pre_mlp_layernorm": norm, "mlp": mlp, "mlp_bda": get_bias_dropout_add},
+        "experts": {"pre_mlp_layernorm": WrappedTorchNorm, "mlp": experts, "mlp_bda": get_bias_dropout_add},
+    }
 
 
 @torch.no_grad()

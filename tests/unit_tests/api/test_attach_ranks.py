@@ -1,0 +1,154 @@
+"""Engines attached on several ranks, in phases: requests, training, requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_ext import AttachedEngine, ConfigError, EngineClosed, EngineFollower, RequestParams, attach_engine
+from megatron_ext.config import ParallelConfig
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
+from tests.priority import TestPriority
+from tests.unit_tests.support import megatron_models as models
+from tests.unit_tests.support.ranks import run_ranks
+
+SETTINGS = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_block_count": 64,
+    "inference_dynamic_batching_max_requests": 8,
+    "inference_dynamic_batching_prefix_caching_mamba_slots": 8,
+    "distributed_timeout_minutes": 0.5,
+}
+COUNT = 6
+PARAMS = RequestParams(num_tokens_to_generate=COUNT)
+SCALES = (1.0, 1.2, 0.9)  # of all weights in each phase
+# Layout -> kind of model, sizes of the groups, fields of the model's configuration.
+LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, object]]] = {
+    "gpt, tensor": ("llama", {"tensor_model_parallel_size": 2}, {}),
+    "gpt, uneven stages, tied": (
+        "nemotron",
+        {"pipeline_model_parallel_size": 2},
+        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3},
+    ),
+    "gpt, experts": ("experts", {"expert_model_parallel_size": 2}, {}),
+    "hybrid, tensor": ("hybrid", {"tensor_model_parallel_size": 2}, {}),
+    "hybrid, stages": ("hybrid", {"pipeline_model_parallel_size": 2}, {}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def upstream() -> Iterator[None]:
+    with models.stand_ins():
+        yield
+
+
+@torch.no_grad()
+def train(model: nn.Module, phase: int) -> None:
+    """Change the weights in place, in the same way on every layout."""
+    for parameter in model.parameters():
+        parameter.mul_(SCALES[phase])
+
+
+def load(model: nn.Module, directory: Path) -> nn.Module:
+    """Read this rank's part of a checkpoint with upstream's reader."""
+    from megatron.core import dist_checkpointing
+
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(directory)), strict=False)
+    return model
+
+
+def answers(engine: AttachedEngine) -> list[tuple[list[int], int]]:
+    records = [engine.generate(models.PROMPT, PARAMS)[0] for _ in range(2)]
+    return [(list(record.generated_tokens), record.skipped_prefill_token_count) for record in records]
+
+
+def phases(layout: str, directory: str) -> object:
+    """Tokens of each phase on the first rank; on the others, whether everything was left as it was."""
+    name, sizes, fields = LAYOUTS[layout]
+    with models.stand_ins():
+        platform.initialize(ParallelConfig(**sizes))
+        model = load(models.build(name, seed=9, **fields), Path(directory))
+        model.train()
+        before = models.snapshot(model)["attributes"]
+        engine = attach_engine([model], None, **SETTINGS)
+        found = []
+        for phase in range(len(SCALES)):
+            train(model, phase)
+            dist.barrier()  # a collective of the program, beside an idle engine
+            if isinstance(engine, EngineFollower):
+                engine.follow()
+                continue
+            engine.resume()
+            found.append(answers(engine))
+            if phase + 1 < len(SCALES):
+                engine.suspend()
+            else:
+                engine.close()
+        dist.barrier()
+        if isinstance(engine, EngineFollower):
+            with pytest.raises(EngineClosed):
+                engine.follow()
+        return found or (engine.is_closed and model.training and models.snapshot(model)["attributes"] == before)
+
+
+def refused(_: object) -> str:
+    """Message on a rank whose own part of the model can be attached, or cannot."""
+    with models.stand_ins():
+        platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
+        model = models.build("llama")
+        if dist.get_rank() == 1:
+            model.decoder.layers[1].mlp.register_forward_hook(lambda *_: None)
+        with pytest.raises(ConfigError) as caught:
+            attach_engine(model, None, **SETTINGS)
+        return str(caught.value)
+
+
+def closed_while_suspended(_: object) -> bool:
+    """Close on every rank between two phases: nothing is sent, and another engine can be attached."""
+    with models.stand_ins():
+        platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
+        model = models.build("llama")
+        for _ in range(2):
+            with attach_engine(model, None, **SETTINGS) as engine:
+                if isinstance(engine, AttachedEngine):
+                    engine.generate(models.PROMPT, PARAMS)
+                    engine.suspend()
+                else:
+                    engine.follow()
+        dist.barrier()
+        return True
+
+
+@pytest.mark.worlds
+@pytest.mark.priority(TestPriority.MEDIUM)
+class TestWorlds:
+    """Two ranks, each with its part of a model in the program's own process groups."""
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_phases_equal_those_of_one_rank(self, layout: str, tmp_path: Path) -> None:
+        """Requests, training and requests again: tokens are those of the whole model's own forward."""
+        name, _, _ = LAYOUTS[layout]
+        model = models.build(name)
+        write_state({"model": model.sharded_state_dict()}, tmp_path)
+        expected = []
+        for phase in range(len(SCALES)):
+            train(model, phase)
+            tokens, _ = models.generate(model, models.PROMPT, COUNT)
+            expected.append([(tokens, 0), (tokens, 0 if "expert" in layout else 32)])  # experts span two replicas
+        found, follower = run_ranks(phases, 2, layout, str(tmp_path))
+        assert found == expected
+        assert follower is True
+
+    def test_a_part_that_is_refused_is_refused_on_all_ranks(self) -> None:
+        first, second = run_ranks(refused, 2, None)
+        assert first == second
+        assert first.startswith("rank 1: decoder.layers.1.mlp has the forward hook")
+
+    def test_it_can_be_closed_while_suspended(self) -> None:
+        assert run_ranks(closed_while_suspended, 2, None) == [True, True]
