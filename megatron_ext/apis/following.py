@@ -49,9 +49,9 @@ class FollowingRuntime:
         self._thread = threading.Thread(target=self._run, args=(platform.device(),), name="follow", daemon=True)
         self._thread.start()
         limits = wait_for(log.published, self.ended.done)
-        if not isinstance(limits, Limits):
+        if limits is None:
             raise RankError("the first rank could not start the engine")
-        self.engine = EngineView(ContextView(limits, self), ControllerView(tokenizer), self)
+        self.engine = EngineView(ContextView(Limits.from_facts(limits), self), ControllerView(tokenizer), self)
 
     def _run(self, device: torch.device) -> None:
         """Follow the first rank, with breaks while the engine is suspended."""

@@ -63,7 +63,7 @@ class EngineRuntime:
         context, controller = ContextView(self.limits, self), ControllerView(tokenizer)
         self.engine = EngineView(context, controller, self, getattr(engine, "capture_stats", None))
         if log is not None:
-            log.publish(self.limits)
+            log.publish(self.limits.facts())
 
     # Requests
 

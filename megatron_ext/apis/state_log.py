@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import itertools
-import pickle
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -48,13 +48,13 @@ class StateLog:
         key = f"state/{index}"
         return State[self._store.get(key).decode()] if self._store.check([key]) else None
 
-    def publish(self, facts: object) -> None:
-        """Store facts for the other ranks."""
-        self._store.set("facts", pickle.dumps(facts))
+    def publish(self, facts: Mapping[str, int]) -> None:
+        """Store facts about the engine for the other ranks."""
+        self._store.set("facts", json.dumps(facts))
 
-    def published(self) -> object | None:
+    def published(self) -> dict[str, int] | None:
         """Return the facts; None if there are none yet."""
-        return pickle.loads(self._store.get("facts")) if self._store.check(["facts"]) else None
+        return json.loads(self._store.get("facts")) if self._store.check(["facts"]) else None
 
 
 class StateReader:

@@ -5,8 +5,8 @@ Reading is safe in any thread; requests and the lifecycle go through `MegatronLL
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Protocol
 
 from megatron_ext.api.engine import LoadedEngine
@@ -54,6 +54,15 @@ class Limits:
             is_hybrid_model=bool(context.is_hybrid_model),
             captured=len(context.cuda_graph_batch_dimensions_list),
         )
+
+    def facts(self) -> dict[str, int]:
+        """Return the values by name, for another rank."""
+        return asdict(self)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, int]) -> Limits:
+        """Return the limits of another rank."""
+        return cls(**{one.name: facts[one.name] for one in fields(cls)})  # type: ignore[arg-type]  # bool is int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -61,9 +62,13 @@ def _has_current_fields() -> bool:
     }
 
 
-DynamicInferenceRequest = _UpstreamRequest if _has_current_fields() else _CurrentRequest
-"""Megatron's own class, or a subclass of it where that lacks fields of 0.19."""
-DynamicInferenceRequestRecord = _UpstreamRecord
+if TYPE_CHECKING:
+    from megatron.core.inference.inference_request import DynamicInferenceRequest as DynamicInferenceRequest
+    from megatron.core.inference.inference_request import DynamicInferenceRequestRecord as DynamicInferenceRequestRecord
+else:
+    DynamicInferenceRequest = _UpstreamRequest if _has_current_fields() else _CurrentRequest
+    """Megatron's own class, or a subclass of it where that lacks fields of 0.19."""
+    DynamicInferenceRequestRecord = _UpstreamRecord
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class RequestConversion:
     device: torch.device
     has_pause_events: bool = True
 
-    def convert(self, record: RequestRecord, params: SamplingParams, count: int) -> _UpstreamRequest:
+    def convert(self, record: RequestRecord, params: SamplingParams, count: int) -> DynamicInferenceRequest:
         """Convert a record.
 
         As in Megatron, generated tokens end before a stop word, unless the request keeps it in the text.

@@ -44,7 +44,6 @@ class RequestManager:
         core: The engine, without requests. No other thread may call it from now on.
         metrics: Updated with every step and request.
         capacity: Maximum number of requests at once.
-        client: Client of the engine that other code uses, too, and closes; by default one of its own.
 
     Attributes:
         recent: Requests that have ended, for traces.
@@ -52,7 +51,7 @@ class RequestManager:
         on_lost_ranks: Called when other ranks are lost.
     """
 
-    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int, client: EngineClient | None = None) -> None:
+    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int) -> None:
         self._core = core
         self._metrics = metrics
         self.capacity = capacity
@@ -68,8 +67,12 @@ class RequestManager:
         self._falling_asleep = asyncio.Lock()  # and waking up
         # Faults of the event loop; the engine isolates those of its thread.
         self._error_isolation = ErrorIsolation("the server")
-        self._client = client
-        self._shares_client = client is not None
+        self._client: EngineClient | None = None
+        self._shares_client = False
+
+    def share(self, client: EngineClient) -> None:
+        """Use a client that other code uses, too, and closes, in place of one of its own; called before `start`."""
+        self._client, self._shares_client = client, True
 
     def start(self) -> None:
         """Start to step; called in the running event loop."""

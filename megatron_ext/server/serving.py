@@ -15,7 +15,6 @@ from fastapi import Depends, Request
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.engine.client import EngineClient
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
@@ -51,7 +50,6 @@ class Serving:
         defaults: The model's values of `RequestParams` fields that a body leaves out.
         identity: Hashes of configuration, tokenizer and weights; those of the weights change with an update.
         kv_events: Addresses of the caches' events; see `CacheEvents.addresses`.
-        client: Client of the engine that other code uses, too; by default the server has its own.
     """
 
     engine: InferenceEngine
@@ -63,7 +61,6 @@ class Serving:
     defaults: FieldValues = field(default_factory=dict)
     identity: ModelIdentity = field(default_factory=ModelIdentity)
     kv_events: Sequence[Mapping[str, str | None]] = ()
-    client: EngineClient | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart
 
@@ -73,8 +70,7 @@ class Serving:
         self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
         running = self.engine.context.max_requests * len(self.engine.core.replicas)
-        capacity = running + self.settings.max_waiting_requests
-        self.requests = RequestManager(self.engine.core, self.metrics, capacity, self.client)
+        self.requests = RequestManager(self.engine.core, self.metrics, running + self.settings.max_waiting_requests)
         self.cache = CacheView(self.engine, self.requests, self.metrics)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.vocabulary = self.engine.controller.vocabulary
