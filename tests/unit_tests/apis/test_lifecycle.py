@@ -15,7 +15,7 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 )
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 
-from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, llm_base
+from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend, llm_base
 from megatron_ext.apis.runtime import EngineRuntime
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
@@ -270,14 +270,14 @@ class TestServer:
         llm.unpause()
         assert httpx.post(f"{url}/v1/completions", json=self.body()).status_code == 200
 
-    def test_blocking_until_shutdown(self, start):
-        llm = start(use_coordinator=True)
+    def test_blocking_until_shutdown(self, start, monkeypatch):
+        llm, listening = start(use_coordinator=True), threading.Event()
+        monkeypatch.setattr(http_frontend, "announce", lambda _: listening.set())
         with socket.socket() as sock, ThreadPoolExecutor(1) as pool:
             sock.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             serving = pool.submit(llm.serve, ServeConfig(sock=sock))
-            while llm._runtime._frontend is None:
-                pass
+            assert listening.wait(60)
             assert httpx.get(f"{url}/v1/models").status_code == 200
             assert not serving.done()
             llm.shutdown()

@@ -63,6 +63,26 @@ def test_attributes_that_callers_add():
     )
 
 
+def with_attributes(**attributes: object) -> SamplingParams:
+    """Parameters with fields of newer versions, and with others."""
+    params = SamplingParams(num_tokens_to_generate=5)
+    params.add_attributes(attributes)
+    return params
+
+
+def test_fields_of_newer_versions():
+    assert convert(with_attributes(detokenize_stop_sequence=True)).detokenize_stop_sequence
+    plain = convert(with_attributes())
+    assert convert(with_attributes(return_prompt_tokens=True, streaming=False, streaming_interval=7)) == plain
+
+
+@pytest.mark.parametrize("given", [{"return_segments": True}, {"streaming": True}, {"min_length": 0}, {"eod_id": 153}])
+def test_what_is_not_honoured_is_refused_by_name(given):
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"^{name} .*leave it out"):
+        convert(with_attributes(**given))
+
+
 def test_they_survive_serialisation():
     params = SamplingParams()
     params.add_attributes({"seed": 7})
