@@ -203,7 +203,7 @@ class EngineClient:
         try:
             for one in requests:
                 tokens = self._core.tokenize(one.tokens)
-                one.request = self._core.add(next(self._ids), tokens, one.params, text=one.text, turn=one.turn)
+                one.request = self._core.add(next(self._ids), tokens, one.params, text=one.text)
                 added.append(one)
         except Exception:
             self._abort(added)

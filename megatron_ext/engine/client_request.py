@@ -21,7 +21,6 @@ class EngineRequest:
         tokens: Prompt token ids.
         params: Sampling parameters.
         text: Text of the prompt, for the record.
-        turn: Turn of the replica; see `EngineCore.add`.
         is_streamed: True to collect updates while the request runs.
         notify: Function that the engine's thread calls after new updates and after the end.
         updates: Updates that the reader has not taken yet.
@@ -34,7 +33,6 @@ class EngineRequest:
     tokens: Sequence[int]
     params: RequestParams
     text: str | None = None
-    turn: int | None = None
     is_streamed: bool = False
     notify: Callable[[], object] | None = None
     updates: deque[Update] = field(default_factory=deque)

@@ -131,9 +131,8 @@ class _PassRun:
         return tuple(request.record.result() for request in self._requests)
 
     def _submit(self) -> EngineRequest:
-        turn = len(self._requests)  # restarts with each pass, so that a prompt can match its own prefix
-        prompt = self._prompts[turn]
-        request = EngineRequest(prompt.tokens, prompt.params, prompt.text, turn)
+        prompt = self._prompts[len(self._requests)]
+        request = EngineRequest(prompt.tokens, prompt.params, prompt.text)
         self._client.submit([request]).result()
         self._requests.append(request)
         return request
