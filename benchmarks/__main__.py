@@ -33,7 +33,7 @@ MODULES = {  # in the order in which their cases run
     "latency": ("peers.ours", "peers.transformers_script", "peers.vllm_engine", "latency.prefixes", "latency.steps"),
     "throughput": ("throughput.kinds", "throughput.speculation", "throughput.ranks", "throughput.threads"),
     "serving": ("serving.streams", "serving.text"),
-    "operators": ("operators.cpu",),
+    "operators": ("operators.cpu", "operators.linear"),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),
     "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),

@@ -248,7 +248,14 @@ def engine(
     """
     settings = BatchingConfig(**batching)
     built = build_engine(
-        loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, speculation=speculation
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        settings,
+        cache,
+        dtype=loaded.dtype,
+        speculation=speculation,
+        packs_weights=True,
     )
     return Engine(built.core)
 

@@ -19,6 +19,7 @@ MCORE = tuple(
         "caching_matrix",
         "draft_model",
         "operator_backends",
+        "packed_weights",
         "recurrent_kinds",
         "snapshots_decode",
         "snapshots_dtypes",

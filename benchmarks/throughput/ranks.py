@@ -117,10 +117,10 @@ def leading(parallel: ParallelConfig, config: ModelConfig) -> Iterator[Engine | 
     batching = BatchingConfig(block_size=64, block_count=400, max_requests=DECODING)
     parts = (loaded.model, loaded.config, loaded.tokenizer, batching)
     if context is not None and not context.is_driver:
-        build_worker(*parts, dtype=loaded.dtype, parallel_context=context).follow()
+        build_worker(*parts, dtype=loaded.dtype, parallel_context=context, packs_weights=True).follow()
         yield None
         return
-    core = build_engine(*parts, dtype=loaded.dtype, parallel_context=context).core
+    core = build_engine(*parts, dtype=loaded.dtype, parallel_context=context, packs_weights=True).core
     yield Engine(core)
     core.close()
 

@@ -41,6 +41,10 @@ class Row:
         """Which weights the row is for."""
         return f"from {self.min_inputs} inputs and {self.min_bytes} bytes on"
 
+    def packs(self, outputs: int, inputs: int) -> bool:
+        """Return whether the row is for weights of this shape."""
+        return inputs >= self.min_inputs and outputs * inputs * self.dtype.itemsize >= self.min_bytes
+
 
 TABLE: Final = (
     Row("AVX512", torch.float32, 256, MIB, "onednn", "AMD EPYC, family 26 (Zen 5), 2 cores, torch 2.13.0"),
@@ -54,7 +58,7 @@ def instruction_set() -> str:
 
 
 def row_for(dtype: torch.dtype, rows: tuple[Row, ...] = TABLE) -> Row | None:
-    """Return the row of this CPU's instruction set, as torch uses it, and of a type; None if there is none."""
+    """Return the row of this CPU's instruction set, as torch uses it, and of a type; None without one."""
     found = instruction_set()
     return next((row for row in rows if row.instruction_set == found and row.dtype is dtype), None)
 
@@ -64,4 +68,5 @@ def packs(weight: Tensor, backend: str) -> bool:
     row = row_for(weight.dtype)
     if row is None or row.backend != backend:
         return False
-    return weight.shape[1] >= row.min_inputs and weight.numel() * weight.itemsize >= row.min_bytes
+    outputs, inputs = weight.shape
+    return row.packs(outputs, inputs)

@@ -20,6 +20,7 @@ from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
 from megatron_ext.models.build import build_model
+from megatron_ext.ops.linear import Packable, onednn
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_states_close
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -68,8 +69,8 @@ class Sighted:
     kv_heads: int
 
 
-def sight(config: ModelConfig, model: torch.nn.Module) -> Sighted:
-    driver = Driver(model, config, cache=CACHES["kernel"], **BATCHING)
+def sight(config: ModelConfig, model: torch.nn.Module, **options: object) -> Sighted:
+    driver = Driver(model, config, cache=CACHES["kernel"], **BATCHING, **options)
     lived = lead(driver.engine, SCRIPT)
     logits = {(who, at): seen[-1] for who, one in driver.seen.items() for at, seen in one.logits.items()}
     states = {(who, at): seen[-1] for who, one in driver.seen.items() for at, seen in one.states.items()}
@@ -82,6 +83,19 @@ def sight_share(config: ModelConfig, whole: Whole) -> Sighted:
     model = build_model(config, device=CPU)
     fill(model, whole)
     return sight(config, model)
+
+
+def sight_packed_share(config: ModelConfig, whole: Whole) -> Sighted:
+    """Observe one rank of two whose weights are packed, and come back to the bit in a state dict."""
+    platform.initialize(TP_2)
+    model = build_model(config, device=CPU)
+    fill(model, whole)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    sighted = sight(config, model, operator_backend="onednn", packs_weights=True)
+    assert all(layer.packed is not None for layer in model.modules() if isinstance(layer, Packable))
+    state = model.state_dict()
+    assert [name for name, one in before.items() if not torch.equal(one, state[name])] == []
+    return sighted
 
 
 def sections(mixer: RecurrentMixer) -> tuple[int, ...]:
@@ -125,6 +139,15 @@ def test_two_ranks_equal_one(name):
         assert own.kv_heads == max(1, config.num_query_groups // 2)
     for who, logits in ranks[0].logits.items():
         assert torch.equal(logits, ranks[1].logits[who]), "gathered logits differ between the ranks"
+
+
+@pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+def test_two_ranks_with_packed_weights_equal_one():
+    config = MODELS["hybrid"]
+    model = build_slow_decay(config)
+    expected = sight(config, model)
+    for rank, own in enumerate(run_ranks(sight_packed_share, 2, config, whole_parameters(model), deadline=120.0)):
+        assert_right_share(rank, own, expected, model)
 
 
 def test_the_comparison_of_states_can_fail():
