@@ -34,6 +34,8 @@ HOST = {
     "mcore/test_platform.py": CPU,
     "memory/test_heap.py": CPU,
     "ops/test_cpp_build.py": CPU,
+    "ops/test_cpp_compiler.py": CPU,
+    "ops/test_cpp_library.py": CPU,
     "ops/test_paged_attention_cpp.py": CPU,
     "ops/test_trusted_path.py": CPU,
 }

@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,9 +21,8 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
-from megatron_ext.ops.cpp import build_cache, compilation, library_build
+from megatron_ext.ops.cpp import build_cache, library_build
 from megatron_ext.ops.cpp.build_cache import BuildCache
-from megatron_ext.ops.cpp.compilation import CompileError, compile_library
 from megatron_ext.ops.cpp.library_build import BuildError, open_library
 from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import PACKAGE, ROOT
@@ -357,44 +355,6 @@ class TestSwitch:
             cpp.are_used()
 
 
-def is_gone(pid: int) -> bool:
-    """Ended, though perhaps not waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
-    """Interrupted while it runs: it and what it has started are ended."""
-    script, started = tmp_path / "slow", tmp_path / "started"
-    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > {started}.part\nmv {started}.part {started}\nwait\n")
-    script.chmod(0o755)
-
-    def interrupted(*_: object, **__: object) -> None:
-        while not started.exists():
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
-    pids = [int(pid) for pid in started.read_text().split()]
-    deadline = time.monotonic() + 30
-    while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(is_gone(pid) for pid in pids)
-
-
-def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
-    script = tmp_path / "slow"
-    script.write_text("#!/bin/sh\nsleep 600\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(compilation, "_LONGEST_RUN", 0.1)
-    with pytest.raises(CompileError, match="still running after 0 s"):
-        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
-
-
 @needs_compiler
 class TestSmallLibrary:
     """Library of a few lines, built by the real compiler."""
@@ -435,51 +395,6 @@ class TestSmallLibrary:
         mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
         assert str(os.fstat(handle).st_ino) in mapped
         libraries[1].close()
-
-
-@needs_compiler
-class TestLibrary:
-    """The real one."""
-
-    def test_it_is_compiled_for_the_vectors_of_torch(self):
-        name, width = cpp.kernels().vectors().split()
-        capability = torch.backends.cpu.get_cpu_capability()
-        assert name == (capability if capability in library_build._VECTOR_FLAGS else "DEFAULT")
-        assert int(width) == {"AVX512": 16, "AVX2": 8}.get(name, int(width))
-
-    @pytest.mark.parametrize("count", [1, 2, 3])
-    def test_its_threads_are_those_of_torch(self, count):
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(count)
-            assert cpp.kernels().threads() == count
-        finally:
-            torch.set_num_threads(before)
-
-    def test_exp(self):
-        x = torch.cat([torch.linspace(-87, 88, 20_001), torch.tensor([0.0, -0.0])])
-        want = x.double().exp()
-        assert ((cpp.kernels().exp(x) - want).abs() / want).max() < 2e-7
-        ends = cpp.kernels().exp(torch.tensor([0.0, -torch.inf, -1e30, torch.nan]))
-        assert ends[0] == 1
-        assert (ends[1:3] < 2e-38).all()
-        assert ends[3].isnan()
-
-    def test_training_is_left_to_the_reference(self):
-        x = torch.zeros(1, requires_grad=True)
-        assert CAUSAL_CONV1D.backends.choose(x).name == "reference"
-        with torch.no_grad():
-            assert CAUSAL_CONV1D.backends.choose(x).name == "cpp"
-        assert CAUSAL_CONV1D.backends.choose(x.detach().double()).name == "reference"
-        assert CAUSAL_CONV1D.backends.choose(torch.zeros(1, device="meta")).name == "reference"
-
-
-def test_sources_are_part_of_the_package():
-    """A wheel has what is compiled on its user's machine."""
-    patterns = ROOT.joinpath("pyproject.toml").read_text("utf-8").split('[tool.setuptools.package-data]\n"*" = ', 1)[1]
-    for path in [*library_build.sources(), *library_build.OPS.glob("*/*.h")]:
-        assert f'"*{path.suffix}"' in patterns.splitlines()[0]
-        assert (path.parent / "__init__.py").exists()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PATIENCE = 20.0  # seconds until a test gives up; nothing is measured
 LAUNCH_PATIENCE = 120.0  # for a replica that loads a model
 BLOCK = 4
 EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(3)] + [b"data: [DONE]\n\n"]
+HEALTHY_STREAM = b"".join(EVENTS).decode()
 
 
 @dataclass(eq=False)
@@ -296,3 +297,15 @@ async def fleet(count: int = 2, **settings: object) -> AsyncIterator[tuple[Front
     finally:
         for fake in fakes:
             await fake.stop()
+
+
+def generations(fakes) -> list[int]:
+    return [len(fake.requests) for fake in fakes]
+
+
+async def first_choice(front, fakes):
+    """The replica that a request goes to, and the other one; both have been asked for nothing."""
+    answer = (await front.complete()).json()["by"]
+    chosen = next(fake for fake in fakes if fake.name == answer)
+    chosen.requests.clear()
+    return chosen, next(fake for fake in fakes if fake is not chosen)

@@ -27,9 +27,9 @@ from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, 
 from megatron_ext.models.load import LoadedModel, load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface import qwen3_next_oracle
+from tests.unit_tests.models.huggingface.published_hybrids import PUBLISHED as HYBRIDS
 from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED as DENSE
 from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED_GPT_OSS
-from tests.unit_tests.models.huggingface.test_hybrid_config import PUBLISHED as HYBRIDS
 from tests.unit_tests.models.huggingface.test_llama_config import LLAMA_3
 from tests.unit_tests.models.huggingface.test_mamba_config import PUBLISHED as MAMBAS
 from tests.unit_tests.models.huggingface.test_moe import PUBLISHED_MOE

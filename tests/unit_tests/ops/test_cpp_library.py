@@ -1,0 +1,58 @@
+"""SC-10: the compiled library of C++ operators: its sources, vectors, threads and exponential."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.ops import cpp
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.cpp import library_build
+from tests.unit_tests.support.source import ROOT
+
+needs_compiler = pytest.mark.skipif(not cpp.can_be_built(), reason="there is no C++ compiler")
+
+
+@needs_compiler
+class TestLibrary:
+    """The real one."""
+
+    def test_it_is_compiled_for_the_vectors_of_torch(self):
+        name, width = cpp.kernels().vectors().split()
+        capability = torch.backends.cpu.get_cpu_capability()
+        assert name == (capability if capability in library_build._VECTOR_FLAGS else "DEFAULT")
+        assert int(width) == {"AVX512": 16, "AVX2": 8}.get(name, int(width))
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_its_threads_are_those_of_torch(self, count):
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(count)
+            assert cpp.kernels().threads() == count
+        finally:
+            torch.set_num_threads(before)
+
+    def test_exp(self):
+        x = torch.cat([torch.linspace(-87, 88, 20_001), torch.tensor([0.0, -0.0])])
+        want = x.double().exp()
+        assert ((cpp.kernels().exp(x) - want).abs() / want).max() < 2e-7
+        ends = cpp.kernels().exp(torch.tensor([0.0, -torch.inf, -1e30, torch.nan]))
+        assert ends[0] == 1
+        assert (ends[1:3] < 2e-38).all()
+        assert ends[3].isnan()
+
+    def test_training_is_left_to_the_reference(self):
+        x = torch.zeros(1, requires_grad=True)
+        assert CAUSAL_CONV1D.backends.choose(x).name == "reference"
+        with torch.no_grad():
+            assert CAUSAL_CONV1D.backends.choose(x).name == "cpp"
+        assert CAUSAL_CONV1D.backends.choose(x.detach().double()).name == "reference"
+        assert CAUSAL_CONV1D.backends.choose(torch.zeros(1, device="meta")).name == "reference"
+
+
+def test_sources_are_part_of_the_package():
+    """A wheel has what is compiled on its user's machine."""
+    patterns = ROOT.joinpath("pyproject.toml").read_text("utf-8").split('[tool.setuptools.package-data]\n"*" = ', 1)[1]
+    for path in [*library_build.sources(), *library_build.OPS.glob("*/*.h")]:
+        assert f'"*{path.suffix}"' in patterns.splitlines()[0]
+        assert (path.parent / "__init__.py").exists()
