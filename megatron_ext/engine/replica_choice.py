@@ -65,7 +65,7 @@ class ReplicaChoice:
             replica: The replica, if it is given and not to be chosen.
         """
         self._update()
-        router, params, tokens = self._router, request.params, request.sequence.packed
+        router, params, tokens = self._router, request.params, request.sequence.tokens
         is_read = general_reason(params, is_caching=self._is_caching) is None
         prompt = router.prompt(tokens, params.cache_salt, is_cached=is_read)
         others = [] if replica is None else [name for name in self._names if name != self._names[replica]]

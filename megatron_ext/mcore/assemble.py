@@ -73,19 +73,8 @@ def build_engine(
     """
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
     memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
-    controller = _build_controller(
-        model,
-        config,
-        tokenizer,
-        batching,
-        cache,
-        dtype,
-        token_rounder,
-        parallel_context,
-        max_drafts,
-        draft=memory,
-        packs_weights=packs_weights,
-    )
+    given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
+    controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
     context = controller.inference_wrapped_model.inference_context
     controller.drafter = drafter
     if speculation.is_on:

@@ -1,5 +1,4 @@
-"""Stand-ins of Transformer Engine's layers, which have its parameters: norms fused into linear layers, all experts
-in one module."""
+"""Stand-ins of Transformer Engine's layers with its parameters: norms in linear layers, all experts in one module."""
 
 from __future__ import annotations
 
