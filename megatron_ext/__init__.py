@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.errors import EngineSuspended as EngineSuspended
     from megatron_ext.errors import RankError as RankError
     from megatron_ext.errors import RequestFailed as RequestFailed
+    from megatron_ext.errors import SilentWeightChange as SilentWeightChange
     from megatron_ext.scheduling.record import RequestRecord as RequestRecord
     from megatron_ext.scheduling.record import Status as Status
 
@@ -52,6 +53,7 @@ _HOMES = {
     "RequestParams": "config",
     "RequestRecord": "scheduling.record",
     "RequestStream": "api.stream",
+    "SilentWeightChange": "errors",
     "Status": "scheduling.record",
     "StreamPart": "api.stream",
     "add_inference_args": "api.inference_args",

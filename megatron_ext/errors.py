@@ -76,6 +76,10 @@ class RestoreError(RuntimeError):
         self.block_hash = block_hash
 
 
+class SilentWeightChange(RuntimeError):
+    """Weights of an attached model that were written without a trace, and without `weights_changed()` after it."""
+
+
 class EngineSuspended(RuntimeError):
     """Raised for a step of a suspended engine."""
 

@@ -34,7 +34,9 @@ def attach_engine(model: object, tokenizer: object = None, **settings: Setting) 
     suspends or closes the engine.
 
     The model is left as it is. Edits of its parameters that raise torch's version counters are noticed before the next
-    step; after other ones, such as writes to a flat buffer that parameters are views of, call `weights_changed()`.
+    step; after other ones, such as writes to a flat buffer that parameters are views of, call `weights_changed()`. If
+    that was forgotten, samples of the weights show it before the first request after an idle second
+    (`SilentWeightChange`).
 
     Args:
         model: `GPTModel`, `MambaModel` or `HybridModel`, bare or in `Float16Module` and `DistributedDataParallel`, or

@@ -88,6 +88,8 @@ class LoadedEngine:
             ConfigError: A prompt or its parameters are invalid. None of the prompts is served.
             EngineSuspended: The engine is suspended. None of the prompts is served.
             EngineClosed: The engine is closed, or was closed meanwhile.
+            SilentWeightChange: Weights of an attached model were written without a trace, see `attach_engine`. None of
+                the prompts is served.
         """
         requests = [_pending(*one) for one in self._reader.read_all(prompts, params)]
         submitted = self._client.submit(requests)

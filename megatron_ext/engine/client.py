@@ -83,8 +83,8 @@ class EngineClient:
         """Submit requests to the engine, all or none.
 
         Returns:
-            Future that is done when the engine has the requests. Its errors: `EngineSuspended`, and `ConfigError` for
-            an invalid request.
+            Future that is done when the engine has the requests. Its errors: `EngineSuspended`, `SilentWeightChange`,
+            and `ConfigError` for an invalid request.
 
         Raises:
             EngineClosed: The client is closed.
@@ -199,6 +199,7 @@ class EngineClient:
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:
             raise EngineSuspended("the engine is suspended; call resume() before anything is generated")
+        self._core.check_weights()
         added: list[EngineRequest] = []
         try:
             for one in requests:

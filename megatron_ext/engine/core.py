@@ -294,6 +294,11 @@ class EngineCore:
         self.resources.has_new_weights(is_caching=True)  # so that the next step does not detect them again
         self._use_new_weights()
 
+    def check_weights(self) -> None:
+        """Check the weights before requests are added, if results cached before could be used; see `ModelResources`."""
+        if self.is_caching:
+            self.resources.check_weights()
+
     def _notice_new_weights(self) -> None:
         if self.resources.has_new_weights(is_caching=self.is_caching):
             self._use_new_weights()

@@ -15,6 +15,13 @@ class ModelResources(Protocol):
             is_caching: True if the engine keeps KV blocks or states that were computed with the weights.
         """
 
+    def check_weights(self) -> None:
+        """Check that an engine that was idle has the weights that it knows of, before requests are added.
+
+        Raises:
+            SilentWeightChange: It has others.
+        """
+
     def mark_new_weights(self) -> None:
         """Record an in-place write of the weights; every engine around the model detects it."""
 
@@ -40,6 +47,9 @@ class NoResources:
     def has_new_weights(self, *, is_caching: bool) -> bool:
         """See `ModelResources`."""
         return False
+
+    def check_weights(self) -> None:
+        """See `ModelResources`."""
 
     def mark_new_weights(self) -> None:
         """See `ModelResources`."""

@@ -14,6 +14,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.mcore.weight_changes import WeightsWatch, mark_weights_changed
+from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.driver import Driver
@@ -115,11 +116,22 @@ class ContextResources:
         self._context = context
         self._model = controller.inference_wrapped_model.model
         self._weights = WeightsWatch(self._model)
+        self._samples = samples_of(self._model)
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
         """Return whether weights have changed; see `ModelResources`. Captured graphs depend on weights too."""
         is_watching = is_caching or self._context.cuda_graph_runner is not None
-        return is_watching and self._weights.has_changed()
+        if self._samples is not None:
+            self._samples.note_activity()
+        has_changed = is_watching and self._weights.has_changed()
+        if has_changed and self._samples is not None:
+            self._samples.take()
+        return has_changed
+
+    def check_weights(self) -> None:
+        """Compare the samples of an attached model, unless its counters show a change; see `ModelResources`."""
+        if self._samples is not None and self._weights.is_current:
+            self._samples.check()
 
     def mark_new_weights(self) -> None:
         """Mark the weights as changed; see `ModelResources`."""
@@ -132,6 +144,8 @@ class ContextResources:
     def allocate(self) -> None:
         """Allocate the pools; see `ModelResources`."""
         self._context.allocate_all_tensors(is_init=False)
+        if self._samples is not None:  # nothing is cached yet
+            self._samples.take()
 
     def capture(self) -> None:
         """Capture the CUDA graphs; see `ModelResources`."""

@@ -60,10 +60,15 @@ class WeightsWatch:
 
     def has_changed(self) -> bool:
         """Return whether anything has changed since the last call, or since the watch was made."""
-        if weights_version(self._model) == self._version and self._count_edits() == self._edits:
+        if self.is_current:
             return False
         self._track()
         return True
+
+    @property
+    def is_current(self) -> bool:
+        """True if nothing has changed since the last call of `has_changed`, or since the watch was made."""
+        return weights_version(self._model) == self._version and self._count_edits() == self._edits
 
     def _track(self) -> None:
         tensors = [one for one in saved_tensors(self._model).values() if not one.is_inference()]

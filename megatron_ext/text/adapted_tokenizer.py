@@ -31,7 +31,7 @@ class AdaptedTokenizer:
                 f"the tokenizer is of class {type(wrapped).__name__}, which has no {name}; give one of megatron-core, "
                 "one of this package, or None for prompts of token ids"
             )
-        self._wrapped = cast(Any, wrapped)
+        self._wrapped = cast("Any", wrapped)
         self.vocab_size, self.token_ids = size, range(size)
         self.eod = _token_of(wrapped, "eod", "eos_id")
         self.bos = _token_of(wrapped, "bos", "bos_id")

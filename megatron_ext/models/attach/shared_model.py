@@ -14,6 +14,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules
 from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
@@ -72,6 +73,7 @@ def share_model(model: object, parallel: ParallelConfig) -> SharedModel:
     for name, theirs in names.items():
         _replace(ours, name, tensors[theirs])
     _fill_counters(ours)
+    keep_samples(ours, WeightSamples({theirs: tensors[theirs] for theirs in names.values()}, source))
     return SharedModel(ours.eval(), config, dtype, source, names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -13,8 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ext import AttachedEngine, ConfigError, EngineClosed, RequestParams, Status, attach_engine, load_engine
+from megatron_ext import (
+    AttachedEngine,
+    ConfigError,
+    EngineClosed,
+    RequestParams,
+    SilentWeightChange,
+    Status,
+    attach_engine,
+    load_engine,
+)
 from megatron_ext.mcore.checkpoint.checkpoint_files import write_state
+from megatron_ext.mcore.weight_samples import samples_of
 from tests.unit_tests.support import megatron_models as models
 
 SMALL = {
@@ -41,6 +52,27 @@ def attach() -> Iterator[Callable[..., AttachedEngine]]:
         yield lambda model, tokenizer=None, **settings: engines.enter_context(
             attach_engine(model, tokenizer, **SMALL | settings)
         )
+
+
+class Clock:
+    """Clock that a test sets."""
+
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def watch(self, engine: AttachedEngine) -> None:
+        """Let an engine's samples have this clock."""
+        samples = samples_of(engine._loaded.model)
+        assert samples is not None
+        samples.clock = self
+        samples.note_activity()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def tokens_of(engine: AttachedEngine, prompt: list[int] = models.PROMPT) -> tuple[list[int], int]:
@@ -198,6 +230,66 @@ class TestWeights:
         engine.weights_changed()
         new, _ = models.generate(model, models.PROMPT, COUNT)
         assert tokens_of(engine) == (new, 0)
+
+    def test_a_silent_write_that_is_not_told_is_an_error(self, attach, clock) -> None:
+        """Before the first request after an idle second; the tensor is named, until `weights_changed`."""
+        model = models.build("hybrid")
+        engine = attach(model)
+        clock.watch(engine)
+        tokens_of(engine)
+        model.decoder.layers[2].mixer.in_proj.weight.data.mul_(1.25)
+        clock.seconds += 1.5
+        for _ in range(2):
+            with pytest.raises(SilentWeightChange, match=r"^decoder\.layers\.2\.mixer\.in_proj\.weight was changed"):
+                tokens_of(engine)
+        with pytest.raises(SilentWeightChange):
+            asyncio.run(engine.generate_async(models.PROMPT, PARAMS))
+        engine.weights_changed()
+        new, _ = models.generate(model, models.PROMPT, COUNT)
+        assert tokens_of(engine) == (new, 0)
+
+    def test_a_busy_engine_is_not_checked(self, attach, clock) -> None:
+        """Within a second of a step nothing is compared: the cost of a check is paid after idleness only."""
+        model = models.build("llama")
+        engine = attach(model)
+        clock.watch(engine)
+        expected = tokens_of(engine)[0]
+        model.decoder.final_layernorm.weight.data.mul_(1.0 + 2.0**-20)
+        clock.seconds += 0.9
+        assert tokens_of(engine) == (expected, 32)
+        clock.seconds += 0.9  # a step began 0.9 seconds ago
+        assert tokens_of(engine) == (expected, 32)
+        clock.seconds += 1.0
+        with pytest.raises(SilentWeightChange, match=r"^decoder\.final_layernorm\.weight"):
+            tokens_of(engine)
+
+    @pytest.mark.parametrize("change", ["counted", "suspended"])
+    def test_changes_that_are_followed_are_no_error(self, attach, clock, change: str) -> None:
+        """Edits that counters show, and any between a suspension, which empties the cache, and the resumption."""
+        model = models.build("llama")
+        engine = attach(model)
+        clock.watch(engine)
+        tokens_of(engine)
+        if change == "counted":
+            with torch.no_grad():
+                model.decoder.layers[0].mlp.linear_fc1.weight.mul_(1.5)
+        else:
+            engine.suspend()
+            model.decoder.layers[0].mlp.linear_fc1.weight.data.mul_(1.5)
+            engine.resume()
+        clock.seconds += 2
+        new, _ = models.generate(model, models.PROMPT, COUNT)
+        assert tokens_of(engine) == (new, 0)
+        clock.seconds += 2
+        assert tokens_of(engine) == (new, 32)
+
+    def test_a_replaced_parameter_is_an_error(self, attach) -> None:
+        """The engine has the old one, and says so when it is told of new weights."""
+        model = models.build("llama")
+        engine = attach(model)
+        model.output_layer.weight = nn.Parameter(torch.zeros_like(model.output_layer.weight))
+        with pytest.raises(SilentWeightChange, match=r"^output_layer\.weight of the model is another tensor"):
+            engine.weights_changed()
 
     def test_they_are_written_in_the_model(self, attach) -> None:
         engine = attach(models.build("llama"))

@@ -1,4 +1,4 @@
-"""Stand-ins of Transformer Engine's layers with its parameters: norms in linear layers, all experts in one module."""
+"""Stand-ins of Transformer Engine's layers: norms fused into linear layers, all experts in one module."""
 
 from __future__ import annotations
 
