@@ -22,6 +22,7 @@ PATHS = (
     "tests/unit_tests/api",
     "tests/unit_tests/apis",
     "tests/unit_tests/mcore",
+    "tests/unit_tests/megatron_lm",
     "tests/unit_tests/models/attach",
     "tests/unit_tests/models/megatron",
     "tests/unit_tests/parallel/test_parallel_context.py",

@@ -37,7 +37,7 @@ from megatron_ext.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class DecodeOnly:
-    """Whether steps only decode, under the names of 0.19; false without a step.
+    """State of steps, whether they only decode, under the names of 0.19; false without a step.
 
     Attributes:
         consumed: Of the last step; None before the first one.

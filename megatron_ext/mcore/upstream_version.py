@@ -39,10 +39,19 @@ def found_version() -> Version:
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core")
-    path = Path(spec.origin).with_name("package_info.py")
+    return version_in(Path(spec.origin).parent)
+
+
+def version_in(folder: Path) -> Version:
+    """Return the version of the megatron-core in a folder, its `megatron/core`.
+
+    Raises:
+        ConfigError: It does not say its version.
+    """
+    path = folder / "package_info.py"
     numbers = dict(_NUMBER.findall(path.read_text("utf-8"))) if path.exists() else {}
     if not numbers.keys() >= set(_PARTS):
-        raise ConfigError(f"megatron-core in {path.parent} does not say its version; {SUPPORTED}")
+        raise ConfigError(f"megatron-core in {folder} does not say its version; {SUPPORTED}")
     return Version(*(int(numbers[part]) for part in _PARTS))
 
 

@@ -1,0 +1,221 @@
+"""Context, inference wrapper, controller and engine under Megatron's names, for scripts that construct them by hand.
+
+Megatron allocates memory with the context, before there is a model. Here the first three keep what they are given, and
+the engine, which is constructed last, attaches to the model; from then on their attributes are those of its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+from torch import nn
+
+from megatron_ext.api.attached import AttachedEngine
+from megatron_ext.api.attaching import attach_engine
+from megatron_ext.api.settings import Setting, read_settings
+from megatron_ext.apis.inference_config import read_inference_config
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import Asked, InferenceEngine
+from megatron_ext.mcore.inference_request import DynamicInferenceRequestRecord, RequestConversion
+from megatron_ext.megatron_lm.arguments import ContextArguments, context_arguments
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.text.tokenizer import Tokenizer
+
+_DEFAULT_SEED = 42  # of `TransformerConfig.inference_sampling_seed`, which 0.16.1's engine is given
+
+
+class Part:
+    """Object whose attributes, but for its own ones, are those of a part of an engine that is constructed later."""
+
+    _part: object = None
+
+    def stand_for(self, part: object) -> None:
+        """Have the attributes of `part` from now on."""
+        self._part = part
+
+    def __getattr__(self, name: str) -> object:
+        """Return an attribute of the part.
+
+        Raises:
+            AttributeError: The engine has not been constructed, or its part has no such attribute.
+        """
+        if self._part is None:
+            raise AttributeError(f"{type(self).__name__} has {name!r} only after the engine has been constructed")
+        return getattr(self._part, name)
+
+
+class ScriptContext(Part):
+    """`DynamicInferenceContext`: settings of an engine, and its context later.
+
+    Args:
+        model_config: `TransformerConfig`, which the model has, too; not used.
+        inference_config: `InferenceConfig` of 0.17 and newer.
+        keywords: Arguments of 0.16.1; see `ContextArguments`.
+
+    Attributes:
+        arguments: Settings as they were given.
+        config: `InferenceConfig`; None with arguments of 0.16.1.
+
+    Raises:
+        ConfigError: A setting is not supported; the message names it.
+        TypeError: A keyword is unknown.
+    """
+
+    def __init__(self, model_config: object = None, inference_config: object = None, **keywords: object) -> None:
+        self.config = inference_config
+        self.arguments = context_arguments(keywords) if inference_config is None else inference_config
+        batching = read_settings(read_inference_config(self.arguments).settings).batching
+        self._planned = {
+            "block_size_tokens": batching.block_size,
+            "max_requests": batching.effective_max_requests,
+            "max_sequence_length": batching.max_sequence_length,
+            "max_tokens": batching.max_tokens_on(platform.device().type),
+        }
+
+    def __getattr__(self, name: str) -> object:
+        """Return an attribute of the engine's context; before there is one, a limit as it was asked for."""
+        if self._part is None and name in self._planned:
+            return self._planned[name]
+        return super().__getattr__(name)
+
+
+class ScriptWrapper(Part):
+    """`GPTInferenceWrapper`: a model and a context.
+
+    Args:
+        model: Model of Megatron.
+        arguments: The context; with 0.16.1 after a configuration of the wrapper, which is not used.
+        inference_wrapper_config: The same configuration, not used.
+        inference_context: The context as a keyword.
+        pg_collection: Process groups; those of Megatron's global state are used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *arguments: object,
+        inference_wrapper_config: object = None,
+        inference_context: object = None,
+        pg_collection: object = None,
+    ) -> None:
+        contexts = [one for one in (*arguments, inference_context) if isinstance(one, ScriptContext)]
+        if len(contexts) != 1:
+            raise ConfigError(f"GPTInferenceWrapper has {len(contexts)} dynamic inference contexts; give one")
+        self.model = model
+        self.inference_context = contexts[0]
+
+
+class ScriptController(Part):
+    """`TextGenerationController`: a wrapped model and a tokenizer.
+
+    Args:
+        inference_wrapped_model: The model.
+        tokenizer: Tokenizer of megatron-core or of this package.
+        pp_group: Pipeline group; that of Megatron's global state is used.
+    """
+
+    def __init__(self, inference_wrapped_model: ScriptWrapper, tokenizer: Tokenizer, pp_group: object = None) -> None:
+        self.inference_wrapped_model = inference_wrapped_model
+        self.tokenizer = tokenizer
+
+
+class ScriptEngine(Part):
+    """`DynamicInferenceEngine`: an engine that is attached to the model, stepped by the script's own thread.
+
+    It has the methods of `InferenceEngine`. Ended requests are Megatron's `DynamicInferenceRequestRecord`s.
+
+    Args:
+        controller: Model and tokenizer.
+        context: Settings.
+        enable_cuda_graph: Of 0.16.1; the context's number of CUDA graphs decides.
+        random_seed: Of 0.16.1; requests without a seed get one derived from it.
+        track_paused_request_events: Of 0.16.1; whether the events of a request include pauses.
+        enable_chunked_prefill: Of 0.16.1.
+        inference_logging_step_interval: Of 0.16.1; steps between two log lines.
+        pg_collection: Of 0.16.1; must be the groups of Megatron's global state.
+
+    Raises:
+        ConfigError: As `attach_engine`.
+    """
+
+    settings: ClassVar[Mapping[str, Setting]] = {}  # of `attach_engine`, beside those of the context
+    attached: ClassVar[list[AttachedEngine]] = []  # that have not been closed
+
+    def __init__(
+        self,
+        controller: ScriptController,
+        context: ScriptContext,
+        enable_cuda_graph: bool | None = None,
+        random_seed: int | None = None,
+        *,
+        track_paused_request_events: bool = False,
+        enable_chunked_prefill: bool = True,
+        inference_logging_step_interval: int = 0,
+        pg_collection: object = None,
+    ) -> None:
+        _check_alone()
+        model, arguments = controller.inference_wrapped_model.model, context.arguments
+        if isinstance(arguments, ContextArguments):
+            arguments = dataclasses.replace(
+                arguments,
+                track_paused_request_events=track_paused_request_events,
+                enable_chunked_prefill=enable_chunked_prefill,
+                logging_step_interval=inference_logging_step_interval,
+                pg_collection=arguments.pg_collection or pg_collection,
+            )
+        options = read_inference_config(arguments)
+        if random_seed is None:
+            random_seed = getattr(getattr(model, "config", None), "inference_sampling_seed", _DEFAULT_SEED)
+        settings = {"seed": random_seed, **options.settings, **self.settings}
+        attached = attach_engine(model, controller.tokenizer, **settings)
+        assert isinstance(attached, AttachedEngine), "a rank that is alone is the first"
+        self.attached.append(attached)
+        engine = attached.inference_engine
+        engine.present = Presenter(engine, has_pause_events=options.has_pause_events)
+        for part, found in (
+            (self, engine),
+            (context, engine.context),
+            (controller, engine.controller),
+            (controller.inference_wrapped_model, engine.controller.inference_wrapped_model),
+        ):
+            part.stand_for(found)
+
+
+def _check_alone() -> None:
+    """Raise if there are several ranks: each one's script would step an engine, and only the first rank has it."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        raise ConfigError(
+            f"DynamicInferenceEngine is constructed on {ranks} ranks, and by hand it needs a world of one; use a "
+            "script with MegatronLLM, such as offline_inference.py, or tools/run_inference.py"
+        )
+
+
+class Presenter:
+    """Converter of an engine's records to Megatron's, with one request each, which `merge()` and the index 0 give.
+
+    Args:
+        engine: The engine.
+        has_pause_events: Whether events include pauses.
+    """
+
+    def __init__(self, engine: InferenceEngine, *, has_pause_events: bool) -> None:
+        self._conversion = RequestConversion(
+            detokenize=engine.controller.vocabulary.detokenize,
+            eod=engine.controller.tokenizer.eod,
+            block_size=engine.context.block_size_tokens,
+            is_caching=engine.core.is_caching,
+            device=platform.device(),
+            has_pause_events=has_pause_events,
+        )
+
+    def __call__(self, record: RequestRecord, asked: Asked) -> DynamicInferenceRequestRecord:
+        """Return Megatron's record of a request that has ended."""
+        given = asked.given if isinstance(asked.given, SamplingParams) else SamplingParams()
+        request = self._conversion.convert(record, given, asked.resolved.num_tokens_to_generate)
+        return DynamicInferenceRequestRecord(requests=[request], latency=record.latency)
