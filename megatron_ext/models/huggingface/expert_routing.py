@@ -7,7 +7,7 @@ a softmax over the chosen ones alone: megatron-core's default, unless `moe_route
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import Fields, layer_count, names, require_field, size_or
+from megatron_ext.models.huggingface.fields import Fields, layer_count, names, require_field, size, size_or
 from megatron_ext.models.huggingface.moe import routed_experts
 
 # Fields that `sparse_letters` reads, in addition to `num_experts`.
@@ -34,6 +34,18 @@ def softmax_experts(fields: Fields, experts_name: str, *, is_normalized: bool) -
             f"to {experts} where weights of the chosen experts are divided by their sum"
         )
     return {**count, "moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normalized}
+
+
+def local_experts(fields: Fields) -> dict[str, object]:
+    """Return the fields of `num_local_experts` softmax experts of size `intermediate_size`, as Mixtral names them.
+
+    Raises:
+        ConfigError: As `softmax_experts`; or a size is missing.
+    """
+    return {
+        **softmax_experts(fields, "num_local_experts", is_normalized=True),
+        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
+    }
 
 
 def sparse_letters(fields: Fields) -> str:

@@ -28,9 +28,9 @@ from megatron_ext.models.huggingface.decoder import (
     decoder_pattern,
     with_attention,
 )
-from megatron_ext.models.huggingface.expert_routing import softmax_experts
+from megatron_ext.models.huggingface.expert_routing import local_experts
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import Fields, layer_count, names, positive_number, size
+from megatron_ext.models.huggingface.fields import Fields, layer_count, names, positive_number
 from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 from megatron_ext.models.huggingface.windows import WINDOW, window_of
@@ -138,13 +138,6 @@ def _derived(fields: Fields) -> Fields:
     }
 
 
-def _experts(fields: Fields) -> Fields:
-    return {
-        **softmax_experts(fields, "num_local_experts", is_normalized=True),
-        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
-    }
-
-
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -162,5 +155,5 @@ GPT_OSS = Family(
         "disable_bias_linear": False,
     },
     derived=_derived,
-    experts=_experts,
+    experts=local_experts,
 )

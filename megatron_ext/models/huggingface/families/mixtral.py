@@ -18,9 +18,9 @@ from megatron_ext.models.huggingface.decoder import (
     decoder_pattern,
     with_attention,
 )
-from megatron_ext.models.huggingface.expert_routing import softmax_experts
+from megatron_ext.models.huggingface.expert_routing import local_experts
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.fields import Fields, layer_count, names, size
+from megatron_ext.models.huggingface.fields import Fields, layer_count, names
 from megatron_ext.models.huggingface.tensors import EXPERT, Source, TensorTable
 from megatron_ext.models.huggingface.windows import WINDOW, mixers_alike, window_of
 
@@ -47,13 +47,6 @@ def _derived(fields: Fields) -> Fields:
     return {**decoder_attention(fields, default_base=_DEFAULT_BASE), **window_of(fields, mixers_alike(fields))}
 
 
-def _experts(fields: Fields) -> Fields:
-    return {
-        **softmax_experts(fields, "num_local_experts", is_normalized=True),
-        "moe_ffn_hidden_size": size(fields, "intermediate_size"),
-    }
-
-
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -62,5 +55,5 @@ MIXTRAL = Family(
     tensors=TensorTable(with_attention(ATTENTION_TENSORS, {"E": _EXPERT_TENSORS}), letters_per_layer=LETTERS_PER_LAYER),
     constants={"swiglu": True},
     derived=_derived,
-    experts=_experts,
+    experts=local_experts,
 )
