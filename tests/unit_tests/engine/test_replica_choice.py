@@ -70,6 +70,13 @@ class TestSkippedTokens:
         world = Replicas(2, RoutingConfig("longest_prefix"), max_requests=64)
         assert [world.add(prompt) for prompt in prompts("A" * 16)] == [0] * 16
 
+    def test_answers_of_128_tokens_do_not_split_a_prefix(self):
+        """KV-7: what is yet to be generated weighs less than a prefix that would be computed again."""
+        world = Replicas(2)
+        for prompt in prompts("A" * 8):
+            assert world.add(prompt, 128) == 0
+            world.step()
+
     def test_a_long_tail_does_not_drive_a_prompt_from_its_prefix(self):
         """KV-7: less than half of the prompt is cached, and the memory of the replica that has it is almost empty."""
         world = Replicas(2)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_ext.config import CacheConfig, ParallelConfig
+from megatron_ext.config.routing import RoutingConfig
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
@@ -113,13 +114,14 @@ def test_drafts_on_several_ranks(layout: str, whole: Whole, alone: Lived):
 
 @pytest.mark.worlds(smoke=True)
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
-    """Request i goes to replica i mod 2; counts are those of both."""
+    """In turn, request i goes to replica i mod 2; counts are those of both."""
     actions = [("add", i, COMMON[: 40 + 5 * i] + prompt(8, i), {"num_tokens_to_generate": 5}) for i in range(5)]
     parts = []
     for replica in range(2):
         own = [action for action in actions if action[1] % 2 == replica]
         parts.append(live(None, CONFIG, whole, dataclasses.replace(SCRIPT, actions=own)))
-    first, _ = run_ranks(live, 2, ParallelConfig(), CONFIG, whole, dataclasses.replace(SCRIPT, actions=actions))
+    script = dataclasses.replace(SCRIPT, actions=actions, routing=RoutingConfig("round_robin"))
+    first, _ = run_ranks(live, 2, ParallelConfig(), CONFIG, whole, script)
     assert sorted(first.records) == list(range(5))
     for part in parts:
         for name, record in part.records.items():
@@ -127,6 +129,18 @@ def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
     assert first.statistics == {
         name: parts[0].statistics[name] + parts[1].statistics[name] for name in first.statistics
     }
+
+
+@pytest.mark.worlds(smoke=True)
+def test_replicas_skip_what_one_rank_does(whole: Whole):
+    """KV-7: prompts behind two prefixes, in pairs, one a step: each prefix is computed on one replica."""
+    prefixes = prompt(64, 100), prompt(64, 101)
+    actions = []
+    for i, name in enumerate((0, 0, 1, 1) * 2):
+        actions += [("add", i, prefixes[name] + prompt(8, i), {"num_tokens_to_generate": 3}), ("steps", 2)]
+    script = dataclasses.replace(SCRIPT, actions=actions, batching={"block_count": 24})
+    first, _ = run_ranks(live, 2, ParallelConfig(), CONFIG, whole, script)
+    assert first.counters.skipped_tokens == live(None, CONFIG, whole, script).counters.skipped_tokens == 6 * 64
 
 
 def test_a_stage_without_states_has_no_say(whole: Whole):

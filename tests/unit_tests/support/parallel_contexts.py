@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
@@ -43,6 +44,7 @@ class Script:
         cache: Fields of `CacheConfig`.
         drafts: See `build_engine`.
         truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
+        routing: Policy that chooses among replicas.
     """
 
     actions: Sequence[tuple]
@@ -50,6 +52,7 @@ class Script:
     cache: CacheConfig = field(default_factory=CacheConfig)
     drafts: int = 0
     truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    routing: RoutingConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         drafter = Knowing(right_for_a_while)
         drafter.truth = dict(script.truth)
         drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
-        return lead(build_engine(*settings, dtype=torch.float32, parallel_context=parallel_context, **drafts), script)
+        others = {"parallel_context": parallel_context, "routing": script.routing}
+        return lead(build_engine(*settings, dtype=torch.float32, **others, **drafts), script)
     return _follow(
         build_worker(
             *settings, dtype=torch.float32, parallel_context=parallel_context, speculative_tokens=script.drafts
