@@ -82,7 +82,7 @@ class PackedWeights:
 
     @property
     def identity(self) -> str:
-        """What the results of this rank depend on; empty if nothing is packed. See `choice_identity`."""
+        """Text that equals another rank's if both choose alike; empty if nothing is packed. See `choice_identity`."""
         if not self._slots:
             return ""
         first = self._slots[0]

@@ -43,7 +43,7 @@ class Packable:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer is packed, and its parameter was not written since."""
+        """True if the layer is packed, and its parameter was not written since."""
         if self.packed is None:
             return False
         (parameter,) = self.packed_beside or (self.weight,)
