@@ -12,12 +12,13 @@ from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.native.directory import CONFIG_FILE
 from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.ops.linear import Packable, onednn
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
 PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
 LONG = RequestParams(num_tokens_to_generate=300, ignore_eos=True)
-
+needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
 Outcomes = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -54,13 +55,20 @@ def fresh(new, load, tmp_path) -> LoadedEngine:
     return load(load=tmp_path)
 
 
-def test_equal_to_a_fresh_engine(new, fresh, load):
+def are_packed(engine: LoadedEngine) -> bool:
+    return all(layer.packed is not None for layer in engine._loaded.model.modules() if isinstance(layer, Packable))
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("onednn", marks=needs_onednn)])
+def test_equal_to_a_fresh_engine(new, fresh, load, backend):
     """PY-6: tokens and log-probs are those of the new weights; those of the old ones are others."""
-    engine = load()
+    engine = load(operator_backend=backend)
+    assert are_packed(engine) is (backend == "onednn")
     old = outcomes(engine)
     engine.update_weights(new)
     want = outcomes(fresh)
     assert_equal(outcomes(engine), want)
+    assert are_packed(engine) is (backend == "onednn")
     with pytest.raises(AssertionError):
         assert_equal(old, want)
 

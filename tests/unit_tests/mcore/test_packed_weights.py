@@ -28,6 +28,7 @@ from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_p
 from tests.unit_tests.support.hybrid_caching import HybridDriver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.padded import PaddedHybridDriver
 
 pytestmark = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
@@ -81,12 +82,14 @@ def watched(model: nn.Module) -> dict[int, int]:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_results_are_those_of_a_recompute(self, kind):
+    @pytest.mark.parametrize(
+        ("kind", "driver_class"), [*((kind, HybridDriver) for kind in KINDS), ("tied", PaddedHybridDriver)]
+    )
+    def test_results_are_those_of_a_recompute(self, kind, driver_class):
         """Tokens, logits and states; a prompt, and the same again from the cache. Every packed weight computes."""
         config = KINDS[kind]
         oracle, model = Oracle(build_slow_decay(config)), build_slow_decay(config)
-        driver = HybridDriver(model, config, operator_backend=ALL, packs_weights=True, max_requests=4, max_tokens=40)
+        driver = driver_class(model, config, operator_backend=ALL, packs_weights=True, max_requests=4, max_tokens=40)
         assert_packed(model)
         counts = watched(model)
         for request_id in range(2):
