@@ -33,6 +33,7 @@ class EngineFollower:
         self._worker = worker
         self._on_close = on_close
         self._is_closed = False
+        self._is_released = False  # as the first rank's engine is suspended
 
     @property
     def is_closed(self) -> bool:
@@ -48,21 +49,35 @@ class EngineFollower:
         """
         if self._is_closed:
             raise EngineClosed("the engine is closed; attach a new one")
-        if self._worker.follow():
-            self.close()
+        is_over = self._worker.follow()
+        self._is_released = True
+        if is_over:
+            self._free()
 
     def close(self) -> None:
-        """Free this rank's resources; further calls do nothing. The engine must be suspended or closed."""
+        """Free this rank's resources, after the first rank has suspended or closed the engine; then do nothing.
+
+        Raises:
+            RankError: A rank has failed or does not answer.
+        """
+        if not self._is_closed and not self._is_released:
+            self.follow()
+        self._free()
+
+    def _free(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             self._worker.free()
             self._on_close()
 
     def __enter__(self) -> EngineFollower:
-        """Return the object itself, which is closed when the block ends."""
+        """Return the object itself, which is closed when the block ends; after an error without waiting."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._free()

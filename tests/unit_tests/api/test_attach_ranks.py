@@ -110,13 +110,15 @@ def refused(_: object) -> str:
 
 
 def closed_while_suspended(_: object) -> bool:
-    """Close on every rank between two phases: nothing is sent, and another engine can be attached."""
+    """Close on every rank between two phases, or before the first: another engine can be attached."""
     with models.stand_ins():
         platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
         model = models.build("llama")
-        for _ in range(2):
+        for is_used in (True, False, True):
             with attach_engine(model, None, **SETTINGS) as engine:
-                if isinstance(engine, AttachedEngine):
+                if not is_used:
+                    pass
+                elif isinstance(engine, AttachedEngine):
                     engine.generate(models.PROMPT, PARAMS)
                     engine.suspend()
                 else:
