@@ -1,0 +1,52 @@
+"""Ranks of an attached engine between two phases: nothing is sent to them, since they do not listen."""
+
+from __future__ import annotations
+
+from megatron_ext.parallel.commands import Action, Batch
+from megatron_ext.parallel.driver import Driver
+
+
+class Sent(list[Batch]):
+    """Batches that a driver has sent."""
+
+    @property
+    def actions(self) -> list[Action]:
+        return [batch.action for batch in self]
+
+
+def made(sent: Sent, *, releases: bool) -> Driver:
+    return Driver([], sent.append, heartbeat=0.0, releases=releases)
+
+
+def test_nothing_is_sent_between_suspension_and_resumption():
+    sent = Sent()
+    driver = made(sent, releases=True)
+    driver.idle()
+    driver.suspend()
+    driver.idle()
+    assert sent.actions == [Action.IDLE, Action.RELEASE]
+    driver.resume()
+    driver.idle()
+    driver.begin_step()
+    driver.stop()
+    assert sent.actions[2:] == [Action.IDLE, Action.STEP, Action.STOP]
+
+
+def test_released_ranks_are_not_stopped():
+    """They have returned to their callers, who close the engine themselves."""
+    sent = Sent()
+    driver = made(sent, releases=True)
+    driver.suspend()
+    driver.stop()
+    driver.stop()
+    assert sent.actions == [Action.RELEASE]
+
+
+def test_other_engines_keep_their_ranks():
+    """Without releases the ranks follow through a suspension, and hear that the first one is alive."""
+    sent = Sent()
+    driver = made(sent, releases=False)
+    driver.suspend()
+    driver.idle()
+    driver.stop()
+    assert sent.actions == [Action.IDLE, Action.IDLE, Action.STOP]
