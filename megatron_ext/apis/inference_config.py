@@ -65,7 +65,7 @@ _PERSIST, _RECOMPUTE = "persist", "recompute"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an `InferenceConfig` asks for.
+    """Options of an engine, from an `InferenceConfig`.
 
     Attributes:
         settings: Settings of `attach_engine`.

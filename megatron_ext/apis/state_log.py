@@ -53,7 +53,7 @@ class StateLog:
         self._store.set("facts", json.dumps(facts))
 
     def published(self) -> dict[str, int] | None:
-        """Return the facts; None if there are none yet."""
+        """Return the facts; None if they have not been stored yet."""
         return json.loads(self._store.get("facts")) if self._store.check(["facts"]) else None
 
 

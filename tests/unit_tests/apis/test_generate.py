@@ -94,7 +94,7 @@ class TestResults:
 
 
 class TestStopWords:
-    """As in Megatron, tokens of a stop word are not among the generated ones, unless the text keeps it."""
+    """Megatron's rule: tokens of a stop word are not among the generated ones, unless the text keeps it."""
 
     def test_left_out(self, start, expected):
         word = tokenizer().detokenize(expected[3:5])

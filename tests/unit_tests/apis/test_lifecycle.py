@@ -15,13 +15,14 @@ from megatron.core.inference.model_inference_wrappers.abstract_model_inference_w
 )
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 
+from megatron_ext import LoadedEngine, attach_engine
 from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend, llm_base
-from megatron_ext.apis.runtime import EngineRuntime
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
 from tests.unit_tests.support.megatron_models import PROMPT
 
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=6)
+SETTINGS = {"block_size": 16, "block_count": 64, "max_requests": 8}
 LIFECYCLE = ("pause", "unpause", "suspend", "resume")
 
 
@@ -185,12 +186,19 @@ class TestShutdown:
 
 class TestConstruction:
     def test_that_fails_leaves_nothing(self, start, model, monkeypatch):
-        threads = set(threading.enumerate())
+        threads, made = set(threading.enumerate()), []
+
+        def attach(*arguments) -> LoadedEngine:
+            made.append(attach_engine(*arguments, **SETTINGS))
+            return made[0]
+
         with monkeypatch.context() as patch:
-            patch.setattr(EngineRuntime, "progress", None)
+            patch.setattr(llm_base, "_attach", lambda model, tokenizer, _: attach(model, tokenizer))
             patch.setattr("megatron_ext.apis.runtime.ControllerView", None)
             with pytest.raises(TypeError):
-                MegatronLLM(model=model, tokenizer=tokenizer(), inference_config=Config(**SMALL))
+                MegatronLLM(model=model, tokenizer=tokenizer())
+        with pytest.raises(EngineClosed):
+            made[0].statistics()
         assert set(threading.enumerate()) <= threads
         assert start().generate(PROMPT, GREEDY)[0].succeeded(), "the model is free"
 

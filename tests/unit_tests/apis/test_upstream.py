@@ -31,7 +31,7 @@ ADDED_PARAMETERS = {"inference_wrapper_cls", "sock"}
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    """What as_upstream.py prints."""
+    """Output of as_upstream.py."""
     try:
         packages = bases.fetch(VERSION)
     except ValueError as error:
@@ -83,7 +83,7 @@ class TestOneProgram:
                 assert one == pytest.approx(other, abs=1e-4)
 
     def test_fields_and_types(self, requests):
-        """The same fields; a value of the same type, or one where upstream has none."""
+        """Fields are the same; a value of the same type, or one where upstream has none."""
         for theirs, ours in requests:
             assert ours["fields"] == theirs["fields"]
             assert ours["types"].keys() == theirs["types"].keys()
