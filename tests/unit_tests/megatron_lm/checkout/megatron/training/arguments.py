@@ -55,6 +55,7 @@ FIXED = {
     "tokenizer_metadata": None,
     "metadata_path": None,
     "pad_vocab_size": False,
+    "profile": False,
     "rank": 0,
     "world_size": 1,
     "fp8_recipe": None,
