@@ -12,10 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.unit_tests.support.source import ROOT
+from tests.unit_tests.support.source import PACKAGE, ROOT
 from tools import pins
 from tools.check_python import platform_problem, python_problem, supported
 from tools.pins import Wheel
+
+PROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -32,6 +34,15 @@ def test_git_ignores_the_virtual_environment(tmp_path, is_link):
         ["git", "status", "--porcelain"], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout
     assert shown.splitlines() == ["?? .gitignore", "?? elsewhere/"]
+
+
+def test_data_files_are_part_of_the_package():
+    """A wheel has every file that is beside the sources: pages, styles, weights, C++."""
+    (patterns,) = re.findall(r'^\[tool.setuptools.package-data\]\n"\*" = \[(.*)\]$', PROJECT, re.MULTILINE)
+    known = [pattern.strip(' "') for pattern in patterns.split(",")]
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert len(files) > 10
+    assert [path.name for path in files if not any(path.match(pattern) for pattern in known)] == []
 
 
 class TestInterpreter:

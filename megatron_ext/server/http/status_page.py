@@ -1,4 +1,4 @@
-"""Status pages of a server and of a fleet: a file each, and the headers that restrict it."""
+"""Status pages of a server and of a fleet: a file each, a style in common, and the headers that restrict them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import re
 from hashlib import sha256
 from importlib.resources import files
 
-PAGE = (files("megatron_ext.server") / "status.html").read_text(encoding="utf-8")
-FLEET_PAGE = (files("megatron_ext.server") / "fleet.html").read_text(encoding="utf-8")  # draws `/replicas`
+
+def _read(name: str) -> str:
+    return (files("megatron_ext.server") / name).read_text(encoding="utf-8")
+
+
+_STYLE = _read("page.css")
+PAGE, FLEET_PAGE = (_read(name).replace("  /* page.css */\n", _STYLE) for name in ("status.html", "fleet.html"))
+"""Pages of a server, and of a fleet (`/replicas`)."""
 
 
 def _script_digest(page: str) -> str:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.explanation import Reason
-from megatron_ext.server.http.status_page import PAGE
+from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE
 from megatron_ext.server.monitoring.history import INTERVAL, KEPT, History
 from megatron_ext.server.monitoring.metrics import Metrics
 from tests.unit_tests.support.driver import make_prompt
@@ -243,6 +243,13 @@ class TestPage:
         response = fresh.http.get("/")
         assert response.headers["content-type"] == "text/html; charset=utf-8"
         assert not re.search(r"(src|href)=(?![\"']?data:)|https?://(?!www.w3.org/2000/svg)|@import", response.text)
+
+    @pytest.mark.parametrize("page", [PAGE, FLEET_PAGE], ids=["server", "fleet"])
+    def test_the_common_style_is_in_the_page(self, page):
+        """A page is one response, so the file that both pages share is written into it, before the page's own rules."""
+        style = page.split("<style>\n")[1].split("</style>")[0]
+        assert "page.css" not in style
+        assert style.index("--ground: #f6f7f9") < style.index("main { max-width")
 
     def test_forbids_frames_around_it_and_foreign_scripts(self, fresh):
         """SE-3: a page around it could have its visitor click on the reset button without seeing it."""
