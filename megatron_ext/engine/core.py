@@ -108,7 +108,7 @@ class EngineCore:
         self.is_suspended = False
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
-        self._choice: ReplicaChoice | None = None  # with one replica there is none
+        self._choice: ReplicaChoice | None = None  # None for one replica
         if len(parts) > 1:
             self._choice = ReplicaChoice([scheduler for scheduler, _ in parts], routing or RoutingConfig())
 

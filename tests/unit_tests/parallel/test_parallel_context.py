@@ -114,7 +114,7 @@ def test_drafts_on_several_ranks(layout: str, whole: Whole, alone: Lived):
 
 @pytest.mark.worlds(smoke=True)
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
-    """In turn, request i goes to replica i mod 2; counts are those of both."""
+    """Round robin sends request i to replica i mod 2; counts are those of both."""
     actions = [("add", i, COMMON[: 40 + 5 * i] + prompt(8, i), {"num_tokens_to_generate": 5}) for i in range(5)]
     parts = []
     for replica in range(2):
