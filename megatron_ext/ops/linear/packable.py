@@ -12,7 +12,6 @@ from operator import attrgetter
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_ext.ops.linear.packed import PackedWeight
 from megatron_ext.ops.linear.reference import LinearBackend
@@ -34,7 +33,7 @@ class Packable:
     packed: PackedWeight | None = None
     packed_beside: tuple[nn.Parameter, ...] = ()  # in a tuple: a module would register a bare parameter
     packed_edits: int = 0
-    _hooks: tuple[RemovableHandle, ...] = ()
+    _is_hooked: bool = False
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "weight":  # another parameter, which is not packed
@@ -79,9 +78,7 @@ class Packable:
         self.packed = packed
         if beside is None:
             weight.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
-            assert isinstance(self, nn.Module), "a mixin of modules"
-            saving = self.register_state_dict_pre_hook(_unpack)
-            self._hooks = (saving, self.register_load_state_dict_pre_hook(_unpack))
+            self._unpack_for_state_dicts()
 
     def unpack(self) -> None:
         """Restore the original weight; nothing happens if the layer is not packed."""
@@ -91,10 +88,15 @@ class Packable:
                 self.weight.data = packed.dense() if self.is_current else self.weight.clone()  # filled with one number
         self._forget()
 
+    def _unpack_for_state_dicts(self) -> None:
+        assert isinstance(self, nn.Module), "a mixin of modules"
+        if not self._is_hooked:  # once: torch's loop over hooks allows no removal
+            self._is_hooked = True
+            self.register_state_dict_pre_hook(_unpack)
+            self.register_load_state_dict_pre_hook(_unpack)
+
     def _forget(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.packed, self.packed_beside, self._hooks = None, (), ()
+        self.packed, self.packed_beside = None, ()
 
 
 def _unpack(layer: Packable, *_: object) -> None:

@@ -273,9 +273,14 @@ class TestLayer:
 
     def test_a_state_dict_has_the_weight(self, layer):
         weight = self.packed(layer)
-        state = nn.Sequential(layer).state_dict()
-        layer.pack(onednn.BACKEND)
-        assert torch.equal(state["0.weight"], weight)
+        others = []
+        layer.register_state_dict_pre_hook(lambda *_: others.append("saving"))
+        for _ in range(2):
+            state = nn.Sequential(layer).state_dict()
+            layer.pack(onednn.BACKEND)
+            assert torch.equal(state["0.weight"], weight)
+        assert others == ["saving"] * 2
+        assert len(layer._state_dict_pre_hooks) == 2, "one of ours, however often it is packed"
 
     def test_a_state_dict_is_loaded(self, layer):
         self.packed(layer)
