@@ -35,7 +35,13 @@ MODULES = {  # in the order in which their cases run
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear"),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),
-    "simulation": ("simulation.host", "simulation.soak", "simulation.scale", "simulation.truth"),
+    "simulation": (
+        "simulation.host",
+        "simulation.soak",
+        "simulation.scale",
+        "simulation.truth",
+        "simulation.policies",
+    ),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }
 GPU_MINUTES = 9.0

@@ -179,16 +179,17 @@ class FlopsBlocks:
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Make cached blocks evictable, as used at the current age."""
-        for block in blocks:
-            assert block not in self._ages, f"block {block} made evictable twice"
-            self._ages[block] = self._age
-            if self._index.children(block) == 0:
-                self._leaves.put(block, self._key(block))
+        held = dict.fromkeys(blocks, self._age)
+        assert self._ages.keys().isdisjoint(held), f"one of {list(held)} made evictable twice"
+        self._ages.update(held)
+        for block in self._index.childless(held):
+            self._leaves.put(block, self._key(block))
 
     def reuse(self, blocks: Iterable[BlockId]) -> None:
         """Take blocks out of the order: they are in use again."""
+        ages = self._ages
         for block in blocks:
-            del self._ages[block]
+            del ages[block]
             self._leaves.discard(block)
 
     def evict(self, count: int) -> list[BlockId]:

@@ -26,7 +26,7 @@ class RequestRng:
             self._next.append(self._generator.random())
         return self._next[ahead]
 
-    def advance(self) -> None:
-        """Go on to the number of the token after the one that was generated."""
+    def advance(self, count: int = 1) -> None:
+        """Go on to the number of the token after those that were generated."""
         if self._next:
-            del self._next[0]
+            del self._next[:count]

@@ -38,6 +38,7 @@ class Sequence:
 
     Attributes:
         tokens: Tokens of prompt and generation, packed for hashing.
+        prompt_length: Tokens of the prompt as it was submitted.
         computed_end: Position below which tokens are computed or skipped (see the module, also for `shared_end`).
         published_blocks: Blocks of the block table that are published, from its start.
         chain: Chain of block hashes; None for a sequence that neither reads nor writes the cache.
@@ -57,6 +58,7 @@ class Sequence:
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
         self.tokens = packed_tokens(prompt_tokens)
+        self.prompt_length = len(self.tokens)
         self.computed_end = 0
         self.shared_end = 0
         self.published_blocks = 0
@@ -68,14 +70,9 @@ class Sequence:
         self.snapshots: list[Snapshot] = []
         self.snapshot_plan = SnapshotPlan()
         self.draft_states: tuple[Snapshot, ...] = ()
-        self.ledger = PrefillLedger(len(prompt_tokens))
+        self.ledger = PrefillLedger(self.prompt_length)
         self.rng = RequestRng(seed)
         self.masks: Masks = ()
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt as it was submitted."""
-        return self.ledger.prompt_length
 
     @property
     def generated_count(self) -> int:
@@ -118,6 +115,12 @@ class Sequence:
         self.rng.advance()
         self.masks = ()
         self.tokens.append(token)
+
+    def extend(self, tokens: abc.Sequence[int]) -> None:
+        """Append generated tokens."""
+        self.rng.advance(len(tokens))
+        self.masks = ()
+        self.tokens.extend(tokens)
 
     def cut(self, count: int) -> None:
         """Drop the last `count` tokens of a sequence that has ended and owns nothing."""

@@ -35,7 +35,7 @@ from megatron_ext.simulation.sweep import (
     sweep,
 )
 from megatron_ext.simulation.sweep_report import draw, draw_heat_map, lines_of, results, table_of
-from megatron_ext.simulation.trace import Ids, Turn, describe
+from megatron_ext.simulation.trace import Ids, Turn, describe, longest_request
 from megatron_ext.simulation.trace_formats.sessions import SessionOptions
 
 HEAT_LENGTHS = (128, 512, 2048, 8192)
@@ -57,7 +57,7 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
     turns = _trace(arguments)
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
     if arguments.trace is not None:
-        model = model.reaching(arguments.max_sequence_length or _longest(turns))
+        model = model.reaching(arguments.max_sequence_length or longest_request(turns))
     memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [DEFAULT_STATE_SHARE]
     axes = (arguments.block_size, arguments.policy, arguments.mode, arguments.placement, arguments.spacing)
     run = _Run(arguments, console, model, batch, grid(memories, shares, *axes), DEFAULT)
@@ -143,11 +143,6 @@ def _trace(arguments: argparse.Namespace, *, shares_prefixes: bool = False) -> l
         return read_trace(arguments.trace, arguments.requests, sessions)
     size = Size(arguments.requests or 1000, arguments.rate, arguments.scale, arguments.seed)
     return list(GENERATORS[arguments.generate](size))
-
-
-def _longest(turns: Sequence[Turn]) -> int:
-    """Return the tokens of the longest request, with its answer."""
-    return max(turn.prompt_length + len(turn.answer) for turn in turns)
 
 
 def _heat_map(folder: Path, model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Path:

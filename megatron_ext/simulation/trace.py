@@ -124,6 +124,20 @@ def by_session(turns: Iterable[Turn]) -> dict[int, list[Turn]]:
     return sessions
 
 
+def root_sessions(turns: Sequence[Turn]) -> list[int]:
+    """Return the session of each turn; for the turns of a sub-agent that of the parent which started it."""
+    roots: dict[int, int] = {}
+    for turn in turns:
+        if turn.session not in roots:
+            roots[turn.session] = turn.session if turn.beside is None else roots[turn.beside.session]
+    return [roots[turn.session] for turn in turns]
+
+
+def longest_request(turns: Sequence[Turn]) -> int:
+    """Return the tokens of the longest request, with its answer."""
+    return max(turn.prompt_length + len(turn.answer) for turn in turns)
+
+
 def describe(turns: Sequence[Turn]) -> dict[str, int]:
     """Return the sizes of a trace."""
     return {
