@@ -306,6 +306,25 @@ class TestTool:
             "ttft_p99.png",
         }
 
+    def test_recorded_sessions_with_and_without_common_prefixes(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        """SI-3: both are reported; prompts are longer than the model's limit, unless a flag keeps it."""
+        requests = [{"t": 0, "in": 200_000, "out": 2, "hash_ids": [*range(3125)]}]
+        session = {"block_size": 64, "tool_tokens": 9000, "system_tokens": 1000, "requests": requests}
+        trace, output = tmp_path / "a.jsonl", tmp_path / "all.json"
+        trace.write_text(2 * (json.dumps(session) + "\n"))
+        argv = ["--trace", str(trace), "--rate", "0.01", "--memory-gib", "64", "--policy", "lru"]
+        argv += ["--model", "llama-3-8b"]
+        assert simulate_cache.main([*argv, "--common-prefixes", "--output", str(output)]) == 0
+        assert "With common prefixes" in capsys.readouterr().out
+        found = json.loads(output.read_text())
+        (without,), (common,) = found["points"], found["with_common_prefixes"]["points"]
+        assert (without["refused"], without["skipped_tokens"]) == (0, 0)
+        assert common["skipped_tokens"] == 156 * 64
+        assert simulate_cache.main([*argv, "--max-sequence-length", "131072", "--output", str(output)]) == 0
+        assert json.loads(output.read_text())["points"][0]["refused"] == 2
+
     def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert simulate_cache.main(["--trace", str(tmp_path / "none.jsonl")]) == 2
         assert self.run("--memory-gib", "0.00001") == 2
