@@ -1,4 +1,4 @@
-"""An engine of a model of megatron-core in memory: its tokens, its parameters, and what it leaves alone."""
+"""MF-10: an engine of a model of megatron-core in memory: its tokens, its parameters, and what it leaves alone."""
 
 from __future__ import annotations
 

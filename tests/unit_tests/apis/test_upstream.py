@@ -1,4 +1,4 @@
-"""MegatronLLM beside megatron-core 0.19.2's own: one program with both, and the signatures of both.
+"""MF-11: MegatronLLM beside megatron-core 0.19.2's own: one program with both, and the signatures of both.
 
 as_upstream.py runs in a process of its own with 0.19.2 on the path, fetched by hash (tools/bases.py), and with
 stand-ins for flash-attention and CUDA.

@@ -1,4 +1,4 @@
-"""Packed weights of linear layers in an engine: what computes, is saved, updated, noticed, counted and agreed on."""
+"""SC-12: packed weights of linear layers in an engine: computed, saved, updated, noticed, counted and agreed on."""
 
 from __future__ import annotations
 

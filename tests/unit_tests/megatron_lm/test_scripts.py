@@ -1,4 +1,4 @@
-"""Scripts that use Megatron's names run to their ends, with a stand-in of `megatron.training` (see `checkout`)."""
+"""MF-12: scripts with Megatron's names run to their ends; `checkout` has the stand-in of `megatron.training`."""
 
 from __future__ import annotations
 

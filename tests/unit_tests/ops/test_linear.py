@@ -1,4 +1,4 @@
-"""Linear layers: packed weights beside the reference, the table that chooses, and layers that hold either.
+"""SC-12: linear layers: packed weights beside the reference, the table that chooses, and layers that hold either.
 
 Products are sums in another order, so they are compared within BOUND, which docs/operators.md states. Packing and
 unpacking is compared to the bit.

@@ -1,4 +1,4 @@
-"""SI-3: recorded traces of every format, as files of every kind."""
+"""SI-3, SI-7: recorded traces of every format, as files of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`add_inference_args` and `settings_from_args` with parsers of Megatron-LM 0.16.1 and 0.19.2."""
+"""MF-13: `add_inference_args` and `settings_from_args` with parsers of Megatron-LM 0.16.1 and 0.19.2."""
 
 from __future__ import annotations
 
