@@ -40,6 +40,7 @@ _VALUES: Mapping[str, Mapping[str, object]] = {
     "RotaryEmbedding": {"rotary_interleaved": False, "seq_len_interpolation_factor": None},
     "YarnRotaryEmbedding": {"rotary_interleaved": False, "seq_len_interpolation_factor": None},
     "SelfAttention": {"attention_type": "self"},
+    "GatedDeltaNet": {"use_qk_l2norm": True, "activation": "silu"},
 }
 _RESIDUAL_SUMS = ("self_attn_bda", "mlp_bda", "mamba_bda", "cross_attn_bda")
 _SUM_NAMES = ("get_bias_dropout_add", "IdentityFuncOp")
@@ -66,8 +67,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
     for attribute, value in vars(module).items():
         if callable(value) and callable(getattr(kind, attribute, None)):
             yield f"has a {attribute} of its own in place of its class's"
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        yield f"has the forward hook {_name_of(hook)}, which the engine would not call{_remedy(hook)}"
+    yield from _hook_problems(module)
     for attribute, supported in _VALUES.get(kind.__name__, {}).items():
         found = getattr(module, attribute, supported)
         if found != supported:
@@ -79,6 +79,11 @@ def _problems(module: nn.Module) -> Iterator[str]:
         found = getattr(module, attribute, None)
         if found is not None and getattr(found, "__name__", type(found).__name__) not in _SUM_NAMES:
             yield f"has {attribute} = {_name_of(found)}, where {_SUM_NAMES[0]} is supported"
+
+
+def _hook_problems(module: nn.Module) -> Iterator[str]:
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        yield f"has the forward hook {_name_of(hook)}, which the engine would not call{_remedy(hook)}"
 
 
 def _is_transformer_engines(kind: type) -> bool:

@@ -37,7 +37,7 @@ def unwrapped(model: object) -> nn.Module:
         model: A model, bare or wrapped, or the list of one that Megatron's training has.
 
     Raises:
-        ConfigError: Another wrapper, another model, or several chunks of a virtual pipeline.
+        ConfigError: Another wrapper or one with hooks, another model, or several chunks of a virtual pipeline.
     """
     if isinstance(model, Sequence | nn.ModuleList) and not isinstance(model, str):
         if len(model) != 1:
@@ -46,8 +46,13 @@ def unwrapped(model: object) -> nn.Module:
                 "train with one chunk on each stage"
             )
         model = model[0]
-    while type(model).__name__ in _WRAPPERS and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
+    while isinstance(model, nn.Module) and type(model).__name__ in _WRAPPERS:
+        if model._forward_pre_hooks or model._forward_hooks:
+            raise ConfigError(
+                f"the model is in a {type(model).__name__} with forward hooks, which the engine would not call; remove "
+                "them"
+            )
+        model = model.module
     if not isinstance(model, nn.Module) or not is_upstreams(model) or type(model).__name__ not in _MODELS:
         raise ConfigError(
             f"the model is of class {class_path(model)}; supported are {', '.join(_MODELS)} of megatron.core, bare or "

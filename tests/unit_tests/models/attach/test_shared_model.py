@@ -250,3 +250,26 @@ class TestWrappers:
     def test_an_unknown_wrapper_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"^the model is of class torch\.nn\.modules\.container\.Sequential"):
             share(nn.Sequential(models.build("llama")))
+
+    def test_hooks_of_overlapped_communication_are_refused(self) -> None:
+        """Hooks of upstream's own wrapper gather parameters; the message says how they are removed."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        model = models.build("llama")
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        )
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        with pytest.raises(ConfigError, match=r"forward hook .*call disable_forward_pre_hook\(\)"):
+            share(wrapped)
+        wrapped.disable_forward_pre_hook(param_sync=False)
+        assert share(wrapped).source is model
+
+    def test_hooks_of_a_wrapper_are_refused(self) -> None:
+        from megatron.core.transformer.module import Float16Module
+
+        model = models.build("llama", bf16=True, params_dtype=torch.bfloat16)
+        wrapped = Float16Module(model.config, model)
+        wrapped.register_forward_hook(hook)
+        with pytest.raises(ConfigError, match=r"^the model is in a Float16Module with forward hooks"):
+            share(wrapped)
