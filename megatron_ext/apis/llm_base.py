@@ -68,9 +68,14 @@ class MegatronLLMBase:
         options = read_inference_config(inference_config)
         self._use_coordinator = use_coordinator
         self._runtime = _start(_attach(model, tokenizer, options), options, tokenizer)
-        has_ranks = isinstance(self._runtime, FollowingRuntime) or self._runtime.has_other_ranks
-        self._direct_calls = DirectCalls() if has_ranks and not use_coordinator else None
-        weakref.finalize(self, _close_lost, self._runtime).atexit = False
+        try:
+            is_direct_world = not use_coordinator and dist.get_world_size() > 1
+            self._direct_calls = DirectCalls() if is_direct_world else None
+        except BaseException:
+            self._runtime.close()
+            raise
+        if isinstance(self._runtime, EngineRuntime):  # the other ranks end with it
+            weakref.finalize(self, _close_lost, self._runtime).atexit = False
 
     @property
     def is_primary_rank(self) -> bool:
@@ -174,7 +179,7 @@ def _start(
         raise
 
 
-def _close_lost(runtime: EngineRuntime | FollowingRuntime) -> None:
+def _close_lost(runtime: EngineRuntime) -> None:
     """Close the runtime of a collected object; in the background if this may be the engine's own thread."""
     if threading.current_thread() is threading.main_thread():
         runtime.close()

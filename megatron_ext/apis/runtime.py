@@ -87,11 +87,6 @@ class EngineRuntime:
         """Serve prompts to the end; the errors are those of `begin` and of `Generation.wait`."""
         return self.begin(prompts, params).wait() if prompts else []
 
-    @property
-    def has_other_ranks(self) -> bool:
-        """True if other ranks compute parts of the engine's steps."""
-        return self._log is not None
-
     # Lifecycle
 
     def pause(self) -> None:
