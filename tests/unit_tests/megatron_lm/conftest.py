@@ -26,7 +26,7 @@ def is_foreign(name: str) -> bool:
 @pytest.fixture
 def checkout(monkeypatch) -> Iterator[Path]:
     """The stand-in of a checkout, first on the path; what scripts import from it is forgotten at the end."""
-    monkeypatch.syspath_prepend(CHECKOUT)  # the wheel of 0.19.2 has `megatron.training`, too
+    monkeypatch.syspath_prepend(CHECKOUT)  # newer wheels have `megatron.training`, too
     before = set(sys.modules)
     yield CHECKOUT
     training = sys.modules.get("megatron.training")

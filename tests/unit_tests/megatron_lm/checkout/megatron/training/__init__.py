@@ -1,7 +1,8 @@
-"""STAND-IN of Megatron-LM's `megatron.training`, which no wheel has, for tests on a CPU; none of it is Megatron's code.
+"""STAND-IN of `megatron.training` for tests on a CPU; none of it is Megatron's code.
 
-It has what the inference scripts of 0.16.1 and 0.19 import, as far as they use it: flags become a namespace, the model
-is a small one of upstream's own layers, and its weights come from the distributed checkpoint that `--load` names.
+The wheel of 0.16.1 lacks that package, and no version of it starts without CUDA. This one has what the inference
+scripts of 0.16.1 and 0.19 import, as far as they use it: flags become a namespace, the model is a small one of
+upstream's own layers, and its weights come from the distributed checkpoint that `--load` names.
 """
 
 from __future__ import annotations
