@@ -52,8 +52,6 @@ _REFUSED = {
     "unified_memory_level": "pools are in device memory; set it to 0",
     "static_kv_memory_pointers": "graphs are captured again after resume(); leave it out",
     "num_speculative_tokens": "drafts of multi-token prediction are not computed; set it to 0",
-    "prefix_caching_coordinator_policy": "replicas take turns; leave it out",
-    "prefix_caching_routing_alpha": "replicas take turns; leave it out",
     "metrics_writer": "nothing is sent to Weights & Biases; leave it out, and read the server's /metrics",
     "logprobs_mode": "log-probs are of the model's logits, before temperature and filters; set 'raw_logprobs'",
     "request_metadata_types": "requests have no other metadata; leave it out",
@@ -168,10 +166,30 @@ def _groups(collection: object) -> dict[str, Setting]:
     return {}
 
 
+def _policy(value: object) -> dict[str, Setting]:
+    """Return the policy that chooses replicas, where there are several."""
+    return {"policy": str(value.value if isinstance(value, Enum) else value)} if _has_replicas() else {}
+
+
+def _alpha(value: object) -> dict[str, Setting]:
+    """Return the weight of cached prefixes in that choice."""
+    assert isinstance(value, int | float), "as InferenceConfig declares"
+    return {"alpha": float(value)} if _has_replicas() else {}
+
+
+def _has_replicas() -> bool:
+    from megatron.core import parallel_state
+
+    is_initialized = parallel_state.model_parallel_is_initialized()
+    return is_initialized and parallel_state.get_data_parallel_world_size() > 1
+
+
 _CONVERSIONS: dict[str, Callable[[object], dict[str, Setting]]] = {
     "num_cuda_graphs": _graphs,
     "mamba_inference_state_config": _states,
     "pg_collection": _groups,
+    "prefix_caching_coordinator_policy": _policy,
+    "prefix_caching_routing_alpha": _alpha,
 }
 _ELSEWHERE = frozenset({"kv_cache_management_mode", "track_paused_request_events", "track_generated_token_events"})
 

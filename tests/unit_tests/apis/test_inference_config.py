@@ -48,6 +48,7 @@ class Config:
     prefix_caching_eviction_policy: str = "ref_zero"
     prefix_caching_mamba_gb: float | None = None
     prefix_caching_coordinator_policy: str = "load_balanced"
+    prefix_caching_routing_alpha: float = 0.5
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
     metrics_writer: object = None
@@ -101,6 +102,15 @@ def test_types_of_states():
         read_inference_config(Config(mamba_inference_state_config=SimpleNamespace(ssm_states_dtype=torch.float64)))
 
 
+@pytest.mark.parametrize(("replicas", "expected"), [(1, {}), (2, {"policy": "longest_prefix", "alpha": 0.75})])
+def test_choice_among_replicas(monkeypatch, replicas, expected):
+    """KV-7: the policy and its weight count where there are several replicas."""
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: replicas)
+    given = Config(prefix_caching_coordinator_policy="longest_prefix", prefix_caching_routing_alpha=0.75)
+    assert read_inference_config(given).settings == DEFAULTS | expected
+
+
 def test_events():
     options = read_inference_config(Config(track_paused_request_events=True, track_generated_token_events=True))
     assert (options.has_pause_events, options.has_token_events) == (True, True)
@@ -119,7 +129,6 @@ def test_memory_of_a_suspended_engine():
         {"unified_memory_level": 1},
         {"static_kv_memory_pointers": True},
         {"num_speculative_tokens": 2},
-        {"prefix_caching_coordinator_policy": "longest_prefix"},
         {"metrics_writer": object()},
         {"logprobs_mode": "processed_logprobs"},
         {"request_metadata_types": []},
