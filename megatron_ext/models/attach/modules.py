@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import nn
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.forward_hooks import forward_hooks
 from megatron_ext.models.attach.wrappers import class_path, is_upstreams
 from megatron_ext.models.megatron.stored_keys import is_prediction
 
@@ -82,7 +83,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
 
 
 def _hook_problems(module: nn.Module) -> Iterator[str]:
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    for hook in forward_hooks(module):
         yield f"has the forward hook {_name_of(hook)}, which the engine would not call{_remedy(hook)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
 from megatron_ext.models.attach.config import config_of, rotary_frequencies
 from megatron_ext.models.attach.modules import check_modules
@@ -86,11 +87,7 @@ def _with_stages(parallel: ParallelConfig, source: nn.Module) -> ParallelConfig:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and stored buffers by name, a shared one under each name; without what inference ignores."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | saved_tensors(model)
     return {name: tensor for name, tensor in found.items() if not is_ignored(name)}
 
 
@@ -163,20 +160,18 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Put a tensor itself into a model, so that it follows even if its storage is replaced."""
     module, leaf = _owner(model, name)
-    if leaf in module._parameters:
-        assert isinstance(tensor, nn.Parameter), f"{name} is a parameter"
-        module._parameters[leaf] = tensor
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
     else:
-        module._buffers[leaf] = tensor
+        module.register_buffer(leaf, tensor)
 
 
 def _fill_counters(model: nn.Module) -> None:
     """Replace buffers that have no memory yet by zeros: counters of training, which inference does not read."""
-    for path, module in model.named_modules():
-        for leaf, buffer in _unallocated(module):
-            assert leaf in module._non_persistent_buffers_set, f"{path}.{leaf} is shared"
-            module._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=platform.device())
-
-
-def _unallocated(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((leaf, buffer) for leaf, buffer in list(module.named_buffers(recurse=False)) if buffer.is_meta)
+    shared = saved_tensors(model)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            assert name not in shared, f"{name} is shared"
+            module, leaf = _owner(model, name)
+            zeros = torch.zeros(buffer.shape, dtype=buffer.dtype, device=platform.device())
+            module.register_buffer(leaf, zeros, persistent=False)

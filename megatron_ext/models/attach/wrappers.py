@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.forward_hooks import forward_hooks
 
 # Classes whose `module` is the wrapped model, and whose forward computes the same.
 _WRAPPERS = frozenset(("DistributedDataParallel", "Float16Module"))
@@ -47,7 +48,7 @@ def unwrapped(model: object) -> nn.Module:
             )
         model = model[0]
     while isinstance(model, nn.Module) and type(model).__name__ in _WRAPPERS:
-        if model._forward_pre_hooks or model._forward_hooks:
+        if forward_hooks(model):
             raise ConfigError(
                 f"the model is in a {type(model).__name__} with forward hooks, which the engine would not call; remove "
                 "them"
