@@ -88,12 +88,12 @@ _WITHOUT_EFFECT = re.compile(
     |(recompute|tp_comm|cuda_graph|cross_entropy|overlap|fine_grained|batch_p2p|fp8|fp4|inference|qk_clip|dsa)_.+
     |(moe_deepep|moe_hybridep|moe_flex|moe_ncclep|moe_paged_stash|moe_permute|mtp|offload|activation_offload)_.+
     |(hidden|attention)_dropout|calculate_per_token_loss|log_max_attention_logit|config_logger_dir|timers
-    |.+_(grad_scale|no_sync|grad_sync|param_sync|finalize_model_grads)_func|(grad_scale|no_sync|grad_sync)_func
-    |(param_sync|finalize_model_grads|moe_grad_scale|mtp_grad_scale)_func
+    |((moe_|mtp_)?grad_scale|no_sync|grad_sync|param_sync|finalize_model_grads)_func|barrier_with_L1_time
+    |experimental_attention_variant_loss_scale_func|qk_clip|cpu_offloading_.+|tp_only_amax_red|moe_paged_stash
     |params_dtype|pipeline_dtype|bf16|fp16|autocast_dtype|attention_softmax_in_fp32|attention_backend
     |flash_attention_version|flash_decode|disable_bf16_reduced_precision_matmul|deterministic_mode
     |batch_invariant_mode|(bias_activation|masked_softmax|bias_dropout|apply_rope|gradient_accumulation)_fusion
-    |apply_rope_fusion|persist_layer_norm|memory_efficient_layer_norm|use_fused_weighted_squared_relu
+    |persist_layer_norm|memory_efficient_layer_norm|use_fused_weighted_squared_relu
     |fused_single_qkv_rope|distribute_saved_activations|clone_scatter_output_in_embedding
     |disable_parameter_transpose_cache|enable_cuda_graph|external_cuda_graph|use_te_rng_tracker
     |symmetric_ar_type|nccl_all_reduce_for_prefill|use_inference_optimized_layers|transformer_impl

@@ -160,7 +160,7 @@ def test_tokens_are_those_of_a_loaded_checkpoint(attach, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["experts", "hybrid, tied, rope"])
 def test_the_model_is_left_as_it_was(attach, name: str) -> None:
-    """Its mode, hooks, gradients, flags and tensors, and the process's random states."""
+    """Leave alone its mode, hooks, gradients, flags and tensors, and the process's random states."""
     model = models.build(name)
     model.train()
     model.decoder.layers[1].eval()

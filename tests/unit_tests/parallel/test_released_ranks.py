@@ -33,7 +33,7 @@ def test_nothing_is_sent_between_suspension_and_resumption():
 
 
 def test_released_ranks_are_not_stopped():
-    """They have returned to their callers, who close the engine themselves."""
+    """Released ranks have returned to their callers, which close the engine themselves."""
     sent = Sent()
     driver = made(sent, releases=True)
     driver.suspend()

@@ -55,7 +55,7 @@ class TEColumnParallelGroupedLinear(nn.Module):
 
 
 class TERowParallelGroupedLinear(TEColumnParallelGroupedLinear):
-    """The same, the other way."""
+    """Linear layers of all experts of this rank, back to the hidden size."""
 
 
 class TEGroupedMLP(nn.Module):

@@ -231,7 +231,8 @@ def test_fields_without_effect_are_accepted() -> None:
     """Dropout, recomputation and communication of training change nothing that an engine computes."""
     model = models.build("llama", hidden_dropout=0.3, attention_dropout=0.2, deterministic_mode=True)
     model.config.recompute_granularity, model.config.sequence_parallel = "full", True
-    model.config.moe_aux_loss_coeff = 0.01
+    model.config.moe_aux_loss_coeff, model.config.barrier_with_L1_time = 0.01, False
+    model.config.grad_scale_func = model.config.no_sync_func = hook
     assert share(model).config == share(models.build("llama")).config
 
 
