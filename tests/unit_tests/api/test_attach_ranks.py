@@ -39,7 +39,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, object]]] = {
     "gpt, experts": ("experts", {"expert_model_parallel_size": 2}, {}),
     "hybrid, tensor": ("hybrid", {"tensor_model_parallel_size": 2}, {}),
     "hybrid, stages": ("hybrid", {"pipeline_model_parallel_size": 2}, {}),
+    "hybrid, tensor and stages": (
+        "hybrid",
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {},
+    ),
+    "hybrid, experts and tensor": (
+        "hybrid, experts",
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {},
+    ),
 }
+RANKS = {"hybrid, tensor and stages": 4}  # of layouts that do not have two
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,7 +141,7 @@ def closed_while_suspended(_: object) -> bool:
 @pytest.mark.worlds
 @pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
-    """Two ranks, each with its part of a model in the program's own process groups."""
+    """Several ranks, each with its part of a model in the program's own process groups."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_phases_equal_those_of_one_rank(self, layout: str, tmp_path: Path) -> None:
@@ -142,10 +153,10 @@ class TestWorlds:
         for phase in range(len(SCALES)):
             train(model, phase)
             tokens, _ = models.generate(model, models.PROMPT, COUNT)
-            expected.append([(tokens, 0), (tokens, 0 if "expert" in layout else 32)])  # experts span two replicas
-        found, follower = run_ranks(phases, 2, layout, str(tmp_path))
+            expected.append([(tokens, 0), (tokens, 32)])
+        found, *followers = run_ranks(phases, RANKS.get(layout, 2), layout, str(tmp_path))
         assert found == expected
-        assert follower is True
+        assert followers == [True] * len(followers)
 
     def test_a_part_that_is_refused_is_refused_on_all_ranks(self) -> None:
         first, second = run_ranks(refused, 2, None)
