@@ -39,7 +39,7 @@ def test_the_context_has_the_counts_of_the_engine(get_driver):
 
 
 def test_callers_get_the_presented_record(get_driver):
-    """From steps, futures and `generate`; with the parameters as they were given, and as they are served."""
+    """Records of steps, futures and `generate` have the parameters as they were given, and as they are served."""
     engine = get_driver().engine
     given = SamplingParams(num_tokens_total=12, num_tokens_to_generate=None, top_k=1)
     seen = []

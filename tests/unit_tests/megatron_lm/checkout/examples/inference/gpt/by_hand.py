@@ -21,7 +21,7 @@ from model_provider import model_provider
 
 
 def made_context(args: Any, model: Any) -> DynamicInferenceContext:
-    """With the keywords of 0.16.1, or as 0.19 has it, where there is an `InferenceConfig`."""
+    """Construct the context by the keywords of 0.16.1, or by an `InferenceConfig` where there is one, as in 0.19."""
     if args.with_inference_config:
         from megatron.training.argument_utils import inference_cfg_from_args
 
