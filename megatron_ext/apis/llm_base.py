@@ -43,7 +43,7 @@ class MegatronLLMBase:
         use_coordinator: Whether the first rank alone takes requests, and the engine has a lifecycle. Otherwise every
             rank calls `generate` with the same prompts, and has the results.
         coordinator_host: Address of Megatron's coordinator, which this engine does not need; has no effect.
-        coordinator_port: Its port; has no effect either.
+        coordinator_port: Port of that address; has no effect either.
         inference_wrapper_cls: None or Megatron's `GPTInferenceWrapper`.
 
     Raises:

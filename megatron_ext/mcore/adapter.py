@@ -40,8 +40,8 @@ class DecodeOnly:
     """State of steps, whether they only decode, under the names of 0.19; false without a step.
 
     Attributes:
-        consumed: Of the last step; None before the first one.
-        launched: Of a step whose tokens are not known; always None, as in Megatron without asynchronous scheduling.
+        consumed: State of the last step; None before the first one.
+        launched: State of a step without its tokens; always None, as in Megatron without asynchronous scheduling.
     """
 
     consumed: bool | None = None

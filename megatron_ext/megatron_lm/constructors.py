@@ -132,12 +132,12 @@ class ScriptEngine(Part):
     Args:
         controller: Model and tokenizer.
         context: Settings.
-        enable_cuda_graph: Of 0.16.1; the context's number of CUDA graphs decides.
-        random_seed: Of 0.16.1; requests without a seed get one derived from it.
-        track_paused_request_events: Of 0.16.1; whether the events of a request include pauses.
-        enable_chunked_prefill: Of 0.16.1.
-        inference_logging_step_interval: Of 0.16.1; steps between two log lines.
-        pg_collection: Of 0.16.1; must be the groups of Megatron's global state.
+        enable_cuda_graph: Argument of 0.16.1; the context's number of CUDA graphs decides.
+        random_seed: Seed of 0.16.1; requests without a seed get one derived from it.
+        track_paused_request_events: Argument of 0.16.1; whether the events of a request include pauses.
+        enable_chunked_prefill: Argument of 0.16.1.
+        inference_logging_step_interval: Argument of 0.16.1; steps between two log lines.
+        pg_collection: Argument of 0.16.1; must be the groups of Megatron's global state.
 
     Raises:
         ConfigError: As `attach_engine`.

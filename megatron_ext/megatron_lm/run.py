@@ -48,7 +48,7 @@ def run_script(script: Path, arguments: Sequence[str], settings: Mapping[str, Se
 
     Args:
         script: Path of the script.
-        arguments: Its arguments.
+        arguments: Arguments of the script.
         settings: Settings of `attach_engine` for engines that the script constructs by hand.
 
     Raises:

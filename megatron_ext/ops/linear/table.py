@@ -38,7 +38,7 @@ class Row:
 
     @property
     def limits(self) -> str:
-        """Which weights the row is for."""
+        """Limits of the weights that the row is for, as a text."""
         return f"from {self.min_inputs} inputs and {self.min_bytes} bytes on"
 
     def packs(self, outputs: int, inputs: int) -> bool:

@@ -1,4 +1,4 @@
-"""This package's trace format: token ids, or block hashes, of one request a line.
+"""Trace format of this package: token ids, or block hashes, of one request a line.
 
     {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5]}
     {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,

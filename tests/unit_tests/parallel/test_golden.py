@@ -6,6 +6,7 @@ NaN in every pool. Replicas are compared with one rank that gets their requests.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -122,7 +123,15 @@ IDLE = Script(
     everything("kernel").batching,
     CACHES["kernel"],
 )
-UNEVEN = {"same": SAME, "idle": IDLE, "uneven": everything("kernel"), "uneven, align": everything("align")}
+UNEVEN = {
+    name: dataclasses.replace(script, takes_turns=True)  # so that the part of each replica is known beforehand
+    for name, script in {
+        "same": SAME,
+        "idle": IDLE,
+        "uneven": everything("kernel"),
+        "uneven, align": everything("align"),
+    }.items()
+}
 
 
 @functools.cache

@@ -9,7 +9,8 @@ assert_same(first, alone)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,7 @@ class Script:
         drafts: See `build_engine`.
         truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
         routing: Policy that chooses among replicas.
+        takes_turns: Whether request i goes to replica i modulo their number, whatever the policy says.
     """
 
     actions: Sequence[tuple]
@@ -53,6 +55,7 @@ class Script:
     drafts: int = 0
     truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
     routing: RoutingConfig | None = None
+    takes_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,9 @@ def _follow(follower: Worker) -> Lived:
 def lead(engine: InferenceEngine, script: Script) -> Lived:
     """A whole life on rank 0, or on the only rank."""
     records: dict[int, RequestRecord] = {}
+    turns = itertools.count()
     for name, *arguments in script.actions:
-        _act(engine, name, arguments, records)
+        _act(engine, name, arguments, records, turns if script.takes_turns else None)
     for _ in range(MAX_STEPS):
         if not engine.has_unfinished_requests():
             break
@@ -122,10 +126,16 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
     return Lived(records, engine.prefix_cache_statistics(), counters, engine.step_count, engine.geometry)
 
 
-def _act(engine: InferenceEngine, name: str, arguments: Sequence, records: dict[int, RequestRecord]) -> None:
+def _act(
+    engine: InferenceEngine,
+    name: str,
+    arguments: Sequence,
+    records: dict[int, RequestRecord],
+    turns: Iterator[int] | None,
+) -> None:
     if name == "add":
         request_id, tokens, params = arguments
-        engine.add_request(request_id, tokens, RequestParams(**params))
+        engine.add_request(request_id, tokens, RequestParams(**params), turn=None if turns is None else next(turns))
     elif name == "steps":
         for _ in range(arguments[0]):
             if engine.has_unfinished_requests():
