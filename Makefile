@@ -60,14 +60,14 @@ test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it
 	$(PYTEST) -m "long or not long" $(ARGS)
 
 # In an environment of its own, since Ray brings packages of versions that the others need not agree with. Its wheels, too,
-# have hashes, torch excepted.
+# have hashes, torch excepted. Few of their modules are imported, so none is compiled in advance.
 RAY := .venv-ray
 $(RAY)/.installed: pyproject.toml constraints.txt lock.txt tests/ray/lock.txt
 	@$(PYTHON) tools/check_python.py $(if $(ANY_PLATFORM),--any-platform)
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: -r lock.txt -r tests/ray/lock.txt
-	$(RAY)/bin/python -m pip install -c constraints.txt torch==2.13.0
-	$(RAY)/bin/python -m pip install --no-deps --no-build-isolation -e .
+	$(RAY)/bin/python -m pip install --no-compile --require-hashes --no-deps --only-binary=:all: -r lock.txt -r tests/ray/lock.txt
+	$(RAY)/bin/python -m pip install --no-compile -c constraints.txt torch==2.13.0
+	$(RAY)/bin/python -m pip install --no-compile --no-deps --no-build-isolation -e .
 	$(RAY)/bin/python -m pip check
 	@touch $@
 
