@@ -181,13 +181,14 @@ class TestLauncher:
         await launcher.all_ready()
         leader = launcher.pids[0]
         (rank,) = [int(path.name) for path in (script.parent / "started").iterdir()]
-        assert os.getsid(leader) == os.getsid(rank) == leader != os.getsid(0)
         try:
+            assert os.getsid(leader) == os.getsid(rank) == leader != os.getsid(0)
             await asyncio.wait_for(launcher.close(), PATIENCE)
             await eventually(lambda: has_ended(leader) and has_ended(rank))
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
+            for process in (leader, rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         await fleet.close()
 
     def test_replicas_do_not_outlive_a_coordinator_that_is_killed(self, script):
