@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
@@ -25,6 +26,10 @@ UPSTREAM_WARNINGS = (
     r"ignore::DeprecationWarning:megatron\.core\..*",
     r"ignore::FutureWarning:megatron\.core\..*",
 )
+
+# A busy machine is no failure: hypothesis otherwise asserts on times.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
