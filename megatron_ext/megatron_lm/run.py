@@ -96,7 +96,11 @@ def _setting(text: str) -> tuple[str, Setting]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--setting {text!r} is not NAME=VALUE")
-    return name.replace("-", "_"), yaml.safe_load(value)
+    try:
+        return name.replace("-", "_"), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--setting {text!r} has a value that is not YAML: {reason}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

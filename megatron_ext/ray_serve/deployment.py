@@ -36,6 +36,7 @@ from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadP
 from megatron_ext.ray_serve.liveness import LOOKS, Liveness, watching
 from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.process import joined_world, prepare_process
+from megatron_ext.ray_serve.proxy import warn_if_absent
 from megatron_ext.ray_serve.ranks import Ranks
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
@@ -269,6 +270,7 @@ class Ingress:
         self._replicas = replicas
         self._limit, self._logs = max_body_bytes, access_log
         set_up_logging(log_level)
+        warn_if_absent()
         self._actor = get_runtime_context().current_actor
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -6,12 +6,28 @@ loads it into each proxy where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import deque
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.forwarded import ATTEMPTS, Answer, ReplicaLostError, lost
+
+logger = logging.getLogger(__name__)
+
+_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+
+
+def warn_if_absent() -> None:
+    """Say that the proxies have no such middleware, by the environment in which Ray has started this process."""
+    if os.environ.get(_VARIABLE) != f"{__name__}.middlewares":
+        logger.warning(
+            "requests and streams do not survive the end of an ingress: set %s=%s.middlewares where Ray starts",
+            _VARIABLE,
+            __name__,
+        )
 
 
 def middlewares() -> list[Middleware]:

@@ -62,7 +62,11 @@ def test_the_exit_of_a_script_is_its_own(tree):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["missing.py"], "missing.py"), (["--setting", "block_size", "missing.py"], "block_size")],
+    [
+        (["missing.py"], "missing.py"),
+        (["--setting", "block_size", "missing.py"], "block_size"),
+        (["--setting", "block_size=[", "missing.py"], "'block_size=[' has a value that is not YAML"),
+    ],
 )
 def test_mistakes_are_reported_in_one_line(options, named, capsys):
     assert main(options) == BAD_USAGE
