@@ -26,7 +26,8 @@ SETTINGS = {
     "distributed_timeout_minutes": 0.5,
 }
 COUNT = 6
-PARAMS = RequestParams(num_tokens_to_generate=COUNT)
+PARAMS = RequestParams(num_tokens_to_generate=COUNT, return_log_probs=True, skip_prompt_log_probs=True)
+TOLERANCE = 1e-4  # of log-probs
 SCALES = (1.0, 1.2, 0.9)  # of all weights in each phase
 # Layout -> kind of model, sizes of the groups, fields of the model's configuration.
 LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, object]]] = {
@@ -74,9 +75,12 @@ def load(model: nn.Module, directory: Path) -> nn.Module:
     return model
 
 
-def answers(engine: AttachedEngine) -> list[tuple[list[int], int]]:
+def answers(engine: AttachedEngine) -> list[tuple[list[int], int, list[float]]]:
     records = [engine.generate(models.PROMPT, PARAMS)[0] for _ in range(2)]
-    return [(list(record.generated_tokens), record.skipped_prefill_token_count) for record in records]
+    return [
+        (list(one.generated_tokens), one.skipped_prefill_token_count, list(one.generated_log_probs or ()))
+        for one in records
+    ]
 
 
 def phases(layout: str, directory: str) -> object:
@@ -152,8 +156,9 @@ class TestWorlds:
         expected = []
         for phase in range(len(SCALES)):
             train(model, phase)
-            tokens, _ = models.generate(model, models.PROMPT, COUNT)
-            expected.append([(tokens, 0), (tokens, 32)])
+            tokens, log_probs = models.generate(model, models.PROMPT, COUNT)
+            close = pytest.approx(log_probs, abs=TOLERANCE)
+            expected.append([(tokens, 0, close), (tokens, 32, close)])
         found, *followers = run_ranks(phases, RANKS.get(layout, 2), layout, str(tmp_path))
         assert found == expected
         assert followers == [True] * len(followers)
