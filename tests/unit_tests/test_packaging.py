@@ -142,7 +142,7 @@ class TestPins:
         by_hash = "--require-hashes --no-deps --only-binary=:all: -r lock.txt"
         makefile = (ROOT / "Makefile").read_text("utf-8")
         assert f"$(BIN)/python -m pip install {by_hash}\n" in makefile
-        assert f"$(RAY)/bin/python -m pip install {by_hash} -r tests/ray/lock.txt\n" in makefile
+        assert f"$(RAY)/bin/python -m pip install --no-compile {by_hash} -r tests/ray/lock.txt\n" in makefile
 
     def test_two_versions_for_one_python(self):
         markers = [Requirement(f'a==1; python_version {bound} "3.12"') for bound in ("<=", ">=")]
