@@ -55,7 +55,11 @@ COORDINATOR = FlagGroup(
         Flag("access_log", "Log a line for each request when it ends"),
     ),
 )
-_NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # server flags only
+# Flags of servers only.
+_NOT_OURS = {
+    *("chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"),
+    *("tool_call_parser", "reasoning_parser"),
+}
 
 
 def _ours(group: FlagGroup) -> FlagGroup:

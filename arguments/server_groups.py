@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import CONTROL_TOKENS, LOG_LEVELS, AccessConfig, ServerConfig, ServerLimits
+from megatron_ext.config.access_control import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.config.kv_events import KvEventsConfig
 
 SERVER = FlagGroup(
@@ -104,6 +105,16 @@ ACCESS = FlagGroup(
             "chat_control_tokens",
             "Treatment of special tokens spelled in messages of system, user or tool: text, or the tokens (parse)",
             choices=CONTROL_TOKENS,
+        ),
+        Flag(
+            "tool_call_parser",
+            "Format of the model's tool calls: auto finds it in the chat template",
+            choices=TOOL_CALL_PARSERS,
+        ),
+        Flag(
+            "reasoning_parser",
+            "Markers around the model's thinking: auto finds them in the chat template, none leaves it in the content",
+            choices=REASONING_PARSERS,
         ),
         Flag(
             "cors_allowed_origins",

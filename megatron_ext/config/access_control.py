@@ -8,6 +8,8 @@ from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 
 CONTROL_TOKENS = ("text", "parse")
+TOOL_CALL_PARSERS = tuple("auto granite hermes lfm2 llama3_json mistral nemotron pythonic qwen3_coder".split())
+REASONING_PARSERS = ("auto", "none", "mistral", "seed", "think")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class AccessConfig:
     allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys
     hide_cache_counts: bool = False
     chat_control_tokens: str = "text"  # one of CONTROL_TOKENS
+    tool_call_parser: str = "auto"  # one of TOOL_CALL_PARSERS
+    reasoning_parser: str = "auto"  # one of REASONING_PARSERS
     cors_allowed_origins: tuple[str, ...] = ()  # origins of web pages; default: none
     enable_admin_routes: bool = False
     weights_root: str | None = None  # directory of new weights; default: weights cannot be replaced
@@ -52,6 +56,11 @@ class AccessConfig:
             self.chat_control_tokens in CONTROL_TOKENS,
             f"--chat-control-tokens {self.chat_control_tokens!r} must be one of {', '.join(CONTROL_TOKENS)}",
         )
+        for flag, value, known in (
+            ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            require(value in known, f"{flag} {value!r} must be one of {', '.join(known)}")
 
 
 def key_problem(key: str) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE = "text", "json_object", "json_schema", "regex", "choice"
+LARK = "lark"  # a grammar of ours, which clients cannot give
 KINDS = (TEXT, JSON_OBJECT, JSON_SCHEMA, REGEX, CHOICE)
 # Fields beside `type`. A schema in `json_object` is llama.cpp's form.
 _FIELDS = {JSON_OBJECT: {"schema"}, JSON_SCHEMA: {"json_schema"}, REGEX: {"regex"}, CHOICE: {"choice"}}
@@ -15,16 +16,34 @@ _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}  # of OpenAI's `jso
 
 
 @dataclass(frozen=True)
+class ThinkingBudget:
+    """Budget of the thinking that an output may begin with.
+
+    Attributes:
+        tokens: Maximum number of tokens before the marker that ends thinking.
+        closing: That marker.
+        opening: Marker that begins thinking; None if the output begins inside of it.
+    """
+
+    tokens: int
+    closing: str
+    opening: str | None = None
+
+
+@dataclass(frozen=True)
 class ResponseFormat:
     """Format of an output: any text, a JSON object, JSON of a schema, a match of an expression, or a text of a list.
 
     Attributes:
-        kind: One of `KINDS`.
-        source: Schema as JSON, with its keys in the given order, the regular expression, or the list as JSON.
+        kind: One of `KINDS`, or `LARK`.
+        source: Schema as JSON, with its keys in the given order, the regular expression, the list as JSON, or the
+            grammar of an answer with tool calls or thinking.
+        thinking: Budget of thinking; None without one.
     """
 
     kind: str
     source: str = ""
+    thinking: ThinkingBudget | None = None
 
     expected: ClassVar[str] = (
         'a response format, as in {"type": "json_object"}, '

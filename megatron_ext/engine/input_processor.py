@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.text.grammars import Matcher
+from megatron_ext.text.matcher import TokenMatcher
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -36,7 +36,7 @@ class InputSettings:
     ends: tuple[int, ...]
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
-    matcher: Callable[[ResponseFormat], Matcher]
+    matcher: Callable[[ResponseFormat], TokenMatcher]
     max_drafts: int = 0
     mask_thread: MaskThread = field(default_factory=MaskThread)
 

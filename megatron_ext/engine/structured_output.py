@@ -24,7 +24,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.spec_decode.verification import TokensById
-from megatron_ext.text.grammars import Matcher
+from megatron_ext.text.matcher import TokenMatcher
 
 WAIT_SHARE = 0.25
 """Longest wait of a step for masks while other requests can run, as a share of the previous step's time."""
@@ -51,7 +51,12 @@ class Job:
     """
 
     def __init__(
-        self, start: Matcher, matcher: Matcher | None, tokens: Sequence[int], drafts: Sequence[int], ends: Sequence[int]
+        self,
+        start: TokenMatcher,
+        matcher: TokenMatcher | None,
+        tokens: Sequence[int],
+        drafts: Sequence[int],
+        ends: Sequence[int],
     ) -> None:
         self.matcher = matcher
         self.drafts = tuple(drafts)
@@ -137,8 +142,8 @@ class _Output:
     """
 
     request: Request
-    start: Matcher
-    matcher: Matcher | None = None
+    start: TokenMatcher
+    matcher: TokenMatcher | None = None
     taken: int = 0
     known: int = 0
     drafts: tuple[int, ...] = ()
@@ -168,7 +173,7 @@ class StructuredOutputs:
     """
 
     def __init__(
-        self, scheduler: Scheduler, start: Callable[[ResponseFormat], Matcher], thread: MaskThread | None = None
+        self, scheduler: Scheduler, start: Callable[[ResponseFormat], TokenMatcher], thread: MaskThread | None = None
     ) -> None:
         self._scheduler = scheduler
         self._start = start

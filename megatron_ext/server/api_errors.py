@@ -182,21 +182,21 @@ def generates_nothing() -> ApiError:
     return ApiError(400, message, param="max_tokens")
 
 
-def response_format_too_long(kind: str, size: int, limit: int) -> ApiError:
+def response_format_too_long(kind: str, size: int, limit: int, param: str) -> ApiError:
     """400: a schema or expression exceeds the size that this server compiles."""
     message = f"the {kind} has {size} bytes; this server accepts at most {limit} (--max-schema-kb)"
-    return ApiError(400, message, param="response_format", code="schema_too_long")
+    return ApiError(400, message, param=param, code="schema_too_long")
 
 
-def response_format_too_slow(kind: str, seconds: float) -> ApiError:
+def response_format_too_slow(kind: str, seconds: float, param: str) -> ApiError:
     """400: a response format takes too long to compile."""
     message = f"the {kind} was not compiled within {seconds:g} s (--grammar-timeout); send a simpler one"
-    return ApiError(400, message, param="response_format", code="schema_too_slow")
+    return ApiError(400, message, param=param, code="schema_too_slow")
 
 
-def response_format_refused(reason: str) -> ApiError:
+def response_format_refused(reason: str, param: str) -> ApiError:
     """400: a response format has unsupported features."""
-    return ApiError(400, reason, param="response_format", code="schema_not_supported")
+    return ApiError(400, reason, param=param, code="schema_not_supported")
 
 
 def text_too_long(characters: int, max_characters: int, limit: int) -> ApiError:

@@ -74,7 +74,12 @@ class Serving:
         self.cache = CacheView(self.engine, self.requests, self.metrics)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.vocabulary = self.engine.controller.vocabulary
-        self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
+        self.chat = ChatFormat(
+            self.tokenizer,
+            parse_control=self.settings.chat_control_tokens == "parse",
+            tool_calls=self.settings.tool_call_parser,
+            reasoning_name=self.settings.reasoning_parser,
+        )
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)

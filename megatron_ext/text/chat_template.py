@@ -6,6 +6,8 @@ a separate process (`template_rendering`).
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,9 @@ from megatron_ext.files import read_json, read_text
 from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.template_worker import Rendering
 
+logger = logging.getLogger(__name__)
+
+REASONING_EFFORT, ENABLE_THINKING = "reasoning_effort", "enable_thinking"
 TEMPLATE_FILE = "chat_template.jinja"
 _LONGEST_TEMPLATE = 1024**2  # bytes
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -44,12 +49,27 @@ class ChatOptions:
         continue_final_message: Whether to end with the last message's content, so that the model continues it.
         tools: Functions that the model may call, in OpenAI's form.
         variables: Variables of the template itself.
+        reasoning_effort: Value of the template's variable of this name, if it has one.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, object]] = ()
     variables: Mapping[str, object] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+    def known_to(self, template: str) -> tuple[dict[str, object], list[str]]:
+        """Return the variables that a template is rendered with, and the names of those that it does not mention."""
+        given = dict(self.variables)
+        unknown = [name for name in given if not _mentions(template, name)]
+        if self.reasoning_effort is not None:
+            if _mentions(template, REASONING_EFFORT):
+                given.setdefault(REASONING_EFFORT, self.reasoning_effort)
+            elif self.reasoning_effort == "none" and _mentions(template, ENABLE_THINKING):
+                given.setdefault(ENABLE_THINKING, False)
+            else:
+                unknown.append(REASONING_EFFORT)
+        return given, unknown
 
     def check(self, template: str) -> None:
         """Check that the template accepts these options.
@@ -131,7 +151,20 @@ def render_chat(
         "add_generation_prompt": options.add_generation_prompt,
         "continue_final_message": options.continue_final_message,
     }
-    return RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **options.variables}))
+    variables, unknown = options.known_to(template)
+    for name in unknown:
+        _note_unknown(name)
+    return RENDERER.render(Rendering(template, chat, settings, {**special_tokens, **variables}))
+
+
+def _mentions(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+@functools.lru_cache(maxsize=64)
+def _note_unknown(name: str) -> None:
+    """Log once that a variable has no effect."""
+    logger.info("the chat template does not use %s; it is ignored", name)
 
 
 def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

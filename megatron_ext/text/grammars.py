@@ -7,6 +7,8 @@ releases the interpreter's lock while it compiles and while it computes a mask.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -17,22 +19,23 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.response_format import CHOICE, JSON_SCHEMA, REGEX, ResponseFormat
+from megatron_ext.config.response_format import CHOICE, JSON_SCHEMA, LARK, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.matcher import Matcher, TokenMatcher, short_reason
+from megatron_ext.text.thinking_budget import BudgetMatcher
 from megatron_ext.text.tokenizer import Tokenizer, ends_of
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 MAX_COMPILED = 64  # grammars cached for later requests with equal response formats
-_LONGEST_REASON = 300  # characters
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # escapes as `json.dumps` writes them
 _INDENT = 4  # spaces before an expression that the library shows
 _REGEX_ERROR = re.compile(r"regex parse error:\n[^\n]*\n(?P<before> *)\^[ ^]*\nerror: (?P<reason>[^\n]*)")
 _ANY_OBJECT = '{"type": "object"}'
 # At most one space between the parts of JSON: a small model could generate blanks up to its limit.
 # A property name with an escaped letter would be taken for another property.
-_JSON_OPTIONS = {
+JSON_OPTIONS = {
     "whitespace_pattern": " ?",
     "json_allowed_escapes": 'bfnrt"\\',
     "lenient": False,
@@ -47,71 +50,6 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,  # they would quote outputs, which must not be logged
 }
-
-
-class Matcher:
-    """State of one output in its grammar. Not thread-safe.
-
-    Args:
-        matcher: The library's matcher.
-        tokenizer: The library's tokenizer.
-        mask: The library's mask of the next token, if it is known.
-        seconds: Processor time of the latest mask; 0 before the first.
-
-    Attributes:
-        seconds: Processor time of the latest mask.
-    """
-
-    def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, mask: bytes | None = None, seconds: float = 0.0
-    ) -> None:
-        self._matcher = matcher
-        self._tokenizer = tokenizer
-        self._end = tokenizer.eos_token
-        self._mask = mask
-        self.seconds = seconds
-
-    def copy(self) -> Matcher:
-        """Return an independent matcher in the same state."""
-        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._mask, self.seconds)
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens.
-
-        Raises:
-            ValueError: The tokens violate the grammar, or the library's limits were exceeded.
-        """
-        if tokens:
-            self._mask = None
-        if not self._matcher.consume_tokens(list(tokens)):
-            raise ValueError(_reason(self._matcher.get_error()))
-
-    def allowed(self, ends: Sequence[int]) -> bytes:
-        """Return the mask of the next token: a bit for each id, the lowest first.
-
-        Args:
-            ends: Tokens that end the output. They are allowed exactly where the output is complete.
-
-        Raises:
-            ValueError: No token is allowed, or the library's limits were exceeded.
-        """
-        if self._mask is None:
-            started = time.thread_time()
-            self._mask = self._matcher.compute_bitmask()
-            self.seconds = time.thread_time() - started
-        mask = bytearray(self._mask)
-        is_complete = self._matcher.is_accepting()
-        if self._matcher.is_error():
-            raise ValueError(_reason(self._matcher.get_error()))
-        known = [token for token in ends if 0 <= token < 8 * len(mask)]
-        for token in (self._end, *known):
-            mask[token // 8] &= ~(1 << token % 8) & 0xFF
-        if is_complete:
-            for token in known:
-                mask[token // 8] |= 1 << token % 8
-        if not any(mask):
-            raise ValueError("no token of this tokenizer can follow")
-        return bytes(mask)
 
 
 class Grammars:
@@ -138,11 +76,18 @@ class Grammars:
         if form is not None:
             self._compile(form)
 
-    def matcher(self, form: ResponseFormat) -> Matcher:
+    def matcher(self, form: ResponseFormat) -> TokenMatcher:
         """Return a matcher of an empty answer, whose mask is known; errors as of `check`."""
-        return self._compile(form).copy()
+        matcher = self._compile(form).copy()
+        if form.thinking is None:
+            return matcher
+        encode = getattr(self._given, "tokenize_plain", self._given.tokenize)
+        closing = encode(form.thinking.closing)
+        decode = functools.partial(self._given.detokenize, skip_special_tokens=False)
+        return BudgetMatcher(matcher, form.thinking, closing, decode)
 
     def _compile(self, form: ResponseFormat) -> Matcher:
+        form = dataclasses.replace(form, thinking=None)
         with self._lock:
             if form in self._compiled:
                 self._compiled.move_to_end(form)
@@ -158,16 +103,18 @@ class Grammars:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
-        if form.kind == JSON_SCHEMA and _CONTROL.search(form.source):
+        if form.kind in (JSON_SCHEMA, LARK) and _CONTROL.search(form.source):
             raise _refused(form, "it has a control character, which cannot be generated")
         try:
             if form.kind == REGEX:
                 grammar = LLMatcher.grammar_from_regex(form.source)
             elif form.kind == CHOICE:
                 grammar = LLMatcher.grammar_from_lark(_alternatives(json.loads(form.source)))
+            elif form.kind == LARK:
+                grammar = LLMatcher.grammar_from_lark(form.source)
             else:
                 schema = form.source if form.kind == JSON_SCHEMA else _ANY_OBJECT
-                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
             raise _refused(form, str(error)) from None
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -187,13 +134,14 @@ class Grammars:
         """
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError(
-                "response_format needs the package llguidance, which is not installed; install the extra [grammar]"
+                "response_format, required and strict tools and thinking_budget_tokens need the package llguidance, "
+                "which is not installed; install the extra [grammar]"
             )
         serialized = getattr(self._given, "serialized", None)
         ends = ends_of(self._given)
         if serialized is None or not ends:
             raise ConfigError(
-                "response_format is not supported for this model: it needs a fast tokenizer of Hugging Face with an "
+                "guided output is not supported for this model: it needs a fast tokenizer of Hugging Face with an "
                 "end-of-text token"
             )
         from llguidance import LLTokenizer
@@ -202,12 +150,15 @@ class Grammars:
             return LLTokenizer(serialized, n_vocab=self._model_size, eos_token=ends[0])
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"response_format: the library llguidance cannot read the model's tokenizer: {_reason(str(error))}"
+                f"guided output: the library llguidance cannot read the model's tokenizer: {short_reason(str(error))}"
             ) from error
 
 
 def _refused(form: ResponseFormat, reason: str) -> ConfigError:
-    return ConfigError(f"response_format: the {form.kind} is not supported: {_reason(_compilation_reason(reason))}")
+    shown = short_reason(_compilation_reason(reason))
+    if form.kind == LARK:
+        return ConfigError(f"tools: the schema of a function is not supported: {shown}")
+    return ConfigError(f"response_format: the {form.kind} is not supported: {shown}")
 
 
 def _alternatives(texts: Sequence[str]) -> str:
@@ -222,7 +173,3 @@ def _compilation_reason(text: str) -> str:
         return f"{drawn['reason']}, at character {len(drawn['before']) - _INDENT + 1} of the expression"
     _, _, inner = text.rpartition("(in regex): ")
     return inner.partition(" in regex /")[0]
-
-
-def _reason(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_REASON]

@@ -8,13 +8,16 @@ from functools import cached_property
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.protocol import Message
-from megatron_ext.server.openai.tool_calls import OPENING
+from megatron_ext.text import reasoning
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
+from megatron_ext.text.tool_calls import formats
 
 _MAX_TURNS = 8  # turns whose ends get snapshots: more would evict those of other conversations
 _ANSWER = "0123456789"
+_TAIL = 16  # tokens of a prompt's end that may be a marker
+AUTO, NONE = "auto", "none"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
 
@@ -24,11 +27,25 @@ class ChatFormat:
     Args:
         tokenizer: Tokenizer with or without a chat template.
         parse_control: Whether special tokens spelled in messages become these tokens; they stay text otherwise.
+        tool_calls: Name of the format of tool calls, or "auto" for that of the chat template.
+        reasoning_name: Name of the format of thinking, "auto" for that of the chat template, or "none".
+
+    Raises:
+        ConfigError: A format of this name is not known.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, parse_control: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, parse_control: bool = False, tool_calls: str = AUTO, reasoning_name: str = AUTO
+    ) -> None:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
+        template = _template_of(tokenizer)
+        self.tool_calls = formats.format_of(template) if tool_calls == AUTO else formats.format_named(tool_calls)
+        self.reasoning: reasoning.ReasoningFormat | None = None
+        if reasoning_name == AUTO:
+            self.reasoning = reasoning.format_of(template)
+        elif reasoning_name != NONE:
+            self.reasoning = reasoning.format_named(reasoning_name)
         if isinstance(tokenizer, TextTokenizer):
             tokenizer.prepare_chat()
 
@@ -76,14 +93,42 @@ class ChatFormat:
                 ends.append(prompt.index(self.end_of_turn, ends[-1] if ends else 0) + 1)
         return [*ends[:1], *reversed(ends[1:])][:_MAX_TURNS]
 
+    def token_of(self, text: str) -> int | None:
+        """Return the id of the single token that a text is; None if it is several."""
+        tokenizer = self._tokenizer
+        tokens = tokenizer.tokenize_plain(text) if isinstance(tokenizer, TextTokenizer) and text else []
+        return tokens[0] if len(tokens) == 1 else None
+
     @cached_property
     def calls_are_special(self) -> bool:
         """Return whether the tool call markers are special tokens, which decoded text leaves out."""
-        tokenizer = self._tokenizer
-        if not isinstance(tokenizer, TextTokenizer):
+        return any(map(self._is_special, (self.tool_calls.opening, self.tool_calls.closing)))
+
+    @cached_property
+    def thinking_is_special(self) -> bool:
+        """Return whether the markers of thinking are special tokens, which decoded text leaves out."""
+        form = self.reasoning
+        return form is not None and any(map(self._is_special, (form.opening, form.closing)))
+
+    def _is_special(self, text: str) -> bool:
+        token = self.token_of(text)
+        return token is not None and not self._tokenizer.detokenize([token])
+
+    def ends_inside_thinking(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends with the beginning of thinking."""
+        form = self.reasoning
+        if form is None or not isinstance(self._tokenizer, TextTokenizer):
             return False
-        tokens = tokenizer.tokenize_plain(OPENING)
-        return len(tokens) == 1 and not tokenizer.detokenize(tokens)
+        tail = self._tokenizer.detokenize(list(prompt[-_TAIL:]), skip_special_tokens=False)
+        return reasoning.begins_inside(tail, form)
+
+    @cached_property
+    def thinking_token(self) -> int | None:
+        """First token of the marker that begins thinking; None without such a marker."""
+        tokenizer = self._tokenizer
+        if self.reasoning is None or not isinstance(tokenizer, TextTokenizer):
+            return None
+        return tokenizer.tokenize_plain(self.reasoning.opening)[0]
 
     @cached_property
     def other_ends(self) -> tuple[int, ...]:
@@ -91,3 +136,13 @@ class ChatFormat:
         if self.end_of_turn is None:  # end-of-document tokens end it
             return ()
         return tuple(token for token in ends_of(self._tokenizer) if token != self.end_of_turn)
+
+
+def _template_of(tokenizer: Tokenizer) -> str | None:
+    """Return the chat template; None without one, and if it cannot be read, which its first use reports."""
+    if not isinstance(tokenizer, TextTokenizer):
+        return None
+    try:
+        return tokenizer.chat_template
+    except ConfigError:
+        return None

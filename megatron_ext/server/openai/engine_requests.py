@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.request import MAX_CHECKPOINTS
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.server.api_errors import context_exceeded, generates_nothing, too_many_requests
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
@@ -77,21 +78,35 @@ def completion_specs(
 
 
 def chat_specs(
-    body: ChatRequest, prompt: Sequence[int], limits: PromptLimits, chat: ChatFormat, defaults: FieldValues = NOTHING
+    body: ChatRequest,
+    prompt: Sequence[int],
+    limits: PromptLimits,
+    chat: ChatFormat,
+    defaults: FieldValues = NOTHING,
+    form: ResponseFormat | None = None,
 ) -> list[RequestSpec]:
-    """Return the choices of a conversation; `defaults` replace fields that the body leaves out.
+    """Return the choices of a conversation.
+
+    Args:
+        body: Request.
+        prompt: Tokens of the rendered conversation.
+        limits: Maximum lengths.
+        chat: Chat format of the model.
+        defaults: Values of fields that the body leaves out.
+        form: Response format, in place of the body's own.
 
     Raises:
         ApiError: A sequence exceeds the limits.
         ConfigError: Values contradict each other.
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
+    settings["response_format"] = form or body.form
     checkpoints = (*settings.get("cache_checkpoint", ()), *chat.ends_of_turns(prompt))
     settings["cache_checkpoint"] = checkpoints[:MAX_CHECKPOINTS]
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
         settings["stop_token_ids"] = (*settings.get("stop_token_ids", ()), *chat.other_ends)
-    if body.max_calls and chat.calls_are_special:
+    if (body.max_calls and chat.calls_are_special) or chat.thinking_is_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
     return _specs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
@@ -21,6 +22,8 @@ MAX_TOOLS = 128
 MAX_CALLS = 1024  # tool calls in an answer
 MAX_VARIABLES = 64  # variables of a chat template
 LONGEST_TOOL_NAME = 128  # characters
+LONGEST_EFFORT = 32  # characters
+TOOL_MODES = ("auto", "none", "required")
 
 
 class GatewayFields(Body):
@@ -73,6 +76,8 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -93,7 +98,9 @@ class Message(BaseModel):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
+        fields = self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
+        thinking = fields.pop("reasoning", None)  # templates know the older name
+        return fields if thinking is None else {"reasoning_content": thinking} | fields
 
 
 def _with_object(call: dict[str, object]) -> dict[str, object]:
@@ -118,14 +125,7 @@ class Function(Body):
     name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
     description: Text | None = None
     parameters: dict[str, object] | None = None  # a JSON schema
-    strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _is_not_guided(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("is not supported: arguments are not constrained; leave it out")
-        return value
+    strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
 
 
 class Tool(Body):
@@ -135,15 +135,54 @@ class Tool(Body):
     function: Function
 
 
-def _tool_choice(value: object) -> object:
-    if value not in (None, "auto", "none"):
-        shown = json.dumps(value.get("type") if isinstance(value, dict) else value)
-        raise ValueError(f"{shown[:40]} is not supported; 'auto' and 'none' are")
-    return value
+@dataclass(frozen=True)
+class ToolChoice:
+    """Choice among tools.
+
+    Attributes:
+        mode: "auto", "none" or "required".
+        names: Functions that may be called; None for all.
+    """
+
+    mode: str = "auto"
+    names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, value: object) -> ToolChoice:
+        """Convert a JSON value: a mode, a function to call, or OpenAI's list of allowed tools.
+
+        Raises:
+            ValueError: The value is none of these.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, str) and value in TOOL_MODES:
+            return cls(value)
+        if isinstance(value, dict) and value.get("type") == "function":
+            return cls("required", (_function_name(value),))
+        if isinstance(value, dict) and value.get("type") == "allowed_tools":
+            allowed = value.get("allowed_tools")
+            listed = allowed.get("tools") if isinstance(allowed, dict) else None
+            mode = allowed.get("mode") if isinstance(allowed, dict) else None
+            if isinstance(listed, list) and listed and mode in ("auto", "required"):
+                return cls(mode, tuple(_function_name(one) for one in listed))
+        raise ValueError(
+            f"{json.dumps(value)[:60]} is not known; give one of {', '.join(TOOL_MODES)}, or "
+            '{"type": "function", "function": {"name": ...}}'
+        )
 
 
-ToolChoice = Annotated[
-    Literal["auto", "none"] | None, PlainValidator(_tool_choice, json_schema_input_type=Literal["auto", "none"] | None)
+def _function_name(value: object) -> str:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError('needs the name of a function, as in {"type": "function", "function": {"name": "weather"}}')
+    return name
+
+
+Choice = Annotated[
+    ToolChoice,
+    PlainValidator(ToolChoice.of, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None),
 ]
 
 
@@ -154,6 +193,7 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
 
     @model_validator(mode="after")
     def _ends_agree(self) -> TemplateFields:
@@ -176,6 +216,7 @@ class TemplateFields(Body):
             continue_final_message=bool(self.continue_final_message),
             tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
             variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
         )
 
 
@@ -187,7 +228,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tool_choice: ToolChoice = None
+    tool_choice: Choice = ToolChoice()
     parallel_tool_calls: bool | None = None
     echo: Literal[False] | None = None
     documents: object = None
@@ -196,8 +237,8 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     modalities: object = None
     audio: object = None
     prediction: object = None
-    reasoning_effort: object = None
-    separate_reasoning: object = None
+    separate_reasoning: bool | None = None  # False leaves thinking in the content
+    thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     stream_reasoning: object = None
     verbosity: object = None
     web_search_options: object = None
@@ -210,9 +251,27 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _chooses_given_tools(self) -> ChatRequest:
+        given = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice.mode == "required" and not given:
+            raise ValueError("tool_choice asks for a call, and there are no tools; give some or leave it out")
+        unknown = [name for name in self.tool_choice.names or () if name not in given]
+        if unknown:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not in tools")
+        return self
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Return the tools that may be called."""
+        if self.tool_choice.mode == "none":
+            return ()
+        names = self.tool_choice.names
+        return tuple(tool for tool in self.tools or () if names is None or tool.function.name in names)
+
     @property
     def max_calls(self) -> int:
         """Return the maximum number of tool calls to parse; 0 without tools or with `tool_choice` "none"."""
-        if not self.tools or self.tool_choice == "none":
+        if not self.callable_tools:
             return 0
         return 1 if self.parallel_tool_calls is False else MAX_CALLS

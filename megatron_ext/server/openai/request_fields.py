@@ -56,11 +56,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's gateway adds these four
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True, False)),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's gateway adds these and the next
+    "stream_reasoning": (True, False),
 }
 
 

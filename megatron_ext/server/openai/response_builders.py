@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, AnswerPart, AnswerReader, CallPart, thinking_length
 from megatron_ext.server.openai.responses import Explains, Piece, Scored, generated_scores, prompt_scores
-from megatron_ext.server.openai.tool_calls import ToolCall, ToolCallReader
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -24,9 +24,14 @@ class _Envelope:
         self.choices = choices
         self.shows_cache = True
         self.explains = Explains.NOTHING
+        self.thinking_token: int | None = None
         self._vocabulary = vocabulary
         self._shows_ids = shows_ids
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def thinking_length(self, record: RequestRecord) -> int:
+        """Return the number of an answer's tokens that are thinking."""
+        return 0
 
     def _ids(self, tokens: Sequence[int]) -> dict[str, object]:
         return {"token_ids": list(tokens)} if self._shows_ids else {}
@@ -127,7 +132,7 @@ class ChatResponseBuilder(_Envelope):
         choices: Choices of the conversation.
         has_scores: Whether log-probs were requested.
         shows_ids: Whether token ids are returned as well.
-        max_calls: Maximum number of tool calls parsed from an answer; 0 for no parsing.
+        form: Format of the answers: what is thinking, and what is a tool call.
     """
 
     def __init__(
@@ -138,11 +143,12 @@ class ChatResponseBuilder(_Envelope):
         *,
         has_scores: bool,
         shows_ids: bool = False,
-        max_calls: int = 0,
+        form: AnswerFormat = PLAIN,
     ) -> None:
         super().__init__(model, vocabulary, choices, "chatcmpl", shows_ids=shows_ids)
         self._has_scores = has_scores
-        self._readers = [ToolCallReader(max_calls) for _ in range(choices)] if max_calls else None
+        self._form = form
+        self._readers = [AnswerReader(form) for _ in range(choices)]
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """Return the fields around the choices."""
@@ -158,11 +164,13 @@ class ChatResponseBuilder(_Envelope):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, index: int, piece: Piece) -> dict[str, object] | None:
-        """Return a part of a choice; calls are returned when they are complete."""
-        text, calls, reason = self._read(index, piece)
-        first = self._readers[index].count - len(calls) if self._readers else 0
-        listed = [{"index": i, **_call(call)} for i, call in enumerate(calls, start=first)]
-        delta = ({"content": text} if text else {}) | ({"tool_calls": listed} if listed else {})
+        """Return a part of a choice; pieces of calls are returned as soon as they are certain."""
+        part, reason = self._read(index, piece)
+        delta: dict[str, object] = _thinking(part.thinking) if part.thinking else {}
+        if part.content:
+            delta["content"] = part.content
+        if part.calls:
+            delta["tool_calls"] = [_call_part(call) for call in part.calls]
         if not delta and reason is None and not piece.scores and not self._shows_ids:
             return None
         log_probs = self._log_probs(piece.scores)
@@ -174,23 +182,29 @@ class ChatResponseBuilder(_Envelope):
         """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
         scores = generated_scores(record, 0)
         piece = Piece(record.generated_text, record.generated_tokens, scores, record.finish_reason or "")
-        text, calls, reason = self._read(index, piece)
-        message: dict[str, object] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+        part, reason = self._read(index, piece)
+        text = part.content or (None if part.calls else "")
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if self._readers[index].has_thought:
+            message |= _thinking(part.thinking)
+        if part.calls:
+            message["tool_calls"] = [_whole_call(call) for call in part.calls]
         log_probs = self._log_probs(scores)
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": reason or None} | self._ids(
             piece.tokens
         )
 
-    def _read(self, index: int, piece: Piece) -> tuple[str, Sequence[ToolCall], str | None]:
-        """Return content and tool calls of a piece of text, and the finish reason: None until the choice has ended."""
-        if self._readers is None:
-            return piece.text, (), piece.reason
+    def thinking_length(self, record: RequestRecord) -> int:
+        """Return the number of an answer's tokens that are thinking, markers included."""
+        decode = self._vocabulary.decoder(skips_special=False)
+        return thinking_length(record.generated_tokens, self._form, decode)
+
+    def _read(self, index: int, piece: Piece) -> tuple[AnswerPart, str | None]:
+        """Return the parts of a piece of text, and the finish reason: None until the choice has ended."""
         reader = self._readers[index]
-        text, calls = reader.feed(piece.text, is_last=piece.reason is not None)
-        has_called = reader.count and piece.reason == "stop"
-        return text, calls, CALLED if has_called else piece.reason
+        part = reader.feed(piece.text, is_last=piece.reason is not None)
+        has_called = reader.call_count and piece.reason == "stop"
+        return part, CALLED if has_called else piece.reason
 
     def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
         if not self._has_scores:
@@ -207,9 +221,21 @@ class ChatResponseBuilder(_Envelope):
         return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
 
 
-def _call(call: ToolCall) -> dict[str, object]:
+def _thinking(text: str) -> dict[str, object]:
+    """Return the fields of thinking under the names of vLLM and DeepSeek."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _whole_call(call: CallPart) -> dict[str, object]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _call_part(call: CallPart) -> dict[str, object]:
+    """Return a part of a call: the first one has its id and name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_whole_call(call)}
 
 
 def shown(vocabulary: Vocabulary, token: int) -> str:

@@ -13,6 +13,9 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
 from megatron_ext.server.client.request_handle import RequestHandle
 
+DROPPED_THINKING = "dropped_thinking"
+_DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -75,13 +78,16 @@ def usage(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[st
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
+    details = {}
+    thinking = sum(map(builder.thinking_length, records))
+    if thinking:
+        details["reasoning_tokens"] = thinking
     drafted = sum(record.draft_token_count for record in records)
     if drafted:
         accepted = sum(record.accepted_token_count for record in records)
-        counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        }
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+    if details:
+        counts["completion_tokens_details"] = details
     if builder.shows_cache:
         counts["prompt_tokens_details"] = {
             "cached_tokens": sum(record.skipped_prefill_token_count for record in firsts),
@@ -122,6 +128,10 @@ class ResponseBuilder(Protocol):
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
     explains: Explains  # detail of prefix cache explanations
+    thinking_token: int | None  # first token of thinking; None if the model does not think
+
+    def thinking_length(self, record: RequestRecord) -> int:
+        """Return the number of an answer's tokens that are thinking."""
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""
@@ -153,7 +163,12 @@ def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> di
     if builder.explains is Explains.NOTHING or index % builder.choices or explanation is None:
         return {}
     revealed = explanation if builder.explains is Explains.ALL else explanation.without_cached_token()
-    return {"prefix_cache_explanation": revealed.to_dict()}
+    shown = revealed.to_dict()
+    is_dropped = builder.thinking_token is not None and explanation.there == builder.thinking_token
+    if is_dropped and explanation.here != explanation.there:
+        shown["cause"] = DROPPED_THINKING
+        shown["text"] = f"{shown['text']}. {_DROPPED_THINKING_TEXT}"
+    return {"prefix_cache_explanation": shown}
 
 
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:

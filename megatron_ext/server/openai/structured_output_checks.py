@@ -6,12 +6,13 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ext.config import ServerLimits
-from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.response_format import LARK, ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import response_format_refused, response_format_too_long, response_format_too_slow
 from megatron_ext.text.grammars import Grammars
 
 THREADS = 2
+_TOOLS = "grammar of the tools"
 
 
 class StructuredOutputChecks:
@@ -35,13 +36,14 @@ class StructuredOutputChecks:
         """
         if form is None:
             return
+        kind, param = (_TOOLS, "tools") if form.kind == LARK else (form.kind, "response_format")
         size, limit = len(form.source.encode()), self._limits.schema_bytes
         if size > limit:
-            raise response_format_too_long(form.kind, size, limit)
+            raise response_format_too_long(kind, size, limit, param)
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.check, form)
         try:
             await asyncio.wait_for(compiling, self._limits.grammar_timeout)
         except asyncio.TimeoutError:  # the thread continues until the library's own limits end it
-            raise response_format_too_slow(form.kind, self._limits.grammar_timeout) from None
+            raise response_format_too_slow(kind, self._limits.grammar_timeout, param) from None
         except ConfigError as error:
-            raise response_format_refused(str(error)) from None
+            raise response_format_refused(str(error), param) from None

@@ -14,6 +14,7 @@ from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import sender_of
 from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
+from megatron_ext.server.openai.guided_answers import answer_format, guided_form
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
@@ -62,15 +63,20 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     await serving.forms.check(body.form)
     handed_on = handed_on_tokens(request.scope)
     prompt = handed_on[0] if handed_on else await serving.tokenize_chat(body.messages, body.chat_options)
-    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
+    answer = answer_format(body, prompt, serving.chat)
+    form = guided_form(body, answer, serving.chat)
+    if form is not body.form:
+        await serving.forms.check(form)
+    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults, form)
     builder = ChatResponseBuilder(
         serving.model,
         serving.vocabulary,
         body.n or 1,
         has_scores=bool(body.logprobs),
         shows_ids=bool(body.return_token_ids),
-        max_calls=body.max_calls,
+        form=answer,
     )
+    builder.thinking_token = serving.chat.thinking_token
     return await _answer(request, serving, body, specs, builder)
 
 

@@ -123,11 +123,16 @@ def tiny_engine(
     )
 
 
-def embedded_engine() -> InferenceEngine:
+def embedded_engine(**cache: object) -> InferenceEngine:
     """The model of the package, whose blocks are small enough for short conversations."""
     platform.initialize()
     loaded = load_model(SourceConfig(), {})
     batching = BatchingConfig(block_size=16, block_count=400, max_requests=8)
     return build_engine(
-        loaded.model, loaded.config, loaded.tokenizer, batching, CacheConfig(snapshot_slots=32), dtype=loaded.dtype
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        batching,
+        CacheConfig(**({"snapshot_slots": 32} | cache)),
+        dtype=loaded.dtype,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import random
 
 import pytest
 import tokenizers
@@ -12,8 +12,8 @@ import torch
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits, chat_specs
+from megatron_ext.server.openai.guided_answers import answer_format, guided_form
 from megatron_ext.server.openai.protocol import ChatRequest
-from megatron_ext.server.openai.tool_calls import ToolCallReader
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.server.test_errors import CHAT, check_error
 from tests.unit_tests.support.server import LiveServer
@@ -32,51 +32,7 @@ OTHER = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
 SPOKEN = {"name": "weather", "arguments": {"city": "Oslo"}}
 
 
-def read(text: str, sizes: random.Random | None = None, max_calls: int = 9) -> tuple[str, list[tuple[str, object]]]:
-    """Content and calls of a text, in one piece or cut at random."""
-    reader, start, content, calls = ToolCallReader(max_calls), 0, "", []
-    while start < len(text) or start == 0:
-        end = len(text) if sizes is None else min(len(text), start + sizes.randrange(1, 9))
-        new, found = reader.feed(text[start:end], is_last=end == len(text))
-        content, calls, start = content + new, calls + found, max(end, 1)
-    assert reader.count == len(calls)
-    return content, [(call.name, json.loads(call.arguments)) for call in calls]
-
-
 WEATHER_CALL, TIME_CALL = ("weather", {"city": "Oslo"}), ("time", {})
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("Hello < world \n", "Hello < world \n", []),
-        ("", "", []),
-        (CALL, "", [WEATHER_CALL]),
-        (f"I look.\n{CALL}\n", "I look.", [WEATHER_CALL]),
-        (f"a {CALL}\n{OTHER} b  c ", "ab  c", [WEATHER_CALL, TIME_CALL]),
-        (CALL.removesuffix("</tool_call>"), "", [WEATHER_CALL]),
-        ("<tool_call>\nnothing</tool_call> x", "<tool_call>\nnothing</tool_call> x", []),
-        (f'<tool_call>{{"name": 5}}</tool_call>{OTHER}', '<tool_call>{"name": 5}</tool_call>', [TIME_CALL]),
-        ("<tool_call>{", "<tool_call>{", []),
-        ("x <tool_cal", "x <tool_cal", []),
-        ('<tool_call>{"name": "f", "parameters": {"a": "ä"}}</tool_call>', "", [("f", {"a": "ä"})]),
-        (
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            [],
-        ),
-        ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_text_is_taken_apart_however_it_comes(text, content, calls):
-    assert read(text) == (content, calls)
-    for seed in range(20 if len(text) < 1000 else 1):
-        assert read(text, random.Random(seed)) == (content, calls)
-
-
-def test_as_many_calls_as_are_wanted():
-    assert read(f"a{CALL}{OTHER}", max_calls=1) == ("a", [WEATHER_CALL])
 
 
 @pytest.fixture
@@ -120,10 +76,16 @@ def ask(server: LiveServer, *, stream: bool, **fields):
             found[choice.index][0] = content + (choice.delta.content or "")
             found[choice.index][2] = choice.finish_reason
             for one in choice.delta.tool_calls or ():
-                assert one.id.startswith("call_")
-                calls[one.index] = one.function.name, json.loads(one.function.arguments)
+                if one.index not in calls:
+                    assert one.id.startswith("call_")
+                    calls[one.index] = [one.function.name, ""]
+                calls[one.index][1] += one.function.arguments
     return [
-        (content or (None if calls else ""), [calls[i] for i in sorted(calls)], reason)
+        (
+            content or (None if calls else ""),
+            [(name, json.loads(calls[i][1])) for i, (name, _) in calls.items()],
+            reason,
+        )
         for _, (content, calls, reason) in sorted(found.items())
     ]
 
@@ -146,6 +108,104 @@ class TestAnswers:
         text = CALL + OTHER
         count = len(says(text).serving.tokenizer.tokenize(CALL))
         assert ask(says(text), stream=stream, max_tokens=count) == [(None, [WEATHER_CALL], "length")]
+
+
+FORECAST = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+class TestGuided:
+    """SA-6: the embedded model, which was not trained to call functions, calls what a request demands."""
+
+    def test_required(self, embedded, stream):
+        tools = [FORECAST, CLOCK | {"function": CLOCK["function"] | {"parameters": FORECAST["function"]["parameters"]}}]
+        for seed in range(3):
+            ((content, calls, reason),) = ask(
+                embedded, stream=stream, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=seed
+            )
+            assert (content, len(calls), reason) == (None, 1, "tool_calls")
+            name, arguments = calls[0]
+            assert name in ("forecast", "clock")
+            assert arguments["city"] in ("Oslo", "Rome")
+            assert 1 <= arguments["days"] <= 9
+
+    @pytest.mark.parametrize("allowed", [False, True], ids=["named", "allowed"])
+    def test_named(self, embedded, stream, allowed):
+        named = {"type": "function", "function": {"name": "clock"}}
+        choice = (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}} if allowed else named
+        )
+        fields = {"tools": [FORECAST, CLOCK], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0.0}
+        (answer,) = ask(embedded, stream=stream, **fields)
+        assert answer[1][0][0] == "clock"
+
+    def test_strict_only_where_a_call_is_made(self, says, embedded, stream):
+        """With a strict tool free text is free; what is not a call of its schema cannot be generated."""
+        assert ask(says("No <tool> at all. "), stream=stream, tools=[FORECAST]) == [("No <tool> at all. ", [], "stop")]
+        form = ChatRequest.model_validate({"messages": QUESTION, "tools": [FORECAST]})
+        chat = embedded.serving.chat
+        guided = guided_form(form, answer_format(form, [5, 6], chat), chat)
+        assert guided is not None
+        matcher = embedded.serving.engine.controller.grammars.matcher(guided)
+        matcher.take(embedded.serving.tokenizer.tokenize('Let me see. <tool_call>\n{"name": "forecast", "arguments": '))
+        with pytest.raises(ValueError):
+            matcher.take(embedded.serving.tokenizer.tokenize('{"town"'))
+
+    def test_the_next_turn_finds_the_call(self, embedded, stream):
+        """A guided call is spelled as the template spells it: the blocks of prompt and answer hit."""
+        embedded.reset_cache()
+        fields = {"model": "embedded", "tools": [FORECAST], "tool_choice": "required", "parallel_tool_calls": False}
+        client = embedded.client().chat.completions
+        first = client.create(messages=QUESTION, **fields)
+        (call,) = first.choices[0].message.tool_calls
+        history = [
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+            {"role": "tool", "content": "12 degrees", "tool_call_id": call.id},
+        ]
+        second = client.create(messages=history, **fields)
+        known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+        assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16 > 0
+
+
+def test_a_stream_returns_pieces_early(says):
+    """Name and arguments come while the call is being written, and together they are the whole call."""
+    long = json.dumps({"name": "weather", "arguments": {"city": "a city with a name of many words"}})
+    server = says(f"<tool_call>\n{long}\n</tool_call>")
+    client = server.client().chat.completions
+    body = {"model": "embedded", "messages": QUESTION, "tools": [WEATHER], "max_tokens": 120, "temperature": 0.5}
+    parts = [part.choices[0].delta.tool_calls for part in client.create(**body, presence_penalty=0.1, stream=True)]
+    pieces = [one for part in parts if part for one in part]
+    assert pieces[0].function.name == "weather"
+    assert all(one.function.name is None and one.id is None for one in pieces[1:])
+    assert len(pieces) > 5
+    assert json.loads("".join(one.function.arguments for one in pieces)) == json.loads(long)["arguments"]
+
+
+def test_without_the_extra(embedded, monkeypatch):
+    """Calls that are demanded name the missing package; calls that the model may make do not need it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llguidance" else find(name))
+    grammars = embedded.serving.engine.controller.grammars
+    monkeypatch.delitem(grammars.__dict__, "_tokenizer", raising=False)
+    monkeypatch.setattr(grammars, "_compiled", type(grammars._compiled)())
+    body = {"messages": QUESTION, "tools": [WEATHER], "max_tokens": 1}
+    error = check_error(embedded.http.post(CHAT, json=body | {"tool_choice": "required"}), 400)
+    assert "[grammar]" in error["message"]
+    assert embedded.http.post(CHAT, json=body).status_code == 200
 
 
 def prompt_of(server: LiveServer, messages: list, **fields: object) -> str:
@@ -186,7 +246,7 @@ class TestPrompts:
         ]
         text = prompt_of(embedded, messages)
         assert text.startswith("<|system|>Be brief.\n\n")
-        assert f"<|assistant|>\n{CALL}<|end|>" in text
+        assert f"<|assistant|>{CALL}<|end|>" in text
         assert "<tool_response>\n12 degrees<|end|>\n</tool_response>" in text
 
 
@@ -197,14 +257,26 @@ def function(**fields: object) -> dict:
 @pytest.mark.parametrize(
     ("fields", "named", "param"),
     [
-        ({"tool_choice": "required"}, "'auto' and 'none' are", "tool_choice"),
+        ({"tool_choice": "maybe"}, "auto, none, required", "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "there are no tools", None),
+        ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "'time', which is not in tools", None),
+        ({"tool_choice": {"type": "function"}}, "needs the name", "tool_choice"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
-            '"function" is not supported',
-            "tool_choice",
+            {"tool_choice": "required", "response_format": {"type": "regex", "regex": "a"}},
+            "cannot be combined",
+            None,
         ),
+        ({"thinking_budget_tokens": 5}, "has no thinking", None),
         ({"tools": [WEATHER | {"type": "custom"}]}, "function", "tools"),
-        ({"tools": [function(strict=True)]}, "strict", "tools"),
+        (
+            {
+                "tools": [
+                    function(strict=True, parameters={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}})
+                ]
+            },
+            "tools: the schema",
+            "tools",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "what": 1}}]},
             "what is not a known field",

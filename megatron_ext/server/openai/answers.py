@@ -1,0 +1,124 @@
+"""Answers taken apart: thinking, content and tool calls, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.text.reasoning import ReasoningFormat, ReasoningReader
+from megatron_ext.text.tool_calls.events import Arguments, CallBegun, Content
+from megatron_ext.text.tool_calls.formats import HERMES, ToolCallFormat
+from megatron_ext.text.tool_calls.functions import Function
+from megatron_ext.text.tool_calls.reader import ToolCallReader
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """Format of an answer.
+
+    Attributes:
+        calls: Format of tool calls.
+        functions: Functions that may be called.
+        max_calls: Maximum number of calls that are read; 0 for no calls.
+        reasoning: Markers of thinking; None if thinking is not separated.
+        begins_inside: Whether the answer begins inside of thinking.
+    """
+
+    calls: ToolCallFormat = HERMES
+    functions: tuple[Function, ...] = ()
+    max_calls: int = 0
+    reasoning: ReasoningFormat | None = None
+    begins_inside: bool = False
+
+
+PLAIN = AnswerFormat()
+
+
+@dataclass
+class CallPart:
+    """New part of one call.
+
+    Attributes:
+        index: Position of the call in the answer.
+        name: Name, in the first part of a call; None in later ones.
+        arguments: Next piece of the arguments' JSON text.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """New part of an answer: thinking, content, and parts of calls."""
+
+    thinking: str
+    content: str
+    calls: Sequence[CallPart]
+
+
+class AnswerReader:
+    """Incremental parser of one answer.
+
+    Args:
+        form: Format of the answer.
+
+    Attributes:
+        call_count: Calls so far.
+    """
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self.call_count = 0
+        reasoning = form.reasoning
+        self._thinking = None if reasoning is None else ReasoningReader(reasoning, is_inside=form.begins_inside)
+        self._calls = ToolCallReader(form.calls, form.functions, form.max_calls) if form.max_calls else None
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether the answer has thinking so far."""
+        return self._thinking is not None and self._thinking.has_thought
+
+    def feed(self, text: str, *, is_last: bool) -> AnswerPart:
+        """Return what has become certain with a new piece of text."""
+        thinking = ""
+        if self._thinking is not None:
+            thinking, text = self._thinking.feed(text, is_last=is_last)
+        if self._calls is None:
+            return AnswerPart(thinking, text, ())
+        content: list[str] = []
+        calls: list[CallPart] = []
+        for event in self._calls.feed(text, is_last=is_last):
+            if isinstance(event, Content):
+                content.append(event.text)
+            elif isinstance(event, CallBegun):
+                calls.append(CallPart(self.call_count, event.name))
+                self.call_count += 1
+            elif isinstance(event, Arguments):
+                if not calls:
+                    calls.append(CallPart(self.call_count - 1))
+                calls[-1].arguments += event.text
+        return AnswerPart(thinking, "".join(content), calls)
+
+
+def thinking_length(tokens: Sequence[int], form: AnswerFormat, decode: Callable[[list[int]], str]) -> int:
+    """Return the number of an answer's tokens that are thinking, markers included.
+
+    Args:
+        tokens: Tokens of the answer.
+        form: Format of the answer.
+        decode: Token ids to text, special tokens included.
+    """
+    reasoning = form.reasoning
+    if reasoning is None or not tokens:
+        return 0
+    if not form.begins_inside and not decode(list(tokens)).lstrip().startswith(reasoning.opening):
+        return 0
+    low, high = 0, len(tokens)  # the marker is complete after `high` tokens, or never
+    while high - low > 1:
+        middle = (low + high) // 2
+        if reasoning.closing in decode(list(tokens[:middle])):
+            high = middle
+        else:
+            low = middle
+    return high

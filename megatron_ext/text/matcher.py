@@ -1,0 +1,101 @@
+"""Matchers of guided output: the tokens that may come next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_LONGEST_REASON = 300  # characters
+
+
+class TokenMatcher(Protocol):
+    """State of one output: see `Matcher`."""
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of the latest mask."""
+
+    def copy(self) -> TokenMatcher:
+        """Return an independent matcher in the same state."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens."""
+
+    def allowed(self, ends: Sequence[int]) -> bytes:
+        """Return the mask of the next token."""
+
+
+class Matcher:
+    """State of one output in its grammar. Not thread-safe.
+
+    Args:
+        matcher: The library's matcher.
+        tokenizer: The library's tokenizer.
+        mask: The library's mask of the next token, if it is known.
+        seconds: Processor time of the latest mask; 0 before the first.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, mask: bytes | None = None, seconds: float = 0.0
+    ) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._end = tokenizer.eos_token
+        self._mask = mask
+        self._seconds = seconds
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of the latest mask; 0 before the first."""
+        return self._seconds
+
+    def copy(self) -> Matcher:
+        """Return an independent matcher in the same state."""
+        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._mask, self._seconds)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens.
+
+        Raises:
+            ValueError: The tokens violate the grammar, or the library's limits were exceeded.
+        """
+        if tokens:
+            self._mask = None
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise ValueError(short_reason(self._matcher.get_error()))
+
+    def allowed(self, ends: Sequence[int]) -> bytes:
+        """Return the mask of the next token: a bit for each id, the lowest first.
+
+        Args:
+            ends: Tokens that end the output. They are allowed exactly where the output is complete.
+
+        Raises:
+            ValueError: No token is allowed, or the library's limits were exceeded.
+        """
+        if self._mask is None:
+            started = time.thread_time()
+            self._mask = self._matcher.compute_bitmask()
+            self._seconds = time.thread_time() - started
+        mask = bytearray(self._mask)
+        is_complete = self._matcher.is_accepting()
+        if self._matcher.is_error():
+            raise ValueError(short_reason(self._matcher.get_error()))
+        known = [token for token in ends if 0 <= token < 8 * len(mask)]
+        for token in (self._end, *known):
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+        if is_complete:
+            for token in known:
+                mask[token // 8] |= 1 << token % 8
+        if not any(mask):
+            raise ValueError("no token of this tokenizer can follow")
+        return bytes(mask)
+
+
+def short_reason(text: str) -> str:
+    """Return a reason of the library in one line of limited length."""
+    return " ".join(text.split())[:_LONGEST_REASON]

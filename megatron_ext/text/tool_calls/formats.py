@@ -1,0 +1,96 @@
+"""Formats of tool calls, one record for each family of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.tool_calls.functions import Function, GrammarRules
+from megatron_ext.text.tool_calls.json_calls import JsonCalls
+from megatron_ext.text.tool_calls.pythonic_calls import PythonicCalls
+from megatron_ext.text.tool_calls.source import Parser, Source
+from megatron_ext.text.tool_calls.xml_calls import XmlCalls
+
+
+class CallSyntax(Protocol):
+    """Syntax of what stands between the markers of a format.
+
+    Attributes:
+        is_json: Whether the model writes arguments as JSON, so that they are returned as they are.
+    """
+
+    is_json: ClassVar[bool]
+
+    def parse(self, source: Source, functions: dict[str, Function]) -> Parser:
+        """Parse the calls; see `Source` for the protocol.
+
+        Raises:
+            NotACall: The text is not in this syntax.
+        """
+
+    def grammar(self, functions: list[Function], rules: GrammarRules, *, is_parallel: bool) -> str:
+        """Return the expression of one call, or of several if `is_parallel` and the syntax has lists of them."""
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """Format in which a family of models writes tool calls.
+
+    Attributes:
+        name: Value of `--tool-call-parser`.
+        syntax: Syntax of the calls.
+        opening: Marker before the calls.
+        closing: Marker after them; may be empty.
+        bare: First characters of an answer that is a call without the opening marker; empty if every call has it.
+        template: Text in chat templates of the family that no record before this one has.
+        repeats: Whether every call has markers of its own.
+    """
+
+    name: str
+    syntax: CallSyntax
+    opening: str
+    closing: str = ""
+    bare: str = ""
+    template: str = ""
+    repeats: bool = False
+
+
+HERMES = ToolCallFormat(
+    "hermes", JsonCalls(space="\n"), "<tool_call>", "</tool_call>", template="<tool_call>", repeats=True
+)
+# In the order in which templates are searched: <tool_call> is in those of several families.
+FORMATS = (
+    ToolCallFormat("qwen3_coder", XmlCalls(), "<tool_call>", "</tool_call>", template="<function=", repeats=True),
+    ToolCallFormat("nemotron", JsonCalls(is_list=True), "<TOOLCALL>", "</TOOLCALL>", template="<TOOLCALL>"),
+    ToolCallFormat("mistral", JsonCalls(is_list=True), "[TOOL_CALLS]", template="[TOOL_CALLS]"),
+    ToolCallFormat("lfm2", PythonicCalls(), "<|tool_call_start|>", "<|tool_call_end|>", template="<|tool_call_start|>"),
+    ToolCallFormat("granite", JsonCalls(is_list=True), "<|tool_call|>", template="<|tool_call|>"),
+    HERMES,
+    ToolCallFormat(
+        "llama3_json",
+        JsonCalls(key="parameters", separator="; "),
+        "<|python_tag|>",
+        bare="{",
+        template='"parameters": dictionary of argument name',
+    ),
+    ToolCallFormat("pythonic", PythonicCalls(), "<|python_start|>", "<|python_end|>", bare="[", template="[func_name"),
+)
+NAMES = tuple(one.name for one in FORMATS)
+
+
+def format_named(name: str) -> ToolCallFormat:
+    """Return the format of a name.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    found = next((one for one in FORMATS if one.name == name), None)
+    if found is None:
+        raise ConfigError(f"there is no format {name!r} of tool calls; {', '.join(sorted(NAMES))} are known")
+    return found
+
+
+def format_of(template: str | None) -> ToolCallFormat:
+    """Return the format that a chat template shows; that of Hermes if it shows none."""
+    return next((one for one in FORMATS if template is not None and one.template in template), HERMES)

@@ -1,0 +1,195 @@
+"""SA-7: thinking in answers of chat models, in template variables, and in the next turn's prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.server.openai.chat import ChatFormat
+from tests.unit_tests.server.test_errors import CHAT, check_error
+from tests.unit_tests.support.server import LiveServer, embedded_engine
+
+# Thinking of earlier turns is dropped, except where tools answer a call of the same turn.
+TEMPLATE = """{%- if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for m in messages -%}
+{%- if m.role == "assistant" -%}
+<|assistant|>
+{%- if m.reasoning_content and loop.index0 > ns.last -%}
+{{ "<think>\\n" ~ m.reasoning_content ~ "\\n</think>\\n\\n" }}
+{%- endif -%}
+{{ m.content or "" }}
+{%- for call in m.tool_calls or () -%}
+{{ ("" if loop.first and not m.content else "\\n") ~ '<tool_call>\\n{"name": ' ~ (call.function.name | tojson) }}
+{{- ', "arguments": ' ~ (call.function.arguments | tojson) ~ "}\\n</tool_call>" }}
+{%- endfor -%}
+<|end|>
+{%- else -%}
+<|user|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% if reasoning_effort is defined %}{{ reasoning_effort }}: {% endif -%}
+{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\\n\\n</think>\\n\\n" }}{% endif %}{% endif -%}
+"""
+THINKING, ANSWER = (
+    "First the city, then its weather.",
+    "It is cold there, with some snow in the evening, and it will stay so.",
+)
+QUESTION = [{"role": "user", "content": "How is the weather in the city of Oslo today, and how will it be tomorrow?"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def thinker(serve) -> LiveServer:
+    """The embedded model, with a template that thinks."""
+    engine = embedded_engine(explain_prefix_cache=True)
+    engine.controller.tokenizer._chat_template = TEMPLATE
+    return serve(engine, "embedded")
+
+
+@pytest.fixture
+def says(thinker, monkeypatch):
+    """A function: from now on every answer is this text, through the engine's tokens."""
+
+    def say(text: str) -> LiveServer:
+        ids = [*thinker.serving.tokenizer.tokenize(text), thinker.serving.chat.end_of_turn]
+
+        def choose(logits, step):
+            options = [row.sampling.logits_options for row in step.sampling]
+            return torch.tensor([ids[len(one.tokens) - one.prompt_length] for one in options])
+
+        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", choose)
+        return thinker
+
+    return say
+
+
+def ask(server: LiveServer, messages: list, *, stream: bool = False, **fields):
+    """Thinking, content, and usage of an answer."""
+    body = {"model": "embedded", "messages": messages, "max_tokens": 200, "temperature": 0.5, "presence_penalty": 0.1}
+    completions = server.client().chat.completions
+    extra = {name: fields.pop(name) for name in list(fields) if name not in ("tools", "tool_choice", "max_tokens")}
+    if not stream:
+        answer = completions.create(**body | fields, extra_body=extra)
+        message = answer.choices[0].message
+        assert getattr(message, "reasoning", None) == getattr(message, "reasoning_content", None)
+        return getattr(message, "reasoning", None), message.content, answer
+    thinking, content, last = "", "", None
+    for part in completions.create(
+        **body | fields, extra_body=extra, stream=True, stream_options={"include_usage": True}
+    ):
+        last = part
+        for choice in part.choices:
+            thinking += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+    return thinking or None, content, last
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+class TestAnswers:
+    def test_thinking_is_separated_and_counted(self, says, stream):
+        server = says(f"<think>\n{THINKING}\n</think>\n\n{ANSWER}")
+        thinking, content, answer = ask(server, QUESTION, stream=stream)
+        assert (thinking, content) == (THINKING, ANSWER)
+        tokens = len(server.serving.tokenizer.tokenize(f"<think>\n{THINKING}\n</think>"))
+        assert answer.usage.completion_tokens_details.reasoning_tokens == pytest.approx(tokens, abs=1)
+        assert 0 < tokens < answer.usage.completion_tokens
+
+    def test_without_thinking(self, says, stream):
+        thinking, content, answer = ask(says(ANSWER), QUESTION, stream=stream)
+        assert (thinking, content) == (None, ANSWER)
+        assert answer.usage.completion_tokens_details is None
+
+    def test_left_in_the_content(self, says, stream):
+        text = f"<think>\n{THINKING}\n</think>\n\n{ANSWER}"
+        assert ask(says(text), QUESTION, stream=stream, separate_reasoning=False)[:2] == (None, text)
+
+    def test_cut_off(self, says, stream):
+        """An answer that ends while it thinks has no content."""
+        thinking, content, _ = ask(says(f"<think>\n{THINKING}"), QUESTION, stream=stream, max_tokens=8)
+        assert THINKING.startswith(thinking)
+        assert not content
+
+    def test_the_budget_closes_thinking(self, thinker, stream):
+        """The embedded model, inside of thinking, would go on: it has to answer after the budget."""
+        continued = [*QUESTION, {"role": "assistant", "content": "<think>"}]
+        fields = {"continue_final_message": True, "thinking_budget_tokens": 6, "max_tokens": 24}
+        _, _, answer = ask(thinker, continued, stream=stream, **fields)
+        closing = len(thinker.serving.tokenizer.tokenize("</think>"))
+        assert answer.usage.completion_tokens_details.reasoning_tokens <= 6 + closing
+
+
+class TestTemplates:
+    def prompt(self, server: LiveServer, **fields) -> str:
+        body = {"messages": QUESTION, "max_tokens": 1, "return_token_ids": True} | fields
+        response = server.http.post(CHAT, json=body)
+        assert response.status_code == 200, response.text
+        return server.serving.tokenizer.detokenize(response.json()["prompt_token_ids"], skip_special_tokens=False)
+
+    def test_variables_that_the_template_knows(self, thinker):
+        assert self.prompt(thinker, reasoning_effort="low").endswith("<|assistant|>low: ")
+        assert self.prompt(thinker, chat_template_kwargs={"enable_thinking": False}).endswith("</think>\n\n")
+
+    def test_others_are_ignored_and_said_once(self, embedded, caplog):
+        with caplog.at_level("INFO"):
+            for _ in range(2):
+                assert self.prompt(embedded, reasoning_effort="low", chat_template_kwargs={"shy": 1}).endswith("|>")
+        said = [record.message for record in caplog.records if "does not use" in record.message]
+        assert len(said) == 2, said
+
+    def test_a_prompt_that_begins_thinking(self, thinker):
+        """The answer begins inside of thinking where the prompt ends with the marker."""
+        chat = thinker.serving.chat
+        tokenize = thinker.serving.tokenizer.tokenize
+        assert chat.ends_inside_thinking(tokenize("<|assistant|><think>\n"))
+        assert not chat.ends_inside_thinking(tokenize("<|assistant|><think>\n\n</think>\n\n"))
+
+    def test_formats_that_are_forced(self, thinker):
+        tokenizer = thinker.serving.tokenizer
+        assert ChatFormat(tokenizer).reasoning.name == "think"
+        assert ChatFormat(tokenizer, reasoning_name="none").reasoning is None
+        assert ChatFormat(tokenizer, reasoning_name="mistral", tool_calls="lfm2").tool_calls.name == "lfm2"
+
+
+class TestNextTurn:
+    """Dropped thinking costs the tokens after it, and the explanation says so."""
+
+    def test_dropped_thinking_is_the_cause(self, says, thinker):
+        thinker.reset_cache()
+        server = says(f"<think>\n{THINKING}\n</think>\n\n{ANSWER}")
+        _, _, first = ask(server, QUESTION, tools=[WEATHER])
+        history = [
+            *QUESTION,
+            {"role": "assistant", "content": ANSWER, "reasoning_content": THINKING},
+            {"role": "user", "content": "And how is it in Rome, and in the rest of Italy, this week?"},
+        ]
+        _, _, second = ask(server, history, tools=[WEATHER], explain_prefix_cache=True)
+        known = first.usage.prompt_tokens  # the change is right after it
+        assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16 > 0
+        explanation = second.choices[0].model_dump()["prefix_cache_explanation"]
+        assert explanation["cause"] == "dropped_thinking"
+        assert explanation["agreeing"] == known
+        assert "drops the thinking" in explanation["text"]
+
+    def test_kept_thinking_hits(self, says, thinker):
+        """Within a turn with tools the template keeps thinking: prompt and answer hit, and no cause is named."""
+        thinker.reset_cache()
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        server = says(f"<think>\n{THINKING}\n</think>\n\n{call}")
+        _, _, first = ask(server, QUESTION, tools=[WEATHER])
+        message = first.choices[0].message
+        history = [
+            *QUESTION,
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "content": "12 degrees", "tool_call_id": message.tool_calls[0].id},
+        ]
+        _, _, second = ask(server, history, tools=[WEATHER], explain_prefix_cache=True)
+        known = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+        assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16
+        assert "cause" not in second.choices[0].model_dump()["prefix_cache_explanation"]
+
+
+def test_a_budget_needs_a_model_that_thinks(embedded):
+    body = {"messages": QUESTION, "max_tokens": 1, "thinking_budget_tokens": 5}
+    assert "has no thinking" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
