@@ -1,4 +1,4 @@
-"""SA-7: thinking is separated from answers, however their text comes."""
+"""SA-9: thinking is separated from answers, however their text comes."""
 
 from __future__ import annotations
 

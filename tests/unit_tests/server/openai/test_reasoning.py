@@ -1,4 +1,4 @@
-"""SA-7: thinking in answers of chat models, in template variables, and in the next turn's prompt."""
+"""SA-9: thinking in answers of chat models, in template variables, and in the next turn's prompt."""
 
 from __future__ import annotations
 

@@ -302,6 +302,23 @@ def test_thinking_within_a_budget(grammars, inside):
         assert sum(map(int.bit_count, without.allowed([end]))) > 100
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prescribed_text_has_the_tokens_of_the_next_prompt(grammars, name):
+    """Of all ways to spell what the grammar prescribes only that of the tokenizer is allowed."""
+    schema = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
+    guidance = Guidance((Function("note", schema),), must_call=True, is_parallel=False)
+    source = grammar_of(guidance, formats.format_named(name), lambda _: None)
+    tokenizer, matcher = grammars._given, grammars.matcher(ResponseFormat(LARK, source))
+    expected = tokenizer.tokenize_plain(written(name, [("note", {"level": "low"})]))
+    choices = 0
+    for token in expected:
+        allowed = matcher.allowed([tokenizer.eod])
+        assert allowed[token // 8] >> token % 8 & 1
+        choices += sum(map(int.bit_count, allowed)) > 1
+        matcher.take([token])
+    assert choices <= 3, "the level, and the end"
+
+
 def test_arguments_that_refer_to_definitions(grammars):
     """Shared definitions of a schema hold in each argument, in formats that have arguments one by one."""
     schema = {

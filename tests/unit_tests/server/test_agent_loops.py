@@ -1,0 +1,78 @@
+"""SA-10: agents' loops of a dozen turns, on one process, on two ranks, and behind a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+import pytest
+import torch
+
+from tests.unit_tests.parallel.test_failures import be_patient
+from tests.unit_tests.parallel.test_server import stop
+from tests.unit_tests.support.agent_loop import COMPACTION, TURNS, check_cache, play
+from tests.unit_tests.support.fleet import coordinator
+from tests.unit_tests.support.ranks import run_world
+from tests.unit_tests.support.real_replicas import start
+
+BLOCK = 16
+FLAGS = ("--inference-dynamic-batching-block-size", str(BLOCK), "--inference-dynamic-batching-block-count", "400")
+FLAGS += ("--inference-dynamic-batching-prefix-caching-mamba-slots", "32")
+
+
+def test_one_process(embedded):
+    """Each turn skips all whole blocks of the prompt and the answer before it, parallel calls included."""
+    embedded.reset_cache()
+    first = play(embedded.url)
+    check_cache(first, BLOCK)
+    assert first[0].cached == 0
+    again = play(embedded.url)
+    assert [turn.answer for turn in again] == [turn.answer for turn in first]
+    assert all(turn.cached == (len(turn.prompt) - 1) // BLOCK * BLOCK for turn in again)
+    assert [turn.calls for turn in first] == [2] * COMPACTION + [1] * (TURNS - COMPACTION - 1) + [0]
+
+
+def serve_and_play() -> None:
+    """`tools/run_server.py` as torchrun starts it; on rank 0 an agent comes when it listens."""
+    from megatron_ext.server import run
+    from tools.run_server import main
+
+    be_patient()
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
+
+    def agent(url: str) -> None:
+        try:
+            check_cache(play(url), BLOCK)
+            print("the loop ended well", flush=True)
+        finally:
+            stop()
+
+    run.announce = lambda url: threading.Thread(target=agent, args=(url,), daemon=True).start()
+    raise SystemExit(main(["--port", "0", "--log-level", "warning", "--tensor-model-parallel-size", "2", *FLAGS]))
+
+
+@pytest.mark.worlds
+@pytest.mark.long
+def test_two_ranks():
+    """Guided calls are the same on all ranks: rank 0 alone computes masks."""
+    first, _ = run_world(serve_and_play, 2)
+    assert "the loop ended well" in first.stdout, first.stderr
+
+
+@pytest.mark.long
+async def test_behind_a_coordinator(tmp_path):
+    """Two agents at once: each stays with the replica that has its conversation."""
+    replicas = [start(tmp_path, *FLAGS) for _ in range(2)]
+    try:
+        for replica in replicas:
+            replica.wait()
+        async with coordinator(*replicas) as front:
+            loops = await asyncio.gather(*(asyncio.to_thread(play, front.url, name) for name in ("Ada", "Bob")))
+            for turns in loops:
+                check_cache(turns, BLOCK)
+            await front.check_idle()
+    finally:
+        for replica in replicas:
+            replica.process.kill()

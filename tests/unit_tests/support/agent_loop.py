@@ -1,0 +1,136 @@
+"""An agent's loop over HTTP: parallel calls, tools that fail, compaction, a structured answer at the end.
+
+The embedded model was not trained to call functions: guided decoding forces the calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TURNS = 12
+COMPACTION = 6  # the turn that begins with a summary
+# A penalty for repeated tokens ends an answer after some calls; a bias for line breaks, which part them, makes it two.
+SEVERAL = {"frequency_penalty": 2.0, "logit_bias": {"203": 4}}
+
+
+def tool(name: str, **properties: object) -> dict:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+
+
+CITIES, LEVELS = ["Oslo", "Rome"], ["low", "high"]
+TOOLS = [
+    tool("lookup", city={"enum": CITIES}, days={"type": "integer", "minimum": 1, "maximum": 9}),
+    tool("note", level={"enum": LEVELS}),
+    tool("clock"),
+]
+CLOCK = {"type": "function", "function": {"name": "clock"}}  # a call without any choice of the model's
+ANSWER = {"type": "object", "properties": {"city": {"enum": CITIES}, "level": {"enum": LEVELS}}}
+ANSWER |= {"required": ["city", "level"], "additionalProperties": False}
+SYSTEM = {"role": "system", "content": "You plan journeys. Look up the weather, and take notes of what matters."}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer: its prompt, its tokens, and what of the prompt was skipped."""
+
+    prompt: list[int]
+    answer: list[int]
+    cached: int
+    calls: int
+
+
+def post(url: str, body: dict) -> dict:
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise AssertionError(error.read().decode()) from None
+
+
+def play(url: str, name: str = "") -> list[Turn]:
+    """Play a whole loop; `name` makes its conversation different from others."""
+    messages = [SYSTEM, {"role": "user", "content": f"Where should {name or 'I'} go, to Oslo or to Rome?"}]
+    turns = []
+    for number in range(TURNS):
+        is_parallel, is_last = number < COMPACTION, number == TURNS - 1
+        if number == COMPACTION:
+            messages = [SYSTEM, {"role": "user", "content": f"So far: {name} looked up both cities. Continue."}]
+        body = {
+            "model": "embedded",
+            "messages": messages,
+            "tools": TOOLS,
+            "tool_choice": "none" if is_last else "required" if is_parallel else CLOCK,
+            "parallel_tool_calls": is_parallel,
+            "max_tokens": 200,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        body |= SEVERAL if is_parallel else {}
+        body |= {"response_format": {"type": "json_schema", "json_schema": {"schema": ANSWER}}} if is_last else {}
+        content = post(url, body)
+        choice = content["choices"][0]
+        calls = choice["message"].get("tool_calls", [])
+        turns.append(
+            Turn(
+                content["prompt_token_ids"],
+                choice["token_ids"],
+                content["usage"]["prompt_tokens_details"]["cached_tokens"],
+                len(calls),
+            )
+        )
+        if is_last:
+            assert choice["finish_reason"] == "stop"
+            answer = json.loads(choice["message"]["content"])
+            assert answer["city"] in CITIES
+            assert answer["level"] in LEVELS
+            break
+        assert choice["finish_reason"] == "tool_calls", choice
+        assert len(calls) >= 2 if is_parallel else len(calls) == 1, choice
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": calls}]
+        for place, call in enumerate(calls):
+            result = run(call["function"]["name"], json.loads(call["function"]["arguments"]), fails=place == 1)
+            messages.append({"role": "tool", "content": result, "tool_call_id": call["id"]})
+    return turns
+
+
+def run(name: str, arguments: dict, *, fails: bool) -> str:
+    """Result of a tool, whose arguments have to follow its schema."""
+    if name == "lookup":
+        assert arguments["city"] in CITIES
+        assert 1 <= arguments["days"] <= 9
+    elif name == "note":
+        assert arguments["level"] in LEVELS
+    else:
+        assert (name, arguments) == ("clock", {})
+    return "error: the service did not answer; try again" if fails else json.dumps({"ok": True, **arguments})
+
+
+def check_cache(turns: Sequence[Turn], block: int) -> None:
+    """Check what each turn skipped: all whole blocks of the turn before, and the shared head after the compaction.
+
+    A model that was not trained to call functions may spell a name in other tokens than the tokenizer, which reads the
+    next prompt: then the turn skips the prompt before it, and not what follows. Calls without a choice repeat exactly.
+    """
+    assert len(turns) == TURNS
+    for number, (before, turn) in enumerate(itertools.pairwise(turns), start=1):
+        known = [*before.prompt, *before.answer[:-1]]  # the last token ended the answer and was not computed
+        common = next((i for i, (a, b) in enumerate(zip(known, turn.prompt, strict=False)) if a != b), len(known))
+        if common == len(known):
+            assert turn.cached == common // block * block, number
+            continue
+        assert number <= COMPACTION, f"turn {number} does not repeat the call before it"
+        least = 1 if number == COMPACTION else (len(before.prompt) - 1) // block * block
+        assert least <= turn.cached <= common // block * block, number
