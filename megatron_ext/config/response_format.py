@@ -21,7 +21,7 @@ class ThinkingBudget:
 
     Attributes:
         tokens: Maximum number of tokens before the marker that ends thinking.
-        closing: That marker.
+        closing: Marker that ends thinking.
         opening: Marker that begins thinking; None if the output begins inside of it.
     """
 

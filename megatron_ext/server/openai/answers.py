@@ -76,7 +76,7 @@ class AnswerReader:
 
     @property
     def has_thought(self) -> bool:
-        """Whether the answer has thinking so far."""
+        """True if the answer has thinking so far."""
         return self._thinking is not None and self._thinking.has_thought
 
     def feed(self, text: str, *, is_last: bool) -> AnswerPart:

@@ -11,7 +11,7 @@ from megatron_ext.text.tool_calls.functions import ANY_OBJECT, Function, Grammar
 
 @dataclass(frozen=True)
 class Guidance:
-    """What an answer has to be.
+    """Demands on an answer.
 
     Attributes:
         functions: Functions that may be called; empty if none may.
@@ -36,7 +36,7 @@ def grammar_of(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str
     """Return the grammar of an answer.
 
     Args:
-        guidance: What the answer has to be.
+        guidance: Demands on the answer.
         form: Format of the calls.
         token_of: See `GrammarRules`.
     """
