@@ -187,5 +187,5 @@ def test_tokenizers_that_cannot_be_read():
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package llguidance.*install the extra \[grammar\]"):
+    with pytest.raises(ConfigError, match=r"need the package llguidance.*install the extra \[grammar\]"):
         Grammars(TOKENIZER, SIZE).check(ResponseFormat("json_object"))
