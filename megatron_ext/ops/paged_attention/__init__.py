@@ -28,8 +28,8 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], sequences in the batch's order; later rows are not read.
-        key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Entries after a sequence's keys are
-            never used and may be anything, NaN too.
+        key_cache: [NB, B, Hkv, D], with the queries' own keys already written. Blocks are contiguous each and may lie
+            any distance apart. Entries after a sequence's keys are never used and may be anything, NaN too.
         value_cache: [NB, B, Hkv, D], likewise for values.
         batch: Block table and lengths of the sequences.
         scale: Factor of the scores.

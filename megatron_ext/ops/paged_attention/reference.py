@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.gathers import gather_slots
 from megatron_ext.ops.paged_attention.sinks import attend, by_group
 from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
@@ -151,14 +152,8 @@ def _decode(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """Attend from one query of each sequence, all at once: [R, Hq, D]. A key head's query heads act as its queries."""
-    kv_heads, head_size = key_cache.shape[2:]
-    places = plan.decode_places
-    keys, values = (
-        cache.view(-1, kv_heads, head_size).index_select(0, places.view(-1)).unflatten(0, places.shape)
-        for cache in (key_cache, value_cache)
-    )  # [R, K, Hkv, D]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    heads = q.unflatten(1, (kv_heads, -1))  # [R, Hkv, J, D]
+    keys, values = (gather_slots(cache, plan.decode_places).transpose(1, 2) for cache in (key_cache, value_cache))
+    heads = q.unflatten(1, (keys.shape[1], -1))  # [R, Hkv, J, D]; keys [R, Hkv, K, D]
     out = attend(heads, keys, values, mask=plan.decode_mask, scale=scale, sinks=sinks)
     return out.reshape(q.shape)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.gathers import gather_slots
 from megatron_ext.ops.paged_attention.sinks import attend, by_group
 
 
@@ -118,11 +119,8 @@ def _attend(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, spans: Spans, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """Attend from the queries [S, Q, Hq, D] to the keys of `spans`; return [S, Q, Hq, D]."""
-    kv_heads, head_size = key_cache.shape[2:]
-    keys, values = (
-        cache.view(-1, kv_heads, head_size).index_select(0, spans.places.flatten()).unflatten(0, spans.places.shape)
-        for cache in (key_cache, value_cache)
-    )  # [S, K, Hkv, D]
+    kv_heads = key_cache.shape[2]
+    keys, values = (gather_slots(cache, spans.places) for cache in (key_cache, value_cache))  # [S, K, Hkv, D]
     heads = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [S, Hkv, J, Q, D]
     keys, values = (t.transpose(1, 2).unsqueeze(2) for t in (keys, values))
     grouped = by_group(sinks, kv_heads)

@@ -121,7 +121,8 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
     if q.shape[2] > MAX_CHANNELS:
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, only for up to {MAX_CHANNELS}"
     if not _is_aligned(q, key_cache, value_cache):
-        return f"paged attention has no kernel for heads of {q.shape[2]} channels, only for multiples of 16"
+        sizes = f"heads of {q.shape[2]} channels and blocks {key_cache.stride(0)} elements apart"
+        return f"paged attention has no kernel for {sizes}, only for multiples of 16"
     return _kernels().paged_prefill.lacks(T=q.dtype)
 
 

@@ -20,8 +20,8 @@ def rotate_and_write(
     Args:
         heads: Heads of T tokens.
         rotation: Rotation of each token; None leaves queries and keys unchanged.
-        key_cache: [blocks, B, Hkv, D], written in place.
-        value_cache: [blocks, B, Hkv, D], written in place.
+        key_cache: [blocks, B, Hkv, D], written in place; blocks may lie any distance apart.
+        value_cache: [blocks, B, Hkv, D], likewise.
         slots: [t] int64, block * B + offset of each of the first t tokens; later tokens are padding, whose keys and
             values are not written.
 

@@ -48,16 +48,17 @@ def rotated(
 
 @kernel(
     pointers={"T": "query key value query_weight key_weight cos sin out key_cache value_cache", "i64": "slots"},
-    strides="query_row query_group query_head key_row key_head value_row value_head token_stride head_size half",
-    counts="tokens query_heads shared key_heads has_norm",
+    strides="query_row query_group query_head key_row key_head value_row value_head block_stride token_stride "
+    "head_size half",
+    counts="tokens query_heads shared key_heads block_size has_norm",
     scalars="eps offset",
     types=[{"T": name} for name in FLOATS],
     configs=BY_CHANNELS,
 )
 def rotate_and_write(
     query, key, value, query_weight, key_weight, cos, sin, out, key_cache, value_cache, slots, query_row, query_group,
-    query_head, key_row, key_head, value_row, value_head, token_stride, head_size, half, tokens, query_heads, shared,
-    key_heads, has_norm, eps, offset,
+    query_head, key_row, key_head, value_row, value_head, block_stride, token_stride, head_size, half, tokens,
+    query_heads, shared, key_heads, block_size, has_norm, eps, offset,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Process some heads of one token; the grid is (rows, tiles of query heads, then key heads, then value heads).
@@ -81,7 +82,9 @@ def rotate_and_write(
         is_key = tile < query_tiles + key_tiles
         head = (tile - query_tiles - tl.where(is_key, 0, key_tiles)) * HEADS + tl.arange(0, HEADS)
         is_real = (head < key_heads)[:, None] & (channel < head_size)[None, :]
-        place = tl.load(slots + row) * token_stride + head[:, None] * head_size + channel[None, :]
+        slot = tl.load(slots + row)
+        start = slot // block_size * block_stride + slot % block_size * token_stride
+        place = start + head[:, None] * head_size + channel[None, :]
         if is_key:
             source = key + row * key_row + head * key_head
             is_head, norm = head < key_heads, key_weight

@@ -48,8 +48,9 @@ def rotate_and_write(
         query, key = (norm(one.unsqueeze(1)).squeeze(1) for norm, one in zip(heads.norms, (query, key), strict=True))
     if rotation is not None:
         query, key = (rotate(one.unsqueeze(1), rotation).squeeze(1) for one in (query, key))
+    places = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for cache, states in ((key_cache, key), (value_cache, heads.value)):
-        cache.flatten(0, 1).index_copy_(0, slots, states[: len(slots)])
+        cache.index_put_(places, states[: len(slots)])
     return query
 
 

@@ -20,8 +20,8 @@ def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cac
     different = [one.dtype for one in others if one.dtype != heads.key.dtype]
     if different:
         return f"rotary writes have no kernel for {heads.key.dtype} and {different[0]}"
-    if not (own_rows(key_cache) and own_rows(value_cache) and _follow(key_cache) and _follow(value_cache)):
-        return "rotary writes have no kernel for keys and values with blocks that are not contiguous"
+    if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
+        return "rotary writes have no kernel for keys and values with different layouts"
     max_channels, channels = kernels.BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
     if channels > max_channels or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
         return f"rotary writes have kernels for heads of up to {max_channels} contiguous channels, not of {channels}"
@@ -62,11 +62,6 @@ def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
     return weights | {"has_norm": 1, "eps": query.eps, "offset": query.offset}
 
 
-def _follow(cache: Tensor) -> bool:
-    """Return whether contiguous blocks [blocks, B, Hkv, D] are adjacent."""
-    return len(cache) < 2 or cache.stride(0) == cache[0].numel()
-
-
 def rotate_and_write(
     heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> Tensor:
@@ -95,7 +90,9 @@ def rotate_and_write(
         query_heads=groups * shared,
         shared=shared,
         key_heads=key.shape[1],
-        token_stride=key_cache.shape[2] * channels,
+        block_size=key_cache.shape[1],
+        block_stride=key_cache.stride(0),
+        token_stride=key_cache.stride(1),
         head_size=channels,
         **_norm_arguments(heads),
         **_rotation(rotation, query),

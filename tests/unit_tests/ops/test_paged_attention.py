@@ -5,6 +5,8 @@ Caches are filled with NaN except where a row has written: reading anything else
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.mcore import platform
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
 from tests.unit_tests.ops.backends import marks, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
@@ -58,6 +61,17 @@ class Step:
         decode_rows = self.decode_rows if decode_rows is None else decode_rows
         batch = build_paged_batch(self.tables, queries, keys, decode_rows, BLOCK, "cpu")
         return paged_attention(self.q if q is None else q, self.key_cache, self.value_cache, batch, scale=SCALE)
+
+    def between(self, gap: int) -> Step:
+        """Return this step over one arena in which `gap` elements of NaN follow each block's keys and its values."""
+        blocks, *block = self.key_cache.shape
+        parts = torch.full((blocks, 2, math.prod(block) + gap), math.nan, dtype=self.q.dtype, device=platform.device())
+        apart = parts[..., : math.prod(block)].unflatten(-1, block)
+        for cache, own in zip(apart.unbind(1), (self.key_cache, self.value_cache), strict=True):
+            cache.copy_(own)
+        spread = copy.copy(self)
+        spread.key_cache, spread.value_cache = apart.unbind(1)
+        return spread
 
     def with_sinks(self, sinks: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Attention with sinks, and its formula in fp64: the sink is a further score, and has no value."""
@@ -228,6 +242,34 @@ def test_caches_may_be_views_of_one_buffer() -> None:
     batch = build_paged_batch(step.tables, queries, keys, step.decode_rows, BLOCK, "cpu")
     got = paged_attention(step.q, buffer[0, 1], buffer[1, 1], batch, scale=SCALE)
     assert torch.equal(got, step.attend())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("name", "gap"),
+    [*(("decode and prefill", gap) for gap in (0, 64, 208)), ("odd head size", 160), ("odd head size", 3)],
+)
+def test_blocks_may_lie_apart(name: str, gap: int, window: int | None) -> None:
+    """KV-3: keys, values and other layers share an arena; equal to the bit wherever blocks begin."""
+    step, sinks = STEPS[name], torch.linspace(-4, 6, STEPS[name].query_heads)
+    found, _ = step.between(gap).with_sinks(sinks, window)
+    expected, _ = step.with_sinks(sinks, window)
+    assert torch.equal(found, expected)
+
+
+def test_blocks_beyond_two_billion_elements() -> None:
+    """An arena may be larger than 32-bit offsets reach; only pages that hold a block are touched."""
+    step = Step([(1, 37), (20, 40)], 1, dtype=torch.float16)
+    stride, shape = 2**31 // 5, step.key_cache.shape
+    arena = torch.empty((len(step.key_cache) - 1) * stride + 2**20, dtype=step.q.dtype, device=platform.device())
+    block = step.key_cache[0].stride()
+    caches = [arena.as_strided(shape, (stride // 16 * 16, *block), first) for first in (0, 2**16)]
+    spread = copy.copy(step)
+    spread.key_cache, spread.value_cache = (
+        cache.copy_(own) for cache, own in zip(caches, (step.key_cache, step.value_cache), strict=True)
+    )
+    assert max(max(table) for table in step.tables) * caches[0].stride(0) > 2**31
+    assert torch.equal(spread.attend(), step.attend())
 
 
 def test_nothing_is_read_back() -> None:

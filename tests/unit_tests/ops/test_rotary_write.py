@@ -133,6 +133,33 @@ def test_heads_that_were_normed_lie_elsewhere() -> None:
     check(one, one.write(), is_exact=DEVICE.type == "cpu")
 
 
+@pytest.mark.parametrize("gap", [0, 64, 5])
+def test_blocks_may_lie_apart(backend: str, gap: int) -> None:
+    """KV-3: keys, values and other layers share an arena, of which nothing else is written."""
+    one, plain = case(), case()
+    block = one.pools[0, 1, 0]
+    arena = torch.full((BLOCKS, 2, 2, block.numel() + gap), torch.nan, device=DEVICE)
+    one.pools = arena[..., : block.numel()].unflatten(-1, block.shape).permute(1, 2, 0, 3, 4, 5)
+    with watch() as launches:
+        query = one.write()
+    assert torch.equal(query, plain.write())
+    torch.testing.assert_close(one.pools, plain.pools, equal_nan=True, rtol=0, atol=0)
+    assert arena[..., block.numel() :].isnan().all()
+    assert [launch.kernel for launch in launches] == list(COVERED) * (backend == triton.NAME)
+
+
+def test_blocks_beyond_two_billion_elements() -> None:
+    """An arena may be larger than 32-bit offsets reach; only pages that hold a token are touched."""
+    one, plain = case(torch.float16), case(torch.float16)
+    block, stride = one.pools[0, 1, 0], 2**31 // 4 + 16
+    arena = torch.empty((BLOCKS - 1) * stride + 2**20, dtype=block.dtype, device=DEVICE)
+    strides = (2**18, 2**19, stride, *block.stride())
+    one.pools = arena.as_strided(one.pools.shape, strides).copy_(one.pools)
+    one.write()
+    plain.write()
+    torch.testing.assert_close(one.pools, plain.pools, equal_nan=True, rtol=0, atol=0)
+
+
 def test_no_tokens_that_are_written() -> None:
     one = case()
     check(one, one.write([]), [], is_exact=DEVICE.type == "cpu")
@@ -153,7 +180,7 @@ def test_a_wrong_place_and_a_wrong_angle_are_seen() -> None:
 
 
 def test_one_launch_and_the_reference_where_there_is_none(backend: str) -> None:
-    """CU-1, CU-3: blocks that do not follow each other, as views of every second one."""
+    """CU-1, CU-3: the kernel needs blocks that are contiguous each."""
     one = case()
     with watch() as launches:
         one.write()

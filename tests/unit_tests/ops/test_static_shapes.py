@@ -114,10 +114,11 @@ def test_prefills_in_a_grid_of_chunks(name):
     assert snapshots[0].isnan().all()
 
 
+@pytest.mark.parametrize("gap", [None, 32, 3])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("backend", usable(PAGED_ATTENTION))
-def test_attention_by_lengths_on_the_device(backend, window):
-    """CU-4: decodes and prefills, tables wider than need be, tokens after the last sequence."""
+def test_attention_by_lengths_on_the_device(backend, window, gap):
+    """CU-4: decodes and prefills, tables wider than need be, tokens after the last sequence, blocks that lie apart."""
     step = Step([(1, 40), (1, 17), (1, 1), (9, 33), (20, 20), (1, 5)], decode_rows=3)
     queries, keys = zip(*step.rows, strict=True)
     plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")
@@ -132,10 +133,11 @@ def test_attention_by_lengths_on_the_device(backend, window):
         seqlens_k=plain.seqlens_k,
     )
     q = torch.cat([step.q, torch.full((10, 4, step.head_size), torch.nan)])
+    spread = step if gap is None else step.between(gap)
     with PAGED_ATTENTION.forced(backend):
         found, expected = (
-            paged_attention(q, step.key_cache, step.value_cache, batch, scale=SCALE, window=window)
-            for batch in (bounded, plain)
+            paged_attention(q, one.key_cache, one.value_cache, batch, scale=SCALE, window=window)
+            for one, batch in ((spread, bounded), (step, plain))
         )
     assert_close(found[:33], expected[:33])
     assert not found[33:].any()

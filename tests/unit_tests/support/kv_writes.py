@@ -29,8 +29,9 @@ class _Catch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr():
             return args[0]  # onto itself: what Triton's interpreter does with every tensor that a kernel was given
         if func._schema.is_mutable and self._writes_pool(func, args, kwargs or {}):
-            assert func is torch.ops.aten.index_copy_.default, f"{func} writes to the KV cache"
-            self.places.append(args[2].cpu().numpy().copy())
+            assert func is torch.ops.aten.index_put_.default, f"{func} writes to the KV cache"
+            blocks, offsets = args[1]
+            self.places.append((blocks * args[0].shape[1] + offsets).cpu().numpy())
         return func(*args, **(kwargs or {}))
 
     def _writes_pool(self, func, args: tuple, kwargs: dict) -> bool:
