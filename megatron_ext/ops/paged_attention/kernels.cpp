@@ -68,7 +68,7 @@ struct Rows {
 // Memory of one thread, for one piece of work at a time.
 struct Room {
   explicit Room(int64_t head_size) {
-    float* next = scratch<0>((3 * LANES + 3 * KEYS) * head_size + (KEYS + 5) * LANES);
+    float* next = scratch<0>((3 * LANES + 2 * KEYS) * head_size + GROUP * padded(head_size) + (KEYS + 5) * LANES);
     const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
     queries = take(LANES * head_size);
     positions = take(LANES);
@@ -77,26 +77,21 @@ struct Room {
     whole = take(Sums::floats(head_size, LANES));
     keys = take(KEYS * head_size);
     values = take(KEYS * head_size);
-    turned = take(KEYS * head_size);
+    turned = take(GROUP * padded(head_size));
   }
 
   float *queries, *positions, *scores, *sums, *whole;
   float *keys, *values;  // [KEYS, D], where they have to be made fp32
-  float* turned;
+  float* turned;          // [D, GROUP], D a multiple of W
 };
 
-// The ways to attend: so many rows, whose numbers [M, D] lie at `place`.
+// Where the numbers [M, D] of so many rows lie, and how their sums are merged: the ways to attend.
+template <typename T>
 struct Few {
   static constexpr int64_t ROWS = FEW;
 
   static int64_t place(int64_t row, int64_t d, int64_t head_size) {
     return row * head_size + d;
-  }
-
-  static void add(const float* const* keys, const float* const* values, int64_t count, bool, const Rows& rows,
-                  int64_t head_size, const Room& room, const Sums& sums) {
-    attend(keys, values, count,
-           FewRows{head_size, rows.count, room.queries, room.positions, room.turned, room.scores, sums});
   }
 
   static void merge(const Sums& all, const Sums& more, int64_t head_size) {
@@ -112,50 +107,80 @@ struct Many {
     return d * ROWS + row;
   }
 
-  static void add(const float* const* keys, const float* const* values, int64_t count, bool masked, const Rows&,
-                  int64_t head_size, const Room& room, const Sums& sums) {
-    attend<NV>(keys, values, count, masked, ManyRows{head_size, room.queries, room.positions, room.scores, sums});
-  }
-
   static void merge(const Sums& all, const Sums& more, int64_t head_size) {
     attention::merge<NV>(all, more, head_size);
   }
 };
 
+// f(number) with a number of a cache's type.
+template <typename F>
+void with_type(at::ScalarType type, const F& f) {
+  if (type == at::kFloat) return f(float());
+  if (type == at::kBFloat16) return f(c10::BFloat16());
+  f(c10::Half());
+}
+
 // f(way) with the way that suits so many rows.
 template <int NV = 1, typename F>
-void with_way(int64_t rows, const F& f) {
-  if (rows <= FEW) return f(Few());
+void with_way(const Step& step, int64_t rows, const F& f) {
+  if (rows <= FEW) return with_type(step.keys.type, [&](auto number) { f(Few<decltype(number)>()); });
   if constexpr (NV < MAX_VECTORS) {
-    if (rows > NV * W) return with_way<NV + 1>(rows, f);
+    if (rows > NV * W) return with_way<NV + 1>(step, rows, f);
   }
   f(Many<NV>());
 }
 
-template <typename T>
-const float* widened(const char* from, float* to, int64_t count) {
-  const T* source = reinterpret_cast<const T*>(from);
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(source[i]);
-  return to;
-}
-
-// Where the keys or values [first, end) of a sequence lie; those of 16 bits are copied to `to` in fp32.
-void find_rows(const Step& step, const Cache& cache, const Rows& rows, int64_t first, int64_t end, float* to,
-               const float** found) {
+// f(block, offset, k, count) for each run of keys within one block: of [first, end), those from first + k on.
+template <typename F>
+void each_run(const Step& step, const Rows& rows, int64_t first, int64_t end, const F& f) {
   const int64_t* block = step.tables + rows.sequence * step.width + first / step.block_size;
   for (int64_t position = first, offset = first % step.block_size; position < end; offset = 0, ++block) {
     const int64_t count = std::min(step.block_size - offset, end - position);
-    const char* from = cache.place(*block, offset, rows.head);
-    for (int64_t k = 0; k < count; ++k, from += cache.item * cache.token, to += step.head_size) {
-      if (cache.type == at::kFloat)
-        *found++ = reinterpret_cast<const float*>(from);
-      else if (cache.type == at::kBFloat16)
-        *found++ = widened<c10::BFloat16>(from, to, step.head_size);
-      else
-        *found++ = widened<c10::Half>(from, to, step.head_size);
-    }
+    f(*block, offset, position - first, count);
     position += count;
   }
+}
+
+// Where the keys and values [first, end) of a sequence lie.
+template <typename T>
+void find_tile(const Step& step, const Rows& rows, int64_t first, int64_t end, Tile<T>& tile) {
+  tile.count = end - first;
+  each_run(step, rows, first, end, [&](int64_t block, int64_t offset, int64_t k, int64_t count) {
+    const T* key = reinterpret_cast<const T*>(step.keys.place(block, offset, rows.head));
+    const T* value = reinterpret_cast<const T*>(step.values.place(block, offset, rows.head));
+    for (int64_t i = 0; i < count; ++i) {
+      tile.keys[k + i] = key + i * step.keys.token;
+      tile.values[k + i] = value + i * step.values.token;
+    }
+  });
+}
+
+// Rows of D numbers as fp32, copied to `copies` [KEYS, D].
+template <typename T>
+void widen_rows(const T* const* from, int64_t count, int64_t head_size, float* copies, const float** to) {
+  for (int64_t k = 0; k < count; ++k, copies += head_size) {
+    int64_t d = 0;
+    for (; d + W <= head_size; d += W) widened(from[k] + d).store(copies + d);
+    if (d < head_size) store(copies + d, widened(from[k] + d, head_size - d), head_size - d);
+    to[k] = copies;
+  }
+}
+
+// The same as `find_tile`, in fp32.
+void find_wide_tile(const Step& step, const Rows& rows, int64_t first, int64_t end, const Room& room,
+                    Tile<float>& tile) {
+  with_type(step.keys.type, [&](auto number) {
+    using T = decltype(number);
+    if constexpr (std::is_same_v<T, float>) {
+      find_tile(step, rows, first, end, tile);
+    } else {
+      Tile<T> narrow;
+      find_tile(step, rows, first, end, narrow);
+      tile.count = narrow.count;
+      widen_rows(narrow.keys, tile.count, step.head_size, room.keys, tile.keys);
+      widen_rows(narrow.values, tile.count, step.head_size, room.values, tile.values);
+    }
+  });
 }
 
 // Query of a row, and its last key.
@@ -184,21 +209,46 @@ void load_queries(const Step& step, const Rows& rows, float* to) {
   }
 }
 
+// Adds the keys [begin, end) to the sums of rows, a tile at a time.
+template <int NV>
+void attend_keys(Many<NV>, const Step& step, const Rows& rows, int64_t begin, int64_t end, const Room& room,
+                 const Sums& sums) {
+  Tile<float> tile;
+  for (int64_t first = begin; first < end; first += KEYS) {
+    const int64_t count = std::min(KEYS, end - first);
+    find_wide_tile(step, rows, first, first + count, room, tile);
+    const bool masked = last_key(step, rows, 0) < first + count - 1;
+    for (int64_t m = 0; m < NV * W; ++m)
+      room.positions[m] = static_cast<float>(last_key(step, rows, std::min(m, rows.count - 1)) - first);
+    const ManyRows many{step.head_size, room.queries, room.positions, room.scores, sums};
+    attend<NV>(tile.keys, tile.values, count, masked, many);
+  }
+}
+
+template <typename T>
+void attend_keys(Few<T>, const Step& step, const Rows& rows, int64_t begin, int64_t end, const Room& room,
+                 const Sums& sums) {
+  Tile<T> tiles[2];
+  Tile<T>*tile = &tiles[0], *ahead = &tiles[1];
+  find_tile(step, rows, begin, std::min(begin + KEYS, end), *tile);
+  std::fill_n(ahead->keys, KEYS, tile->keys[0]);  // fetched where there is no next tile
+  std::fill_n(ahead->values, KEYS, tile->values[0]);
+  for (int64_t first = begin; first < end; first += KEYS) {
+    const int64_t next = first + KEYS;
+    if (next < rows.keys) find_tile(step, rows, next, std::min(next + KEYS, rows.keys), *ahead);
+    for (int64_t m = 0; m < rows.count; ++m)
+      room.positions[m] = static_cast<float>(last_key(step, rows, m) - first);
+    attend(*tile, *ahead,
+           FewRows{step.head_size, rows.count, room.queries, room.positions, room.turned, room.scores, sums});
+    std::swap(tile, ahead);
+  }
+}
+
 // The sums of the keys [begin, begin + SPAN) that there are, for queries that are loaded.
 template <typename Way>
 void attend_span(const Step& step, const Rows& rows, int64_t begin, const Room& room, const Sums& sums) {
-  const float* keys[KEYS];
-  const float* values[KEYS];
   sums.clear(step.head_size, Way::ROWS);
-  for (int64_t first = begin, end = std::min(begin + SPAN, rows.keys); first < end; first += KEYS) {
-    const int64_t count = std::min(KEYS, end - first);
-    find_rows(step, step.keys, rows, first, first + count, room.keys, keys);
-    find_rows(step, step.values, rows, first, first + count, room.values, values);
-    const bool masked = last_key(step, rows, 0) < first + count - 1;
-    for (int64_t m = 0; m < Way::ROWS; ++m)
-      room.positions[m] = static_cast<float>(last_key(step, rows, std::min(m, rows.count - 1)) - first);
-    Way::add(keys, values, count, masked, rows, step.head_size, room, sums);
-  }
+  attend_keys(Way(), step, rows, begin, std::min(begin + SPAN, rows.keys), room, sums);
 }
 
 // What a row's values are to be multiplied with and divided by.
@@ -266,7 +316,7 @@ void attend_together(const Step& step, const std::vector<Rows>& all) {
   const int64_t each = Sums::floats(step.head_size, LANES);
   std::vector<float> memory(spans.size() * each);
   for_each(spans.size(), [&](int64_t i) {
-    with_way(spans[i].rows->count, [&](auto way) {
+    with_way(step, spans[i].rows->count, [&](auto way) {
       using Way = decltype(way);
       const Room room(step.head_size);
       load_queries<Way>(step, *spans[i].rows, room.queries);
@@ -277,7 +327,7 @@ void attend_together(const Step& step, const std::vector<Rows>& all) {
   for (int64_t i = 0, first = 0; i < static_cast<int64_t>(spans.size()); ++i) {
     const Rows& rows = *spans[i].rows;
     if (spans[i].begin == 0) first = i;
-    with_way(rows.count, [&](auto way) {
+    with_way(step, rows.count, [&](auto way) {
       using Way = decltype(way);
       const Sums whole = Sums::in(memory.data() + first * each, step.head_size, Way::ROWS);
       if (i != first) Way::merge(whole, Sums::in(memory.data() + i * each, step.head_size, Way::ROWS), step.head_size);
@@ -297,7 +347,7 @@ void attend_all(const Step& step, const std::vector<Rows>& pieces) {
   }
   attend_together(step, together);
   for_each(alone.size(), [&](int64_t i) {
-    with_way(alone[i].count, [&](auto way) { attend_rows<decltype(way)>(step, alone[i]); });
+    with_way(step, alone[i].count, [&](auto way) { attend_rows<decltype(way)>(step, alone[i]); });
   });
 }
 

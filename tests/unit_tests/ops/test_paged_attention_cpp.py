@@ -70,10 +70,17 @@ KINDS = {
     "fp32": {},
     "odd head": {"head_size": 37},
     "bf16": {"dtype": torch.bfloat16},
+    "fp16, odd head": {"dtype": torch.float16, "head_size": 37},
+    "head of 32": {"head_size": 32},
+    "bf16, head of 64": {"dtype": torch.bfloat16, "head_size": 64},
+    "head of 128": {"head_size": 128},
+    "fp16, head of 256": {"dtype": torch.float16, "head_size": 256},
+    "head of 5": {"head_size": 5},
     "blocks of 7": {"block": 7},
     "blocks of 256": {"block": 256},
     "one key head": {"heads": (12, 1)},
     "one query head a key head": {"heads": (3, 3)},
+    "8 query heads a key head": {"heads": (16, 2), "head_size": 32},
     "40 query heads a key head": {"heads": (40, 1)},
 }
 
@@ -96,15 +103,28 @@ def test_the_same_bits_beside_whatever() -> None:
     assert torch.equal(beside[:1], sequence.attend((50, 51)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("cuts", [[(4999, 5000)], [(4990, 5000)], [(4999, 5000), (0, 1), (4000, 4100)]], ids=str)
-def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]]) -> None:
+def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]], dtype: torch.dtype) -> None:
     """EX-14: threads beyond the number of rows share the keys of one sequence."""
-    sequence = Sequence(5000, head_size=16)
+    sequence = Sequence(5000, head_size=16, dtype=dtype)
     torch.set_num_threads(1)
     one = sequence.attend(*cuts)
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)
         assert torch.equal(sequence.attend(*cuts), one), threads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [5, 24, 64, 100])
+def test_16_bits_are_widened_exactly(dtype: torch.dtype, head_size: int) -> None:
+    """Equal to the bit with keys and values that were fp32 before, in decodes and prefills."""
+    sequence = Sequence(150, head_size=head_size, dtype=dtype)
+    sequence.q = sequence.q.float()
+    cuts = (149, 150), (5, 8), (0, 150)
+    found = sequence.attend(*cuts)
+    sequence.caches = [cache.float() for cache in sequence.caches]
+    assert torch.equal(found, sequence.attend(*cuts))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
