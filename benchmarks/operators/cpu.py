@@ -78,15 +78,21 @@ STEPS = {  # (queries, keys) of each sequence
     "decode of 8 at 128": [(1, 128)] * 8,
     "decode of 8 at 2,048": [(1, 2048)] * 8,
     "decode of 8 at 8,192": [(1, 8192)] * 8,
+    "decode of 8 at 32,768": [(1, 32768)] * 8,
 }
 
 
 @case("operators", in_bench=True, quick={"repeats": 1})
 @torch.inference_mode()
 def attention(run: Run, repeats: int = 9, heads: tuple = (8, 2, 32)) -> None:
-    """Attention of one layer over the block table; heads: query heads, key heads, channels of a head."""
+    """Attention of one layer over the block table; heads: query heads, key heads, channels of a head.
+
+    The last column compares with the time to read the keys and values once, in order.
+    """
     query_heads, key_heads, channels = heads
-    for step, sequences in list(STEPS.items())[3 if run.is_quick else 0 :]:
+    numbers = torch.randn(2**20 if run.is_quick else 2**25)
+    bandwidth = numbers.nbytes / fastest({"sum": numbers.sum}, repeats)["sum"]  # bytes/s
+    for step, sequences in list(STEPS.items())[3:6] if run.is_quick else STEPS.items():
         queries, keys = zip(*sequences, strict=True)
         counts = [-(-length // BLOCK) for length in keys]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -102,7 +108,9 @@ def attention(run: Run, repeats: int = 9, heads: tuple = (8, 2, 32)) -> None:
         names = _backends(PAGED_ATTENTION.names)
         times = fastest({name: lambda name=name, call=attend: call(name) for name in names}, repeats)
         found: dict[str, Figure] = {f"{name}, ms": 1e3 * seconds for name, seconds in times.items()}
-        run.row(step, {**found, f"{names[0]} / {names[-1]}": times[names[0]] / times[names[-1]]})
+        reading = 2 * sum(keys) * key_heads * channels * q.element_size() / bandwidth
+        found |= {f"{names[0]} / {names[-1]}": times[names[0]] / times[names[-1]]}
+        run.row(step, {**found, f"{names[0]} / reading": times[names[0]] / reading})
 
 
 LOGITS = {"like a model's": 2.0, "nearly flat": 0.3, "peaked": 6.0}  # their standard deviation
