@@ -217,6 +217,11 @@ BATCHING = FlagGroup(
             choices=OPERATOR_BACKENDS,
         ),
         Flag(
+            "pack_weights",
+            "On CPUs, compute large linear layers with packed weights, which replace the weights; default: yes, but no "
+            "for a model that attach_engine shares, whose weights are then held twice",
+        ),
+        Flag(
             "cuda_graph_impl",
             "local: pad steps to fixed sizes and compute them in static buffers, by CUDA graphs on CUDA",
             choices=GRAPH_IMPLS,

@@ -57,6 +57,7 @@ class BatchingConfig:
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
     operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
+    pack_weights: bool | None = None  # of linear layers; default: unless a caller of the engine uses them, too
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
     moe_enable_routing_replay: bool = False  # records have the experts of each token
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron

@@ -30,6 +30,7 @@ def print_kv_cache_config(
     console: Console,
     request_state_bytes: int = 0,
     operators: Mapping[str, Sequence[str]] | None = None,
+    bytes_held_twice: int = 0,
 ) -> None:
     """Print the engine's capacity (EX-6), and the maximum state memory of the longest request (LA-4).
 
@@ -39,6 +40,7 @@ def print_kv_cache_config(
         console: Console to print on.
         request_state_bytes: State bytes of the longest request; 0 is not shown.
         operators: Operators by backend (CU-3); None is not shown.
+        bytes_held_twice: Bytes of weights that are held as they are and packed (SC-12); 0 is not shown.
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
@@ -62,6 +64,8 @@ def print_kv_cache_config(
         usual, *others = operators
         rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
         table.add_row("operators", f"{usual}{rest}")
+    if bytes_held_twice:
+        table.add_row("packed weights", f"{bytes_held_twice:,} bytes beside the originals")
     if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
     console.print(table)

@@ -295,9 +295,8 @@ class EngineCore:
         self._use_new_weights()
 
     def check_weights(self) -> None:
-        """Check the weights before requests are added, if results cached before could be used; see `ModelResources`."""
-        if self.is_caching:
-            self.resources.check_weights()
+        """Check the weights before requests are added; see `ModelResources`."""
+        self.resources.check_weights(is_caching=self.is_caching)
 
     def _notice_new_weights(self) -> None:
         if self.resources.has_new_weights(is_caching=self.is_caching):

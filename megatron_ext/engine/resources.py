@@ -9,14 +9,17 @@ class ModelResources(Protocol):
     """Weights and pools of the model on this rank."""
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
-        """Return whether the weights changed since the last call; False if no cached result depends on them.
+        """Return whether the weights changed since the last call; False if nothing is kept that depends on them.
 
         Args:
             is_caching: True if the engine keeps KV blocks or states that were computed with the weights.
         """
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, is_caching: bool) -> None:
         """Check that an engine that was idle has the weights that it knows of, before requests are added.
+
+        Args:
+            is_caching: See `has_new_weights`.
 
         Raises:
             SilentWeightChange: It has others.
@@ -35,7 +38,7 @@ class ModelResources(Protocol):
         """Capture the CUDA graphs that the settings ask for."""
 
     def free(self) -> None:
-        """Free the pools; their contents are lost."""
+        """Free the pools, whose contents are lost, and whatever else the next step can make again."""
 
     def bind_thread(self) -> None:
         """Make the calling thread use the model's device."""
@@ -48,7 +51,7 @@ class NoResources:
         """See `ModelResources`."""
         return False
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, is_caching: bool) -> None:
         """See `ModelResources`."""
 
     def mark_new_weights(self) -> None:

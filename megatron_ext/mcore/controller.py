@@ -140,6 +140,11 @@ class InferenceController(Controller):
         linear = None if self.packed is None else self.packed.backend
         return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach(), linear)
 
+    @property
+    def bytes_held_twice(self) -> int:
+        """Bytes of weights that are held as they are and packed."""
+        return 0 if self.packed is None else self.packed.bytes_held_twice
+
     def _scored_logits(self, rows: slice) -> Tensor:
         """Return logits of some of the step's scored tokens, equal to the model's forward: [k, h] -> [rows, V]."""
         model = unwrap_model(self.inference_wrapped_model.model)

@@ -115,12 +115,13 @@ class ContextResources:
     def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
         self._context = context
         self._model = controller.inference_wrapped_model.model
+        self._packed = controller.packed
         self._weights = WeightsWatch(self._model)
         self._samples = samples_of(self._model)
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
-        """Return whether weights have changed; see `ModelResources`. Captured graphs depend on weights too."""
-        is_watching = is_caching or self._context.cuda_graph_runner is not None
+        """Return whether weights have changed; see `ModelResources`."""
+        is_watching = self._depends_on_weights(is_caching=is_caching)
         if self._samples is not None:
             self._samples.note_activity()
         has_changed = is_watching and self._weights.has_changed()
@@ -128,10 +129,15 @@ class ContextResources:
             self._samples.take()
         return has_changed
 
-    def check_weights(self) -> None:
+    def check_weights(self, *, is_caching: bool) -> None:
         """Compare the samples of an attached model, unless its counters show a change; see `ModelResources`."""
-        if self._samples is not None and self._weights.is_current:
+        if self._samples is not None and self._depends_on_weights(is_caching=is_caching) and self._weights.is_current:
             self._samples.check()
+
+    def _depends_on_weights(self, *, is_caching: bool) -> bool:
+        """Return whether anything is kept that was made of the weights: cached results, graphs, packed copies."""
+        has_copies = self._packed is not None and self._packed.bytes_held_twice > 0
+        return is_caching or has_copies or self._context.cuda_graph_runner is not None
 
     def mark_new_weights(self) -> None:
         """Mark the weights as changed; see `ModelResources`."""
@@ -152,8 +158,10 @@ class ContextResources:
         self._context.prepare_cuda_graphs()
 
     def free(self) -> None:
-        """Free the pools; see `ModelResources`."""
+        """Free the pools, and packed copies of weights; see `ModelResources`."""
         self._context.deallocate_all_tensors()
+        if self._packed is not None:
+            self._packed.release()
 
     def bind_thread(self) -> None:
         """Select the model's CUDA device in this thread; see `ModelResources`."""

@@ -1,12 +1,13 @@
 """Packed weights of a model's linear layers: packed before a step, unpacked for whatever reads or writes them.
 
-A parameter has its values, or its layer has a packed weight that replaces them, see `ops.linear.packable`; tied
-embeddings, which rows are read of, keep their values beside the packed output layer.
+A parameter has its values, or its layer has a packed weight that replaces them, see `ops.linear.packable`. Tied
+embeddings, which rows are read of, and all weights of an attached model keep their values beside the packed ones.
 
     built or loaded          dense
     before each step         `refresh` packs what is dense, and again what has changed
     saved, updated, loaded   `unpack_weights`, by `model_tensors` and by each layer's state dict: dense until the next
                              step; what was written is noticed as ever, by `WeightsWatch`
+    freed                    `release`, when an engine is suspended or closed: packed weights beside values are dropped
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import weights_version
+from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.linear import LINEAR, LinearBackend, Packable, choice_identity, choose
@@ -53,10 +55,10 @@ class PackedWeights:
     """Packed weights of one model on this rank; nothing is packed before the first `refresh`.
 
     Args:
-        model: Model in eval mode. Layers that are packed and not chosen are unpacked.
+        model: Model in eval mode. Layers that are packed and not chosen are unpacked. An attached model keeps every
+            original weight beside the packed one, which takes that memory again; changes are noticed as those of tied
+            embeddings are.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
-        keeps_originals: Keep every original weight beside the packed one, as for a model whose parameters others use
-            as well; changes are noticed as those of tied embeddings are. Takes the memory of the packed weights again.
         with_experts: Whether experts of MoE layers may be packed; `mcore.layers.dense_moe` reads their parameters.
     """
 
@@ -65,10 +67,10 @@ class PackedWeights:
         model: HybridModel,
         operators: str | None = None,
         *,
-        keeps_originals: bool = False,
         with_experts: bool = True,
     ) -> None:
         self._model = model
+        keeps_originals = samples_of(model) is not None
         with preferring(operators):
             self._slots = [
                 slot for slot in _slots(model, keeps_originals, with_experts) if slot.backend.pack is not None
@@ -94,10 +96,14 @@ class PackedWeights:
         return self._slots[0].backend.name if self._slots else LINEAR.names[-1]
 
     @property
+    def bytes_held_twice(self) -> int:
+        """Bytes of the packed weights whose originals are kept."""
+        return sum(slot.bytes for slot in self._slots if slot.beside is not None)
+
+    @property
     def additional_bytes(self) -> int:
         """Bytes that packing takes beside the parameters: kept originals, and one weight while it is packed."""
-        kept = sum(slot.bytes for slot in self._slots if slot.beside is not None)
-        return kept + max((slot.bytes for slot in self._slots if slot.beside is None), default=0)
+        return self.bytes_held_twice + max((slot.bytes for slot in self._slots if slot.beside is None), default=0)
 
     def check_memory(self, available_bytes: int) -> None:
         """Check that there is memory for packing.
@@ -112,8 +118,7 @@ class PackedWeights:
         if needed > available_bytes:
             raise ConfigError(
                 f"packed weights of linear layers need {needed / GIB:.2f} GB beside the parameters, and "
-                f"{available_bytes / GIB:.2f} GB of memory are free for this process; --operator-backend reference "
-                "packs none"
+                f"{available_bytes / GIB:.2f} GB of memory are free for this process; --no-pack-weights packs none"
             )
 
     def refresh(self) -> None:
@@ -126,6 +131,12 @@ class PackedWeights:
         for layer, backend, beside in self._slots:
             if not layer.is_current:
                 layer.pack(backend, beside)
+
+    def release(self) -> None:
+        """Free packed weights whose originals are kept; the next `refresh` packs them again."""
+        for slot in self._slots:
+            if slot.beside is not None:
+                slot.layer.unpack()
 
 
 def pack_weights(
@@ -153,7 +164,18 @@ def pack_weights(
             logger.warning("no weights are packed, since the ranks' CPUs differ: %s", "; ".join(different))
         packed, different = PackedWeights(model, LINEAR.names[-1]), []
     packed.refresh()
+    _log(packed, batching)
     return packed, "".join(different)
+
+
+def _log(packed: PackedWeights, batching: BatchingConfig) -> None:
+    """Log memory that is held twice, and a setting without effect."""
+    if packed.bytes_held_twice:
+        logger.info(
+            "packed weights of linear layers take %.2f GB beside their originals", packed.bytes_held_twice / GIB
+        )
+    elif batching.pack_weights and packed.backend == LINEAR.names[-1]:
+        logger.warning("--pack-weights: no weight of the model is packed on this machine; docs/operators.md says which")
 
 
 def unpack_weights(model: nn.Module) -> None:

@@ -85,7 +85,7 @@ class EngineArgs:
                 parallel_context=self._parallel_context,
                 speculation=settings.speculation,
                 draft=self._draft,
-                packs_weights=loaded.packs_weights,
+                packs_weights=_packs_weights(settings, loaded),
                 routing=settings.routing,
             )
 
@@ -135,8 +135,13 @@ def build_follower(
         dtype=loaded.dtype,
         parallel_context=parallel_context,
         speculative_tokens=settings.speculation.num_speculative_tokens,
-        packs_weights=loaded.packs_weights,
+        packs_weights=_packs_weights(settings, loaded),
     )
+
+
+def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:
+    given = settings.batching.pack_weights
+    return loaded.packs_weights if given is None else given
 
 
 def _load(settings: EngineSettings) -> LoadedModel:

@@ -67,7 +67,7 @@ class LoadedModel:
     dtype: torch.dtype
     name: str  # the checkpoint's directory as given, "embedded", or "random weights, <pattern>"
     directory: Path | None = None  # of the files of the weights; None for random ones
-    packs_weights: bool = True  # whether packed weights may replace parameters; False for those of a caller
+    packs_weights: bool = True  # the default of `BatchingConfig.pack_weights`; False for a model of a caller
 
 
 def load_model(

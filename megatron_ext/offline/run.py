@@ -141,9 +141,13 @@ class _Offline:
     def run(self) -> bool:
         """Run the prompts. Return whether every request completed."""
         engine = self._args.build_engine()
-        states = engine.longest_request_state_bytes
         print_kv_cache_config(
-            engine.geometry, self._loaded.name, self._console, states, engine.controller.chosen_operators()
+            engine.geometry,
+            self._loaded.name,
+            self._console,
+            engine.longest_request_state_bytes,
+            engine.controller.chosen_operators(),
+            engine.controller.bytes_held_twice,
         )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):

@@ -26,7 +26,10 @@ from megatron_ext.scheduling.step import describe_step
 
 
 class Memory(Protocol):
-    """Pools of this rank."""
+    """Weights and pools of this rank; see `ModelResources`."""
+
+    def mark_new_weights(self) -> None:
+        """Record an in-place write of the weights."""
 
     def allocate(self) -> None:
         """Allocate the pools if they are not allocated."""
@@ -98,6 +101,7 @@ class Worker:
         elif isinstance(command, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):
+            self._memory.mark_new_weights()
             self.scheduler.weights_changed()
         elif isinstance(command, Suspend):
             self.scheduler.suspend()

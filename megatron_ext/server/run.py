@@ -141,6 +141,7 @@ def build_serving(
         make_console(quiet=False),
         engine.longest_request_state_bytes,
         engine.controller.chosen_operators(),
+        engine.controller.bytes_held_twice,
     )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None

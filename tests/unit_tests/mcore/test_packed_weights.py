@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_ext.mcore import packed_weights
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.packed_weights import PackedWeights, pack_weights, unpack_weights
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
+from megatron_ext.mcore.weight_samples import WeightSamples, keep_samples
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.native.safetensors_checkpoint import load_weights, save_checkpoint
 from megatron_ext.models.update.disk import NewWeights
@@ -48,10 +50,12 @@ def layers(model: nn.Module) -> list[Packable]:
     return [one for one in model.modules() if isinstance(one, Packable)]
 
 
-def packed_model(config: ModelConfig = CONFIGS["hybrid"], **options: object) -> tuple[nn.Module, PackedWeights]:
+def packed_model(config: ModelConfig = CONFIGS["hybrid"], *, attached: bool = False) -> tuple[nn.Module, PackedWeights]:
     """A model, and its packed weights after a first refresh."""
     model = build_slow_decay(config)
-    packed = PackedWeights(model, ALL, **options)
+    if attached:
+        keep_samples(model, WeightSamples({}, model))
+    packed = PackedWeights(model, ALL)
     packed.refresh()
     return model, packed
 
@@ -299,16 +303,27 @@ class TestKeptOriginals:
     """For models whose parameters others use as well."""
 
     def test_parameters_keep_their_values(self):
-        model, packed = packed_model(keeps_originals=True)
+        model, packed = packed_model(attached=True)
         assert all(layer.packed is not None for layer in layers(model))
         found = {name: one.detach() for name, one in model.named_parameters()}
         assert_same(found, dict(build_slow_decay(CONFIGS["hybrid"]).named_parameters()))
-        assert packed.additional_bytes == sum(layer.weight.numel() * 4 for layer in layers(model))
+        held_twice = sum(layer.weight.numel() * 4 for layer in layers(model))
+        assert (packed.additional_bytes, packed.bytes_held_twice) == (held_twice, held_twice)
+
+    def test_copies_are_freed_and_packed_again(self):
+        """An engine that is suspended or closed frees them; those that replace a parameter stay."""
+        model, packed = packed_model(TIED)
+        copies = [weakref.ref(model.output_layer.packed)]
+        packed.release()
+        assert [one() for one in copies] == [None]
+        assert [layer for layer in layers(model) if layer.packed is None] == [model.output_layer]
+        packed.refresh()
+        assert all(layer.packed is not None for layer in layers(model))
 
     @pytest.mark.parametrize("is_counted", [True, False])
     def test_edits_are_packed_again(self, is_counted):
         """A write that torch does not count needs `mark_weights_changed`, as always."""
-        model, packed = packed_model(keeps_originals=True)
+        model, packed = packed_model(attached=True)
         layer = next(iter(layers(model)))
         with torch.no_grad():
             (layer.weight if is_counted else layer.weight.data).mul_(2)
@@ -336,7 +351,7 @@ class TestMemory:
     def test_too_little_is_refused_before_packing(self, monkeypatch):
         model = build_slow_decay(TIED)
         monkeypatch.setattr(packed_weights.platform, "available_memory", lambda device: 1000)
-        with pytest.raises(ConfigError, match=r"beside the parameters.*--operator-backend reference"):
+        with pytest.raises(ConfigError, match=r"beside the parameters.*--no-pack-weights"):
             pack_weights(model, BatchingConfig(operator_backend=ALL))
         assert all(layer.packed is None for layer in layers(model))
 
