@@ -80,7 +80,8 @@ kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a G
 oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then compares ours with, into out/oracles.
 	$(BIN)/python tools/oracles.py
 
-# VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
+# VLLM_PYTHON=/path/to/python measures vLLM beside us, LLAMA_PYTHON llama.cpp; see benchmarks/peers/README.md.
+# ARGS=--quick sees that all of it runs.
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
 	$(BIN)/python -m benchmarks $(ARGS)
 

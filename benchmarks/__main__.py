@@ -1,6 +1,6 @@
 """Benchmarks by question: `python -m benchmarks [NAME ...] [setting=value ...]`.
 
-NAME is a question (latency, throughput, serving, operators, routing, simulation, gpu), a case such as
+NAME is a question (standard, latency, throughput, serving, operators, routing, simulation, gpu), a case such as
 latency.decode_context, or `all`; without one, the cases of `make bench` run: those that a goal or the README names.
 `--list` shows the cases with their settings. Each case is a process of its own; compare figures of one run only, on a
 quiet machine. Exit code 1 if a case failed, or if a check (a figure that is false) or a goal that must hold did not
@@ -25,12 +25,15 @@ from pathlib import Path
 
 from benchmarks.cases import CASES, Case, Figure, Page, Rows, empty_page
 from benchmarks.goals import GOALS
+from benchmarks.machine import cpu_name, instruction_sets
+from benchmarks.summary import MACHINE, other_tokens, standard_table
 from benchmarks.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")
 MODULES = {  # in the order in which their cases run
-    "latency": ("peers.ours", "peers.transformers_script", "peers.vllm_engine", "latency.prefixes", "latency.steps"),
+    "standard": ("peers.ours", "peers.transformers_script", "peers.vllm_engine", "peers.llama_cpp"),
+    "latency": ("latency.prefixes", "latency.steps"),
     "throughput": ("throughput.kinds", "throughput.speculation", "throughput.ranks", "throughput.threads"),
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear"),
@@ -48,7 +51,12 @@ GPU_MINUTES = 9.0
 GRACE_SECONDS = 10.0  # beside its time, in which a case may end by itself
 LEAST_SECONDS = 5.0  # with less time no process is started
 # One rank needs no network; the packages' warnings about missing optional packages are known.
-ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONWARNINGS": "ignore",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,9 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(one.needs_cuda for one in cases) and not _use_cuda() and not options.quick:
         print("benchmarks: error: no CUDA device was found; --quick tries the script on a CPU", file=sys.stderr)
         return 2
-    print(header(options.threads or _threads(options.quick)))
+    threads = options.threads or _threads(options.quick)
+    print(header(threads))
     pages = Runner(options, settings).run(cases)
-    report(pages)
+    report(pages, machine(threads))
     lost = [] if options.quick else [one for one in GOALS if one.must_hold and one.is_missed(pages)]
     return int(bool(lost) or any(page["failed"] or _failed_checks(page) for page in pages.values()))
 
@@ -151,10 +160,14 @@ def header(threads: int) -> str:
     """Return machine, versions and command: what a reader needs to judge the figures."""
     found = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return (
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, {threads} threads; "
-        f"Python {platform.python_version()}, {found}\n"
+        f"machine: {machine(threads)}; {platform.machine()}, Python {platform.python_version()}, {found}\n"
         f"command: python -m benchmarks {' '.join(sys.argv[1:])}"
     )
+
+
+def machine(threads: int) -> str:
+    """Return the CPU, its instruction sets, and the number of threads."""
+    return f"{cpu_name()} ({instruction_sets()}), {threads} of {os.cpu_count()} cores"
 
 
 def _version(package: str) -> str:
@@ -177,6 +190,7 @@ class Runner:
 
     def __init__(self, options: argparse.Namespace, settings: Mapping[str, str]) -> None:
         self._options, self._settings = options, settings
+        self._threads = options.threads or _threads(options.quick)
 
     def run(self, cases: Sequence[Case]) -> dict[str, Page]:
         """Run the cases one after the other; each gets the time that is not reserved for later ones."""
@@ -189,7 +203,8 @@ class Runner:
                 print(f"[{number + 1}/{len(cases)}] {one.name}", flush=True)
                 pages[one.name] = self.run_case(one, seconds, Path(folder))
                 if self._options.json is not None:
-                    self._options.json.write_text(json.dumps(pages, indent=1), "utf-8")
+                    found = {MACHINE: machine(self._threads), **pages}
+                    self._options.json.write_text(json.dumps(found, indent=1), "utf-8")
         return pages
 
     def run_case(self, one: Case, seconds: float, folder: Path) -> Page:
@@ -201,11 +216,13 @@ class Runner:
                 return {**empty_page(), "left_out": [f"all of it: {variable} is not set"]}
         if seconds < LEAST_SECONDS:
             return {**empty_page(), "left_out": ["all of it"]}
-        settings = self._settings | ({"model": str(_shared_model(folder))} if "model" in one.settings else {})
+        settings = dict(self._settings)
+        if one.model is not None:
+            settings["model"] = str(_shared_model(folder, one.model, quick=self._options.quick))
         figures, size = folder / f"{one.name}.json", "quick" if self._options.quick else "full"
         command = [str(python), "-m", "benchmarks.worker", one.measure.__module__, one.name, str(figures), str(seconds)]
         command += [size, *(f"{name}={value}" for name, value in settings.items())]
-        threads = str(self._options.threads or _threads(self._options.quick))
+        threads = str(self._threads)
         path = [*([packages] if packages else []), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -235,11 +252,11 @@ def run_process(command: Sequence[str], figures: Path, seconds: float, environme
     return page
 
 
-def _shared_model(folder: Path) -> Path:
-    """Write the model that peers share, once."""
-    path = folder / "model"
+def _shared_model(folder: Path, size: str, *, quick: bool) -> Path:
+    """Write the model of a size that peers share, once."""
+    path = folder / f"model-{size}"
     if not path.exists():
-        command = [sys.executable, "-m", "benchmarks.models", str(path)]
+        command = [sys.executable, "-m", "benchmarks.models", str(path), size, *(["quick"] if quick else [])]
         subprocess.run(command, cwd=ROOT, env={**ENVIRONMENT, **os.environ}, check=True)
     return path
 
@@ -271,27 +288,34 @@ def _child_seconds() -> float:
 # Tables
 
 
-def report(pages: Mapping[str, Page]) -> None:
-    """Print the figures of each case, comparisons with other cases, and goals."""
+def report(pages: Mapping[str, Page], machine: str) -> None:
+    """Print the figures of each case, comparisons with other cases, the standard rows, and goals."""
     for name, page in pages.items():
-        print(f"\n## {name}\n")
-        if page["rows"]:
-            print(table(page["rows"]))
-        for line in page["remarks"]:
-            print(line)
-        for part, error in page["failed"].items():
-            print(f"{part} failed: {error}")
-        if page["left_out"]:
-            print(f"left out: {', '.join(page['left_out'])}")
-        for check in _failed_checks(page):
-            print(f"check failed: {check}")
+        _report_case(name, page)
     for name, page in pages.items():
         other = CASES[name].beside
         if other in pages and page["rows"]:
             print(f"\n## {other} beside {name}\n\n{table(beside(pages[other]['rows'], page['rows']))}")
+    if any(name.startswith("standard.") for name in pages):
+        print(f"\n## Standard rows\n\n{standard_table(pages, machine)}")
+        print("\n".join(other_tokens(pages)))
     judged = {goal.name: goal.judge(pages) for goal in GOALS if goal.case in pages}
     if judged:
         print(f"\n## Goals\n\n{table(judged)}")
+
+
+def _report_case(name: str, page: Page) -> None:
+    print(f"\n## {name}\n")
+    if page["rows"]:
+        print(table(page["rows"]))
+    for line in page["remarks"]:
+        print(line)
+    for part, error in page["failed"].items():
+        print(f"{part} failed: {error}")
+    if page["left_out"]:
+        print(f"left out: {', '.join(page['left_out'])}")
+    for check in _failed_checks(page):
+        print(f"check failed: {check}")
 
 
 def _failed_checks(page: Page) -> list[str]:

@@ -131,6 +131,7 @@ class Case:
         beside: Case whose equal rows and columns it is compared with.
         reserved: Seconds that are kept for it while earlier cases run.
         needs_cuda: True if its figures mean nothing without a CUDA device.
+        model: Key in `benchmarks.peers.sizes.SIZES` of the model that the case gets as its setting `model`.
         interpreter: Environment variable with the Python that runs it; by default this one does.
         packages: Environment variable with a folder that comes first on its PYTHONPATH.
     """
@@ -142,6 +143,7 @@ class Case:
     beside: str | None = None
     reserved: float = 0.0
     needs_cuda: bool = False
+    model: str | None = None
     interpreter: str | None = None
     packages: str | None = None
 

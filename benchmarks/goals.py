@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from benchmarks.cases import Figure, Page
+from benchmarks.peers.sizes import TURNS
+from benchmarks.peers.work import AT_ONCE, FIRST, LATER, RATE, STEP, TTFT, UNIQUE, decode_row, shared_row
 
 CHAT_TOKENS = 6_800  # of 19,072 prompt tokens, in eight conversations of four turns
 
@@ -68,26 +70,38 @@ class Goal:
         return "met" if is_met else f"missed by {100 * (factor - 1):.0f} %"
 
 
-OURS, VLLM, TRANSFORMERS = "latency.ours", "latency.vllm", "throughput.kinds"
-FIRST, LATER, RATE, TTFT = "first ttft, ms", "later ttft, ms", "generated tokens/s", "median ttft, ms"
+def _of_5m() -> Iterator[Goal]:
+    ours, vllm = "standard.ours_5m", "standard.vllm_5m"
+    for prefix, rate in ((2_048, 1.3), (8_192, 1.1)):
+        one, eight = shared_row(prefix), shared_row(prefix, AT_ONCE)
+        yield Goal(f"5 M, {one}: cold ttft / vLLM's", ours, one, FIRST, 0.8, over=vllm)
+        yield Goal(f"5 M, {one}: cold ttft / products by torch.mm", ours, one, "first / torch.mm", 1.5)
+        yield Goal(f"5 M, {one}: warm ttft / products by torch.mm", ours, one, "later / torch.mm", 2.0)
+        yield Goal(f"5 M, {eight}: tokens/s / vLLM's", ours, eight, RATE, rate, False, over=vllm)
+        yield Goal(f"5 M, {eight}: later ttft / vLLM's", ours, eight, LATER, 1.0, over=vllm)
+    yield Goal(f"5 M, {UNIQUE}: tokens/s / vLLM's", ours, UNIQUE, RATE, 1.0, False, over=vllm)
+    for turn in range(1, TURNS + 1):
+        yield Goal(f"chat, turn {turn}: median ttft / vLLM's", ours, f"chat, turn {turn}", TTFT, 0.9, over=vllm)
+    yield Goal("chat: prompt tokens computed", ours, "chat, all turns", "computed tokens", CHAT_TOKENS, must_hold=True)
 
 
-def _shared(prefix: str, warm: float, rate: float) -> Iterator[Goal]:
-    one, eight = f"{prefix} shared, 1 at once", f"{prefix} shared, 8 at once"
-    yield Goal(f"{one}: cold ttft / vLLM's", OURS, one, FIRST, 0.8, over=VLLM)
-    yield Goal(f"{one}: cold ttft / floor", OURS, one, "first / floor", 1.5)
-    yield Goal(f"{one}: warm ttft / floor", OURS, one, "later / floor", warm)
-    yield Goal(f"{eight}: tokens/s / vLLM's", OURS, eight, RATE, rate, False, over=VLLM)
-    yield Goal(f"{eight}: later ttft / vLLM's", OURS, eight, LATER, 1.0, over=VLLM)
+def _of_250m() -> Iterator[Goal]:
+    ours, vllm, read_once = "standard.ours_250m", "standard.vllm_250m", "step / weights read once"
+    one, eight = shared_row(2_048), shared_row(2_048, AT_ONCE)
+    yield Goal(f"0.25 B, {one}: cold ttft / vLLM's", ours, one, FIRST, 0.7, over=vllm)
+    yield Goal(f"0.25 B, {one}: warm ttft / vLLM's", ours, one, LATER, 0.5, over=vllm)
+    yield Goal(f"0.25 B, {eight}: tokens/s / vLLM's", ours, eight, RATE, 1.2, False, over=vllm)
+    for requests in (1, 4, 8, 16):
+        row = decode_row(requests)
+        yield Goal(f"0.25 B, {row}: step / vLLM's", ours, row, STEP, 0.9, over=vllm)
+    for requests, bound in ((1, 1.25), (8, 1.5)):
+        row = decode_row(requests)
+        yield Goal(f"0.25 B, {row}: step / weights read once", ours, row, read_once, bound)
 
 
 def _all() -> Iterator[Goal]:
-    yield from _shared("2,048", 2.2, 1.3)
-    yield from _shared("8,192", 2.0, 1.1)
-    yield Goal("unique prompts, 8 at once: tokens/s / vLLM's", OURS, "unique, 8 at once", RATE, 1.0, False, over=VLLM)
-    for turn in (1, 2, 3, 4):
-        yield Goal(f"chat, turn {turn}: median ttft / vLLM's", OURS, f"chat, turn {turn}", TTFT, 0.9, over=VLLM)
-    yield Goal("chat: prompt tokens computed", OURS, "chat, all turns", "computed tokens", CHAT_TOKENS, must_hold=True)
+    yield from _of_5m()
+    yield from _of_250m()
     on_off, context = "latency.unique_prompts", "latency.decode_context"
     yield Goal("unique prompts: tokens/s, cache on / off", on_off, "8 of 2,176", "cache on / off", 0.99, False)
     yield Goal("decode step of 8 at 8,192 tokens / at 128", context, "8,192 tokens", "over the shortest", 1.5)

@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 
+from megatron_ext.ops.linear import onednn
+
 Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
 
@@ -64,6 +66,27 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> f
     """Return the operations a second of a square matrix product, measured now."""
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / medians({"product": lambda: left @ right}, 9)["product"]
+
+
+def packed_matmul_rate(size: int = 1024) -> float | None:
+    """Return the rate of the same product, with a weight that oneDNN has packed; None where torch cannot pack."""
+    if onednn.problem() is not None:
+        return None
+    weight, x = onednn.OneDnnWeight(torch.randn(size, size)), torch.randn(size, size)
+    with torch.inference_mode():
+        return 2 * size**3 / medians({"product": lambda: weight(x)}, 9)["product"]
+
+
+def read_rate(size: int = 256 * 1024**2) -> float:
+    """Return the bytes a second that this process reads from memory, by whatever reads fastest.
+
+    Args:
+        size: Bytes that are read; far more than the CPU's caches hold.
+    """
+    values = torch.ones(size // 4)
+    matrix, vector = values.view(-1, 1024), torch.ones(1024)
+    times = medians({"sum": values.sum, "product": lambda: matrix @ vector}, 5)
+    return size / min(times.values())
 
 
 class Phases:

@@ -1,7 +1,7 @@
 """Models that benchmarks run, with random weights, and engines around them.
 
 Models of transformers are saved by it and loaded by this package, so that both have equal weights.
-`python -m benchmarks.models DIR` writes the NemotronH-shaped one for peers.
+`python -m benchmarks.models DIR 250m [quick]` writes a model of `benchmarks.peers.sizes` for peers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from benchmarks.cases import VOCABULARY, token_ids
+from benchmarks.peers.sizes import SIZES, Shape
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.engine.core import EngineCore, StepOutput
@@ -39,29 +40,32 @@ from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.text.tokenizer import NullTokenizer
 
-PATTERN = "M-M*M-M*"
+SMALL = SIZES["5m"].shape
 OFF = CacheConfig(enable_prefix_caching=False)
-# All models of transformers: hidden size 256, eight layers.
+# All models of transformers have eight layers.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-COMMON = {"vocab_size": VOCABULARY, "hidden_size": 256, "eos_token_id": None, "pad_token_id": 0}
+COMMON = {"eos_token_id": None, "pad_token_id": 0}
+SIZES_OF_OTHERS = {"vocab_size": VOCABULARY, "hidden_size": 256}
 LONG = {"max_position_embeddings": 16_384}
 
 
-def nemotron_h() -> PreTrainedModel:
+def nemotron_h(shape: Shape = SMALL) -> PreTrainedModel:
     """Build NemotronH: Mamba-2, attention and MLP layers."""
     config = NemotronHConfig(
-        **COMMON,
-        **HEADS,
-        **LONG,
-        intermediate_size=1024,
-        num_hidden_layers=len(PATTERN),
-        hybrid_override_pattern=PATTERN,
-        head_dim=32,
-        mamba_num_heads=16,
-        mamba_head_dim=32,
-        ssm_state_size=64,
-        n_groups=2,
-        chunk_size=128,
+        **COMMON | LONG,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=len(shape.pattern),
+        hybrid_override_pattern=shape.pattern,
+        head_dim=shape.head_dim,
+        mamba_num_heads=shape.mamba_heads,
+        mamba_head_dim=shape.mamba_head_dim,
+        ssm_state_size=shape.state,
+        n_groups=shape.groups,
+        chunk_size=shape.chunk,
         tie_word_embeddings=False,
     )
     return without_time_step_limit(NemotronHForCausalLM(config))
@@ -77,13 +81,15 @@ def without_time_step_limit(model: PreTrainedModel) -> PreTrainedModel:
 
 def mamba() -> PreTrainedModel:
     """Build Mamba: Mamba-1 layers only."""
-    return MambaForCausalLM(MambaConfig(**COMMON, state_size=16, num_hidden_layers=8, tie_word_embeddings=False))
+    return MambaForCausalLM(
+        MambaConfig(**COMMON | SIZES_OF_OTHERS, state_size=16, num_hidden_layers=8, tie_word_embeddings=False)
+    )
 
 
 def jamba() -> PreTrainedModel:
     """Build Jamba: two attention layers among eight, the others Mamba-1, an MLP after each."""
     config = JambaConfig(
-        **COMMON,
+        **COMMON | SIZES_OF_OTHERS,
         **HEADS,
         **LONG,
         intermediate_size=512,
@@ -102,7 +108,7 @@ def jamba() -> PreTrainedModel:
 def qwen3_next() -> PreTrainedModel:
     """Build Qwen3-Next: two attention layers among eight, the others gated delta nets, an MLP after each."""
     config = Qwen3NextConfig(
-        **COMMON,
+        **COMMON | SIZES_OF_OTHERS,
         **HEADS,
         **LONG,
         intermediate_size=512,
@@ -121,7 +127,7 @@ def qwen3_next() -> PreTrainedModel:
 def llama() -> PreTrainedModel:
     """Build Llama: eight layers of attention."""
     config = LlamaConfig(
-        **COMMON,
+        **COMMON | SIZES_OF_OTHERS,
         **HEADS,
         intermediate_size=1024,
         num_hidden_layers=8,
@@ -143,18 +149,18 @@ TINY = ModelConfig(
     vocab_size=96,
 )
 NEMOTRON_SHAPED = ModelConfig(
-    hybrid_override_pattern=PATTERN,
-    hidden_size=256,
-    ffn_hidden_size=1024,
-    num_attention_heads=8,
-    num_query_groups=2,
-    kv_channels=32,
-    mamba_num_heads=16,
-    mamba_head_dim=32,
-    mamba_state_dim=64,
-    mamba_num_groups=2,
+    hybrid_override_pattern=SMALL.pattern,
+    hidden_size=SMALL.hidden,
+    ffn_hidden_size=SMALL.mlp,
+    num_attention_heads=SMALL.heads,
+    num_query_groups=SMALL.kv_heads,
+    kv_channels=SMALL.head_dim,
+    mamba_num_heads=SMALL.mamba_heads,
+    mamba_head_dim=SMALL.mamba_head_dim,
+    mamba_state_dim=SMALL.state,
+    mamba_num_groups=SMALL.groups,
     squared_relu=True,
-    vocab_size=VOCABULARY,
+    vocab_size=SMALL.vocabulary,
     max_position_embeddings=16_384,
 )
 
@@ -265,26 +271,12 @@ def prompts(count: int, length: int, name: str = "prompt", vocabulary: int = VOC
     return [token_ids(length, f"{name} {length} {i}", vocabulary) for i in range(count)]
 
 
-def forward_flops(ours: LoadedModel, prompt_lengths: list[int], skipped: int = 0) -> float:
-    """Return the operations that a prefill needs: matrices once a token, causal attention, the scan's outer products.
-
-    The output layer counts once a prompt, since only the last token's logits are needed.
-
-    Args:
-        ours: NemotronH-shaped model.
-        prompt_lengths: Tokens of each prompt.
-        skipped: Tokens at the start of each prompt that are not computed.
-    """
-    config = ours.config
-    matrices = sum(p.numel() for name, p in ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
-    scan = PATTERN.count("M") * 4 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
-    computed = sum(prompt_lengths) - skipped * len(prompt_lengths)
-    pairs = sum((length * (length + 1) - skipped * (skipped + 1)) / 2 for length in prompt_lengths)
-    attention = PATTERN.count("*") * 4 * config.num_attention_heads * config.head_channels * pairs
-    output = 2 * config.hidden_size * VOCABULARY * len(prompt_lengths)
-    return computed * (2 * matrices + scan) + attention + output
+def write(directory: str, size: str, quick: str = "") -> None:
+    """Write a model of a standard size; any text for `quick` takes its quick form."""
+    found = SIZES[size].quick() if quick else SIZES[size]
+    torch.manual_seed(0)
+    nemotron_h(found.shape).save_pretrained(directory)
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    nemotron_h().save_pretrained(sys.argv[1])
+    write(*sys.argv[1:])

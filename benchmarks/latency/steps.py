@@ -1,4 +1,4 @@
-"""Time of a step: by context, beside a prefill, by phase on the host, and by group of operations."""
+"""Time of a step: by context, by phase on the host, and by group of operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import decode_step as standalone
 from benchmarks.cases import Figure, Run, case
 from benchmarks.measuring import Phases, timed
 from benchmarks.models import NEMOTRON_SHAPED, TINY, Engine, engine, pair, prompts, random_model
@@ -51,27 +50,6 @@ def decode_context(run: Run, rounds: int = 6, contexts: tuple = (128, 2_048, 8_1
     found = {context: statistics.median(taken) for context, taken in times.items()}
     for context, seconds in found.items():
         run.row(f"{context:,} tokens", {"step, ms": 1e3 * seconds, "over the shortest": seconds / found[contexts[0]]})
-
-
-@case("latency", quick={"steps": 4, "lengths": (20,)})
-def decode_step(run: Run, steps: int = 60, lengths: tuple = standalone.LENGTHS) -> None:
-    """CPU time of a step of 64 decoding requests, with a model too small to count."""
-    for name, taken in standalone.measure(steps, lengths):
-        run.row(name, {"median, ms": 1e3 * statistics.median(taken), "fastest, ms": 1e3 * min(taken)})
-
-
-@case("latency", quick={"prompt": 200})
-def mixed_step(run: Run, prompt: int = 1000, chunk: int = 128) -> None:
-    """Step of 8 decoding requests alone and beside 128 tokens of a prefill."""
-    built = engine(pair().ours, max_tokens=REQUESTS + chunk, max_requests=REQUESTS + 1)
-    built.start_decoding(prompts(REQUESTS, 128), RequestParams(400, ignore_eos=True))
-    alone = [timed(built.step) for _ in range(24)]
-    (tokens,) = prompts(1, prompt)
-    request, mixed = built.add(tokens, RequestParams(1)), []
-    while not request.is_ended:
-        mixed.append(timed(built.step))
-    for name, taken in (("alone", alone), (f"beside {chunk} prefill tokens", mixed)):
-        run.row(name, {"median, ms": 1e3 * statistics.median(taken), "steps": len(taken)})
 
 
 # The host's part

@@ -6,7 +6,6 @@ A product reads more weights in turns than a CPU's caches hold, as the layers of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.cases import Run, case
+from benchmarks.machine import cpu_name
 from benchmarks.measuring import fastest
 from megatron_ext.ops.linear import PackedWeight, onednn
 from megatron_ext.ops.linear.table import MIB, TABLE, Row, instruction_set
@@ -89,10 +89,3 @@ def advice(found: dict[tuple[int, int], list[float]], rows: Sequence[Row] = TABL
             worst = f"ratios {min(ratios):.2f} to {max(ratios):.2f}"
             lines.append(f"{outputs} x {inputs}: the table says {'packed' if packs else 'F.linear'}, {worst}")
     return lines
-
-
-def cpu_name() -> str:
-    """Return the name of this machine's CPU."""
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unknown CPU"

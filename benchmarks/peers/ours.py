@@ -1,37 +1,39 @@
-"""This engine among its peers, and the floor: the time that the matrix products alone would take."""
+"""This engine among its peers, and the floors: products at the machine's rate, weights at its bandwidth."""
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
-from benchmarks.cases import Run, case
-from benchmarks.measuring import matmul_rate
-from benchmarks.models import engine, forward_flops
-from benchmarks.peers.work import OWN, QUICK, Size, measure
+from benchmarks.cases import Run
+from benchmarks.machine import cpu_name
+from benchmarks.measuring import matmul_rate, packed_matmul_rate, read_rate
+from benchmarks.models import engine
+from benchmarks.peers.sizes import OWN, Size
+from benchmarks.peers.work import FIRST, LATER, STEP, StandardRows, decode_row, shared_row, standard
 from megatron_ext.config import CacheConfig, RequestParams, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.scheduling.request import Request
 
 CPU = torch.device("cpu")
+PRODUCTS, PACKED, BYTES = "torch.mm", "packed by oneDNN", "reading"
 
 
 class Ours:
     """Engine with default settings, and memory for all requests. See `benchmarks.peers.work.Peer`."""
 
-    def __init__(self, loaded: LoadedModel, **batching: object) -> None:
+    def __init__(self, loaded: LoadedModel, slots: int = 64, **batching: object) -> None:
         options = {"block_count": 1_600, "max_requests": 16, **batching}
-        self._engine = engine(loaded, CacheConfig(snapshot_slots=64), **options)
+        self._engine = engine(loaded, CacheConfig(snapshot_slots=slots), **options)
         self._live: dict[int, tuple[int, Request, int]] = {}  # by request id: key, request, reported tokens
-        self.rates: list[float] = []  # of matrix products, operations a second
 
-    def forget(self) -> None:
-        """Empty the cache, and measure the machine's rate between two workloads."""
+    def forget(self, shared: int = 0, *, continues: bool = False) -> None:
+        """Empty the cache."""
         self._engine.core.reset_prefix_cache()
-        self.rates.append(matmul_rate(torch.float32, CPU))
 
     def submit(self, key: int, prompt: list[int], count: int) -> None:
         """Queue a request."""
@@ -52,21 +54,54 @@ class Ours:
                 yield key, tokens[seen:], 0, False
 
 
-@case("latency", in_bench=True)
-def ours(run: Run, model: str = "") -> None:
-    """Shared prefixes, unique prompts and chats, served by this engine; times over the floor of matrix products."""
+class OursBesideRates(Ours):
+    """Engine that has memory for the work of a size, and measures the machine's rates between two rows.
+
+    Attributes:
+        rates: Operations a second of products by torch and by oneDNN, and bytes read a second.
+    """
+
+    def __init__(self, loaded: LoadedModel, size: Size) -> None:
+        super().__init__(loaded, slots=size.work.slots, block_count=size.work.blocks)
+        self.rates: defaultdict[str, list[float]] = defaultdict(list)
+
+    def forget(self, shared: int = 0, *, continues: bool = False) -> None:
+        """Empty the cache, and measure."""
+        super().forget()
+        self.rates[PRODUCTS].append(matmul_rate(torch.float32, CPU))
+        packed = packed_matmul_rate()
+        if packed is not None:
+            self.rates[PACKED].append(packed)
+        self.rates[BYTES].append(read_rate())
+
+
+@standard()
+def ours(run: Run, model: str, size: Size) -> None:
+    """Standard rows, served by this engine, and times over the floors."""
     platform.initialize()
     loaded = load_model(SourceConfig(load_hf=model), {}, device=CPU)
-    peer = Ours(loaded)
-    measure(run, peer)
-    rate = statistics.median(peer.rates)
-    run.remark(
-        f"matrix products: {rate / 1e9:.0f} GFLOP/s ({min(peer.rates) / 1e9:.0f} to {max(peer.rates) / 1e9:.0f})"
-    )
-    for prefix in (QUICK if run.is_quick else Size()).prefixes:
-        name = f"{prefix:,} shared, 1 at once"
-        for kind, skipped in (("first", 0), ("later", prefix)):
-            floor = 1e3 * forward_flops(loaded, [prefix + OWN], skipped) / rate
-            taken = run.page["rows"][name][f"{kind} ttft, ms"]
-            assert isinstance(taken, float), "it has just been measured"
-            run.row(name, {f"{kind} / floor": taken / floor})
+    capability = torch.backends.cpu.get_cpu_capability()
+    run.remark(f"{capability} of {cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, fp32")
+    peer = OursBesideRates(loaded, size)
+    StandardRows(run, peer, size).measure()
+    _report_floors(run, size, {name: statistics.median(found) for name, found in peer.rates.items()})
+
+
+def _report_floors(run: Run, size: Size, rates: dict[str, float]) -> None:
+    """Report the floors, and the measured times over them and over the products by torch."""
+    listed = [f"{name} {rate / 1e9:.4g} {'GB/s' if name == BYTES else 'GFLOP/s'}" for name, rate in rates.items()]
+    run.remark(f"rates, medians between the rows: {', '.join(listed)}")
+    rows, fastest = run.page["rows"], max(rates[name] for name in (PRODUCTS, PACKED) if name in rates)
+    for prefix in size.work.prefixes:
+        for kind, column, skipped in (("first", FIRST, 0), ("later", LATER, prefix)):
+            operations = 1e3 * size.shape.prefill_operations([prefix + OWN], skipped)
+            taken = float(rows[shared_row(prefix)][column] or 0)
+            ratios = {
+                f"{kind} / {name}": taken * rate / operations
+                for name, rate in (("floor", fastest), (PRODUCTS, rates[PRODUCTS]))
+            }
+            run.row(shared_row(prefix), {f"{kind} floor, ms": operations / fastest, **ratios})
+    for requests in size.work.batches:
+        floor = 1e3 * size.shape.step_bytes / rates[BYTES]
+        taken = float(rows[decode_row(requests)][STEP] or 0)
+        run.row(decode_row(requests), {"weights read once, ms": floor, "step / weights read once": taken / floor})

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from benchmarks.cases import Run, case
-from benchmarks.peers.work import measure
+from benchmarks.cases import Run
+from benchmarks.peers.sizes import Size
+from benchmarks.peers.work import StandardRows, standard
 
-LONGEST, REQUESTS, STEP_TOKENS = 9_000, 8, 2_048
+LONGEST, REQUESTS, STEP_TOKENS = 9_000, 16, 2_048
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -46,7 +47,7 @@ class Vllm:
         self._keys: dict[str, int] = {}
         self._count = 0
 
-    def forget(self) -> None:
+    def forget(self, shared: int = 0, *, continues: bool = False) -> None:
         """Empty the cache."""
         self._llm.reset_prefix_cache()
 
@@ -68,13 +69,13 @@ class Vllm:
             yield self._keys[name], new, output.num_cached_tokens or 0, output.finished
 
 
-@case("latency", in_bench=True, beside="latency.ours", interpreter="VLLM_PYTHON")
-def vllm(run: Run, model: str = "") -> None:
-    """Shared prefixes, unique prompts and chats, served by vLLM; needs VLLM_PYTHON."""
+@standard(interpreter="VLLM_PYTHON")
+def vllm(run: Run, model: str, size: Size) -> None:
+    """Standard rows, served by vLLM; needs VLLM_PYTHON."""
     os.environ.update(SETTINGS)
     import torch
     import vllm as package
 
     peer = Vllm(model)
-    run.remark(f"vLLM {package.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    measure(run, peer)
+    run.remark(f"vLLM {package.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, fp32, eager")
+    StandardRows(run, peer, size).measure()

@@ -1,37 +1,46 @@
-"""Workloads of peers, and how they are timed; standard library only, since each peer has an environment of its own.
+"""Standard rows: the same work for each peer and size, and how it is timed.
 
-shared:  prompts that begin with the same tokens and end in 128 of their own, one or eight at once
+shared:  prompts that begin with the same tokens and end in `OWN` of their own, one or eight at once
 unique:  prompts with nothing in common, eight at once
-chat:    eight conversations of four turns, one request at a time
+decode:  steps in which 1 to 16 requests decode after short prompts
+chat:    conversations of four turns, one request at a time
+
+Standard library only, since each peer has an environment of its own.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
-from benchmarks.cases import Figure, Run, token_ids
+from benchmarks.cases import CASES, Case, Figure, Run, token_ids
+from benchmarks.peers.sizes import ANSWERED, OWN, SAID, SIZES, TURNS, Size
 
-OWN, GENERATED = 128, 32
-CHATS, TURNS, SAID, ANSWERED = 8, 4, 200, 64
-
-
-@dataclass(frozen=True)
-class Size:
-    """Amount of work."""
-
-    prefixes: tuple[int, ...] = (2_048, 8_192)
-    requests: int = 16
-    unique: int = 2_176
-    chats: int = CHATS
-    repeats: int = 3  # of a cold request, of which a single one says too little
+AT_ONCE = 8
+FIRST, LATER, RATE, STEP, TTFT = (
+    "first ttft, ms",
+    "later ttft, ms",
+    "generated tokens/s",
+    "step, ms",
+    "median ttft, ms",
+)
+UNIQUE = f"unique, {AT_ONCE} at once"
+PROBE = "tokens after a prompt"
 
 
-QUICK = Size(prefixes=(256, 512), requests=4, unique=300, chats=2, repeats=1)
+def shared_row(prefix: int, at_once: int = 1) -> str:
+    """Return the name of the row of prompts after a shared prefix."""
+    return f"{prefix:,} shared, {at_once} at once"
+
+
+def decode_row(requests: int) -> str:
+    """Return the name of the row of decode steps."""
+    return f"decode of {requests}"
 
 
 @dataclass
@@ -50,10 +59,15 @@ class Timed:
 
 
 class Peer(Protocol):
-    """Engine under test."""
+    """Engine under test; each step's tokens come from `step`, as they are computed."""
 
-    def forget(self) -> None:
-        """Empty the cache."""
+    def forget(self, shared: int = 0, *, continues: bool = False) -> None:
+        """Empty the cache, before a row.
+
+        Args:
+            shared: Tokens that all prompts of the row begin with, for peers that have to be told.
+            continues: Whether prompts continue earlier requests of the row.
+        """
 
     def submit(self, key: int, prompt: list[int], count: int) -> None:
         """Queue a greedy request of exactly `count` tokens."""
@@ -62,19 +76,7 @@ class Peer(Protocol):
         """Compute a step; return key, new tokens, skipped prompt tokens and end of each request with new tokens."""
 
 
-def shared(prefix: int, requests: int) -> list[list[int]]:
-    """Return prompts after one prefix."""
-    return [token_ids(prefix, f"prefix {prefix}") + token_ids(OWN, f"own {prefix} {i}") for i in range(requests)]
-
-
-def unique(length: int, requests: int) -> list[list[int]]:
-    """Return prompts with nothing in common."""
-    return [token_ids(length, f"unique {length} {i}") for i in range(requests)]
-
-
-def serve(
-    peer: Peer, prompts: list[list[int]], at_once: int, count: int | list[int] = GENERATED
-) -> tuple[list[Timed], float]:
+def serve(peer: Peer, prompts: list[list[int]], at_once: int, count: int | list[int]) -> tuple[list[Timed], float]:
     """Keep `at_once` requests in flight until all have ended; return their times, and the duration in seconds.
 
     Args:
@@ -103,31 +105,40 @@ def serve(
     return [done[key] for key in sorted(done)], time.perf_counter() - begin
 
 
+def step_seconds(peer: Peer, prompts: list[list[int]], steps: int) -> float:
+    """Return the median time in which each of the requests gets a token, while all of them decode."""
+    begun, moments = [0] * len(prompts), []
+    counts = list(begun)
+    for key, prompt in enumerate(prompts):
+        peer.submit(key, prompt, steps + len(prompts) + 2)  # prefills may take a step each
+    live = set(range(len(prompts)))
+    while live:
+        for key, new, _, has_ended in peer.step():
+            counts[key] += len(new)
+            live -= {key} if has_ended else set()
+        if not moments and min(counts):
+            begun = list(counts)
+            moments = [time.perf_counter()]
+        elif moments and min(now - then for now, then in zip(counts, begun, strict=True)) >= len(moments):
+            moments.append(time.perf_counter())
+    gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return statistics.median(gaps[:steps])
+
+
 def figures(records: list[Timed], seconds: float) -> dict[str, Figure]:
-    """Return the columns of a row."""
+    """Return the columns of a row of requests."""
     later = [1e3 * one.first for one in records[1:]]
     return {
-        "first ttft, ms": 1e3 * records[0].first,
-        "later ttft, ms": statistics.median(later) if later else None,
+        FIRST: 1e3 * records[0].first,
+        LATER: statistics.median(later) if later else None,
         "worst ttft, ms": max(later, default=None),
-        "generated tokens/s": sum(len(one.tokens) for one in records) / seconds,
+        RATE: sum(len(one.tokens) for one in records) / seconds,
         "prompt tokens": sum(one.prompt for one in records),
         "skipped tokens": sum(one.cached for one in records),
     }
 
 
-def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, Figure]:
-    """Serve requests one at a time; repeat the first, uncached one, and take the median of its times."""
-    firsts = []
-    for _ in range(repeats - 1):
-        ((record,), _) = serve(peer, prompts[:1], 1)
-        firsts.append(1e3 * record.first)
-        peer.forget()
-    found = figures(*serve(peer, prompts, 1))
-    return found | {"first ttft, ms": statistics.median([*firsts, found["first ttft, ms"]])}
-
-
-def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
+def chat(peer: Peer, chats: int, vocabulary: int) -> Iterator[tuple[float, int]]:
     """Serve turn after turn of all conversations; each begins with what was said and answered before.
 
     Yields:
@@ -137,7 +148,7 @@ def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
     for turn in range(TURNS):
         records = []
         for number, history in enumerate(histories):
-            history += token_ids(SAID, f"chat {number} {turn}")
+            history += token_ids(SAID, f"chat {number} {turn}", vocabulary)
             ((record,), _) = serve(peer, [list(history)], 1, ANSWERED)
             history += record.tokens
             records.append(record)
@@ -145,27 +156,108 @@ def chat(peer: Peer, chats: int) -> Iterator[tuple[float, int]]:
         yield statistics.median(one.first for one in records), computed
 
 
-def _chat_rows(run: Run, peer: Peer, chats: int) -> None:
-    total = 0
-    for turn, (ttft, computed) in enumerate(chat(peer, chats), 1):
-        run.row(f"chat, turn {turn}", {"median ttft, ms": 1e3 * ttft, "computed tokens": computed})
-        total += computed
-    run.row("chat, all turns", {"computed tokens": total})
+class StandardRows:
+    """Standard rows of one peer and size.
+
+    Args:
+        run: Run that the rows are reported to.
+        peer: Engine.
+        size: Model and work.
+        is_sequential: True for a peer that serves one request after the other; it has no rows of several at once.
+    """
+
+    def __init__(self, run: Run, peer: Peer, size: Size, *, is_sequential: bool = False) -> None:
+        self._run, self._peer, self._size, self._is_sequential = run, peer, size, is_sequential
+
+    def measure(self) -> None:
+        """Measure all rows."""
+        work = self._size.work
+        self._warm_up()
+        for prefix in work.prefixes:
+            self._alone(prefix)
+            if not self._is_sequential:
+                prompts = self._shared(prefix, work.together)
+                self._together(shared_row(prefix, AT_ONCE), prompts, prefix)
+        if not self._is_sequential:
+            self._together(UNIQUE, [self._tokens(work.unique, f"unique {i}") for i in range(work.together)])
+        for requests in work.batches:
+            prompts = [self._tokens(OWN // 2, f"decode {requests} {i}") for i in range(requests)]
+            self._peer.forget()
+            self._run.row(decode_row(requests), {STEP: 1e3 * step_seconds(self._peer, prompts, work.steps)})
+        if work.chats:
+            self._chats(work.chats)
+
+    def _warm_up(self) -> None:
+        """Serve what nothing is timed of; its tokens show whether peers compute the same model."""
+        prompts = [self._tokens(OWN, f"warm up {i}") for i in range(2)]
+        records, _ = serve(self._peer, prompts, 1 if self._is_sequential else 2, AT_ONCE)
+        self._run.row(PROBE, {PROBE: " ".join(map(str, records[0].tokens))})
+
+    def _tokens(self, count: int, name: str) -> list[int]:
+        return token_ids(count, f"{name} of {count}", self._size.shape.vocabulary)
+
+    def _shared(self, prefix: int, requests: int) -> list[list[int]]:
+        return [self._tokens(prefix, "prefix") + self._tokens(OWN, f"own {prefix} {i}") for i in range(requests)]
+
+    def _alone(self, prefix: int) -> None:
+        """Serve requests one at a time; repeat the first, uncached one, and take the median of its times."""
+        work, firsts = self._size.work, []
+        prompts = self._shared(prefix, work.alone)
+        for _ in range(work.cold - 1):
+            self._peer.forget(prefix)
+            ((record,), _) = serve(self._peer, prompts[:1], 1, 1)
+            firsts.append(1e3 * record.first)
+        self._peer.forget(prefix)
+        records, seconds = serve(self._peer, prompts, 1, work.generated)
+        first = statistics.median([*firsts, 1e3 * records[0].first])
+        self._run.row(shared_row(prefix), figures(records, seconds) | {FIRST: first})
+
+    def _together(self, name: str, prompts: list[list[int]], shared: int = 0) -> None:
+        self._peer.forget(shared)
+        self._run.row(name, figures(*serve(self._peer, prompts, AT_ONCE, self._size.work.generated)))
+
+    def _chats(self, chats: int) -> None:
+        self._peer.forget(continues=True)
+        total = 0
+        for turn, (ttft, computed) in enumerate(chat(self._peer, chats, self._size.shape.vocabulary), 1):
+            self._run.row(f"chat, turn {turn}", {TTFT: 1e3 * ttft, "computed tokens": computed})
+            total += computed
+        self._run.row("chat, all turns", {"computed tokens": total})
 
 
-def measure(run: Run, peer: Peer) -> None:
-    """Run all workloads; the first one warms up."""
-    size = QUICK if run.is_quick else Size()
+Measure = Callable[[Run, str, Size], None]
 
-    def report(name: str, work: Callable[[], dict[str, Figure]]) -> None:
-        peer.forget()
-        run.row(name, work())
 
-    serve(peer, unique(600, 3), 2)
-    for prefix in size.prefixes:
-        one = shared(prefix, size.requests)
-        report(f"{prefix:,} shared, 1 at once", partial(alone, peer, one, size.repeats))
-        report(f"{prefix:,} shared, 8 at once", lambda one=one: figures(*serve(peer, one, 8)))
-    report("unique, 8 at once", lambda: figures(*serve(peer, unique(size.unique, size.requests), 8)))
-    peer.forget()
-    _chat_rows(run, peer, size.chats)
+def standard(name: str = "", **attributes: object) -> Callable[[Measure], Measure]:
+    """Register a function of a run, a model's directory and a size as the case `standard.NAME_SIZE` of each size.
+
+    Args:
+        name: Name of the peer; by default the function's.
+        attributes: Attributes of the cases.
+    """
+
+    def register(measure: Measure) -> Measure:
+        for key, size in SIZES.items():
+            peer = name or measure.__name__
+            CASES[f"standard.{peer}_{key}"] = Case(
+                f"standard.{peer}_{key}",
+                _of_size(measure, size),
+                in_bench=True,
+                model=key,
+                **attributes,  # type: ignore[arg-type]
+            )
+        return measure
+
+    return register
+
+
+OURS = "ours"
+
+
+def _of_size(measure: Measure, size: Size) -> Callable[[Run, str], None]:
+    def measure_size(run: Run, model: str = "") -> None:
+        measure(run, model, size.quick() if run.is_quick else size)
+
+    measure_size.__doc__ = f"{size.title}: {inspect.getdoc(measure)}"
+    measure_size.__module__ = measure.__module__
+    return measure_size

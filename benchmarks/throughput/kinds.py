@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.cases import Figure, Run, case
 from benchmarks.measuring import matmul_rate, medians, synchronize
-from benchmarks.models import Pair, engine, forward_flops, jamba, mamba, nemotron_h, pair, prompts, qwen3_next
+from benchmarks.models import SMALL, Pair, engine, jamba, mamba, nemotron_h, pair, prompts, qwen3_next
 from megatron_ext.config import RequestParams
 from megatron_ext.mcore import platform
 
@@ -35,7 +35,7 @@ def kinds(run: Run, repeats: int = 3, tokens: int = 64, prefills: bool = True) -
         for count, length in PREFILLS if prefills else ():
             found = prefill(both, count, length, repeats)
             if name == NEMOTRON_H:
-                floor = forward_flops(both.ours, [length] * count) / rate
+                floor = SMALL.prefill_operations([length] * count) / rate
                 found["time / floor"] = count * length / float(found["ours, tokens/s"] or 0) / floor
             run.row(f"{name}, prefill {count} x {length}", found)
         run.row(f"{name}, decode {REQUESTS} x {tokens}", decode(both, tokens, repeats))

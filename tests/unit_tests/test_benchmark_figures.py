@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from benchmarks.cases import VOCABULARY
 from benchmarks.goals import CHAT_TOKENS
-from benchmarks.peers.work import CHATS, chat
+from benchmarks.peers.sizes import CHATS
+from benchmarks.peers.work import chat
 from benchmarks.serving.__main__ import main
 from benchmarks.serving.clients import PendingOutput
 from benchmarks.serving.figures import figures
@@ -21,9 +23,9 @@ from tests.unit_tests.support.simulated_engine import SimulatedEngine
 
 def test_a_chat_computes_few_tokens():
     """HY-4, SC-3: at most 6,800 of 19,072 prompt tokens of eight conversations are computed, more without snapshots."""
-    computed = sum(tokens for _, tokens in chat(SimulatedEngine(), CHATS))
+    computed = sum(tokens for _, tokens in chat(SimulatedEngine(), CHATS, VOCABULARY))
     assert 0 < computed <= CHAT_TOKENS
-    assert sum(tokens for _, tokens in chat(SimulatedEngine(slots=0), 2)) > CHAT_TOKENS / 4
+    assert sum(tokens for _, tokens in chat(SimulatedEngine(slots=0), 2, VOCABULARY)) > CHAT_TOKENS / 4
 
 
 def test_figures_of_known_answers():

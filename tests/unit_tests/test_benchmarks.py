@@ -114,8 +114,8 @@ def test_a_process_that_fails_or_hangs_keeps_its_figures(program, rows, error, t
 
 
 def test_peers_start_without_this_package():
-    """The environments of vLLM and of megatron-core 0.19.2 have neither rich nor megatron_ext."""
-    modules = ("worker", "peers.vllm_engine", "gpu.peer", "gpu.megatron_0_19.stand_ins")
+    """The environments of vLLM, llama.cpp and megatron-core 0.19.2 have neither rich nor megatron_ext."""
+    modules = ("worker", "peers.vllm_engine", "peers.llama_cpp", "gpu.peer", "gpu.megatron_0_19.stand_ins")
     program = "import sys; sys.modules.update(dict.fromkeys(['megatron_ext', 'megatron', 'rich'])); import benchmarks."
     program += ", benchmarks.".join(modules)
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

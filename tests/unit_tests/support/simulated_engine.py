@@ -37,7 +37,7 @@ class SimulatedEngine:
         self._requests: dict[int, tuple[int, Request]] = {}
         self._count = 0
 
-    def forget(self) -> None:
+    def forget(self, shared: int = 0, *, continues: bool = False) -> None:
         """See `Peer`."""
         self._scheduler.reset_prefix_cache()
 

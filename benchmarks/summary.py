@@ -1,0 +1,165 @@
+"""Summary of a run's standard rows, in the README and in RESULTS.md: `python -m benchmarks.summary FIGURES.json`.
+
+Prints the tables of the standard rows and of the goals. `--update FILE` writes each table between its marks in a
+document, which are lines of their own: `<!-- benchmarks: standard -->` or `<!-- benchmarks: goals -->`, and
+`<!-- benchmarks: end -->`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.cases import Figure, Page
+from benchmarks.goals import GOALS
+from benchmarks.peers.sizes import SIZES, Size
+from benchmarks.peers.work import AT_ONCE, FIRST, LATER, OURS, PROBE, RATE, STEP, TTFT, UNIQUE, decode_row, shared_row
+from benchmarks.tables import cell
+
+Pages = Mapping[str, Page]
+PEERS = {
+    "vllm": "vLLM's",
+    "transformers": "transformers'",
+    "llama_f32": "llama.cpp's, f32",
+    "llama_q8_0": "llama.cpp's, Q8_0",
+}
+MACHINE = "machine"  # key of the machine's description in a file of figures
+LINK = "[all of it, and what was missed](benchmarks/RESULTS.md)"
+
+
+def standard_table(pages: Pages, machine: str) -> str:
+    """Return the table of the standard rows: ours, over the floor, and over each measured peer's.
+
+    Args:
+        pages: Pages by case.
+        machine: Processor, threads and the like.
+    """
+    peers = [peer for peer in PEERS if any(_page(pages, peer, size) for size in SIZES)]
+    head = [
+        f"{machine}, fp32, one run of `make bench`; {LINK}",
+        *("ours", "over the floor"),
+        *(f"over {PEERS[one]}" for one in peers),
+    ]
+    lines = [head, ["---"] * len(head)]
+    for key, size in SIZES.items():
+        ours = _page(pages, OURS, key)
+        for name, column, floor, rows in _work(size) if ours else ():
+            values = [_value(ours, row, column) for row in rows]
+            if any(value is None for value in values):
+                continue
+            ratios = [_ratios(values, _page(pages, peer, key), rows, column) for peer in peers]
+            floors = _listed([_value(ours, row, floor) for row in rows]) if floor else ""
+            lines.append([f"{size.title}: {name}", _listed(values), floors, *ratios])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _work(size: Size) -> list[tuple[str, str, str, list[str]]]:
+    """Return name, column, column of the floor, and rows, of each line of the table."""
+    work = size.work
+    prefixes = " / ".join(f"{prefix:,}" for prefix in work.prefixes)
+    alone, together = ([shared_row(prefix, count) for prefix in work.prefixes] for count in (1, AT_ONCE))
+    batches = " / ".join(map(str, work.batches))
+    lines = [
+        (f"cold time to first token, {prefixes} and 128 own tokens, ms", FIRST, "first / floor", alone),
+        (f"warm, 128 own tokens after {prefixes} cached ones, ms", LATER, "later / floor", alone),
+        (
+            f"decode step of {batches} requests, ms (floor: the weights are read once)",
+            STEP,
+            "step / weights read once",
+            [decode_row(one) for one in work.batches],
+        ),
+        (f"eight at once, {prefixes} shared: generated tokens/s", RATE, "", together),
+        (f"eight at once, {prefixes} shared: later time to first token, ms", LATER, "", together),
+        (f"eight at once, {work.unique:,} tokens with nothing shared: generated tokens/s", RATE, "", [UNIQUE]),
+    ]
+    if work.chats:
+        rows = [f"chat, turn {turn}" for turn in range(1, 5)]
+        lines.append((f"{work.chats} chats of 4 turns: median time to first token by turn, ms", TTFT, "", rows))
+    return lines
+
+
+def _page(pages: Pages, peer: str, size: str) -> Page | None:
+    page = pages.get(f"standard.{peer}_{size}")
+    return page if page and page["rows"] else None
+
+
+def _value(page: Page | None, row: str, column: str) -> float | None:
+    value = page["rows"].get(row, {}).get(column) if page else None
+    return None if value is None else float(value)
+
+
+def _ratios(ours: Sequence[float | None], page: Page | None, rows: Sequence[str], column: str) -> str:
+    theirs = [_value(page, row, column) for row in rows]
+    return _listed([one / other if one and other else None for one, other in zip(ours, theirs, strict=True)])
+
+
+def _listed(values: Sequence[Figure]) -> str:
+    """Return numbers in one cell; nothing if none was measured."""
+    if all(value is None for value in values):
+        return ""
+    return " / ".join("-" if value is None else cell(value) for value in values)
+
+
+def other_tokens(pages: Pages) -> list[str]:
+    """Return a line for each peer that generates other tokens than ours, after one prompt."""
+    lines = []
+    for size in SIZES:
+        ours = _page(pages, OURS, size)
+        for peer in PEERS:
+            theirs = _page(pages, peer, size)
+            if ours and theirs and theirs["rows"].get(PROBE) != ours["rows"].get(PROBE):
+                lines.append(f"standard.{peer}_{size} generates other tokens than standard.{OURS}_{size}")
+    return lines
+
+
+def goals_table(pages: Pages, machine: str) -> str:
+    """Return the table of the goals whose cases were run."""
+    lines = [["goal", "measured", "wanted", ""], ["---"] * 4]
+    for goal in GOALS:
+        if goal.case in pages:
+            found = goal.judge(pages)
+            lines.append([goal.name, *(cell(found[column]) for column in ("measured", "wanted", "result"))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[Pages, str], str]] = {"standard": standard_table, "goals": goals_table}
+_BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
+
+
+def updated(text: str, pages: Pages, machine: str) -> str:
+    """Return a document with its tables replaced.
+
+    Raises:
+        ValueError: It has no place for a table.
+    """
+    if not any(block[2] in TABLES for block in _BLOCK.finditer(text)):
+        raise ValueError(f"no line <!-- benchmarks: {' --> or <!-- benchmarks: '.join(TABLES)} --> before an end")
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]](pages, machine)}\n\n{block[3]}", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, or update documents. Return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("figures", type=Path, help="file that --json of the benchmarks has written")
+    parser.add_argument("--update", type=Path, nargs="+", default=(), metavar="FILE", help="documents with marks")
+    options = parser.parse_args(argv)
+    pages = json.loads(options.figures.read_text("utf-8"))
+    machine = pages.pop(MACHINE)
+    try:
+        texts = {path: updated(path.read_text("utf-8"), pages, machine) for path in options.update}
+    except (OSError, ValueError) as error:
+        print(f"benchmarks.summary: error: {error}", file=sys.stderr)
+        return 2
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    if not texts:
+        print("\n\n".join(table(pages, machine) for table in TABLES.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
