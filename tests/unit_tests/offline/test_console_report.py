@@ -71,6 +71,14 @@ def test_geometry():
     assert "triton; reference for sampling" in text, "CU-3"
 
 
+def test_the_table_states_weights_that_are_held_twice():
+    """SC-12: packed weights beside their originals, as of a tied embedding; without any there is no such row."""
+    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, bytes_held_twice=1_234_567))
+    assert "packed weights" in text
+    assert "1,234,567 bytes beside the originals" in text
+    assert "packed weights" not in printed(print_kv_cache_config, HYBRID, "a model")
+
+
 def test_geometry_of_several_ranks():
     """MR-7: sizes are given in total and rank by rank."""
     first = dataclasses.replace(HYBRID, block_bytes=0)
