@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="do so little that only errors show")
     parser.add_argument("--list", action="store_true", help="show the cases and their settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all cases, as they come")
-    parser.add_argument("--threads", type=int, help="threads of each case; default: 2, and 1 with --quick")
+    parser.add_argument("--threads", type=int, help="threads of each case; default: 2, or 1 on one core and with --quick")
     parser.add_argument("--minutes", type=float, help=f"time of all cases; default: {GPU_MINUTES:g} for gpu, else none")
     return parser
 
@@ -153,7 +153,7 @@ def _use_cuda() -> bool:
 
 
 def _threads(quick: bool) -> int:
-    return 1 if quick else 2  # two threads that spin are slow beside other work
+    return 1 if quick else min(2, len(os.sched_getaffinity(0)))  # two threads that spin are slow beside other work
 
 
 def header(threads: int) -> str:

@@ -78,8 +78,9 @@ class Work:
         prefixes: Lengths of the shared prefixes.
         cold: Repeats of a first request, of which a single one says too little.
         alone: Requests with a shared prefix that are served one at a time.
-        together: Requests with a shared prefix, and with nothing in common, of which eight are served at once.
-        unique: Tokens of a prompt with nothing in common.
+        together: Requests with a shared prefix, of which eight are served at once.
+        unrelated: Requests with nothing in common, of which eight are served at once.
+        unique: Tokens of each of them.
         generated: Tokens that each request generates.
         batches: Numbers of requests of the decode steps.
         steps: Decode steps that are timed, after prompts of `OWN` / 2 tokens.
@@ -92,6 +93,7 @@ class Work:
     cold: int
     alone: int
     together: int
+    unrelated: int
     unique: int
     generated: int
     batches: tuple[int, ...]
@@ -123,6 +125,7 @@ class Size:
             cold=1,
             alone=2,
             together=3,
+            unrelated=3,
             unique=200,
             generated=4,
             batches=(1, 2),
@@ -155,6 +158,7 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 cold=3,
                 alone=16,
                 together=16,
+                unrelated=16,
                 unique=2_176,
                 generated=32,
                 batches=(1, 4, 8, 16),
@@ -185,7 +189,8 @@ SIZES: Mapping[str, Size] = MappingProxyType(
                 prefixes=(2_048,),
                 cold=2,
                 alone=5,
-                together=8,
+                together=16,
+                unrelated=8,
                 unique=544,
                 generated=16,
                 batches=(1, 4, 8, 16),

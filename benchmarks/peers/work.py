@@ -179,7 +179,7 @@ class StandardRows:
                 prompts = self._shared(prefix, work.together)
                 self._together(shared_row(prefix, AT_ONCE), prompts, prefix)
         if not self._is_sequential:
-            self._together(UNIQUE, [self._tokens(work.unique, f"unique {i}") for i in range(work.together)])
+            self._together(UNIQUE, [self._tokens(work.unique, f"unique {i}") for i in range(work.unrelated)])
         for requests in work.batches:
             prompts = [self._tokens(OWN // 2, f"decode {requests} {i}") for i in range(requests)]
             self._peer.forget()
