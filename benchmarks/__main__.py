@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="do so little that only errors show")
     parser.add_argument("--list", action="store_true", help="show the cases and their settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all cases, as they come")
-    parser.add_argument("--threads", type=int, help="threads of each case; default: 2, or 1 on one core and with --quick")
+    parser.add_argument("--threads", type=int, help="threads of each case; default: 2; 1 on one core or if quick")
     parser.add_argument("--minutes", type=float, help=f"time of all cases; default: {GPU_MINUTES:g} for gpu, else none")
     return parser
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.cases import Figure, Page
@@ -28,19 +29,21 @@ PEERS = {
     "llama_q8_0": "llama.cpp's, Q8_0",
 }
 MACHINE = "machine"  # key of the machine's description in a file of figures
-LINK = "[all of it, and what was missed](benchmarks/RESULTS.md)"
+RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
-def standard_table(pages: Pages, machine: str) -> str:
+def standard_table(pages: Pages, machine: str, link: str = "") -> str:
     """Return the table of the standard rows: ours, over the floor, and over each measured peer's.
 
     Args:
         pages: Pages by case.
         machine: Processor, threads and the like.
+        link: Path of RESULTS.md; empty for no link.
     """
+    more = f"; [all of it, and what was missed]({link})" if link else ""
     peers = [peer for peer in PEERS if any(_page(pages, peer, size) for size in SIZES)]
     head = [
-        f"{machine}, fp32, one run of `make bench`; {LINK}",
+        f"{machine}, fp32, one run of `make bench`{more}",
         *("ours", "over the floor"),
         *(f"over {PEERS[one]}" for one in peers),
     ]
@@ -116,7 +119,7 @@ def other_tokens(pages: Pages) -> list[str]:
     return lines
 
 
-def goals_table(pages: Pages, machine: str) -> str:
+def goals_table(pages: Pages) -> str:
     """Return the table of the goals whose cases were run."""
     lines = [["goal", "measured", "wanted", ""], ["---"] * 4]
     for goal in GOALS:
@@ -126,19 +129,28 @@ def goals_table(pages: Pages, machine: str) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-TABLES: dict[str, Callable[[Pages, str], str]] = {"standard": standard_table, "goals": goals_table}
-_BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
+def tables(pages: Pages, machine: str, link: str = "") -> dict[str, str]:
+    """Return all tables by the names of their places; see `standard_table`."""
+    return {"standard": standard_table(pages, machine, link), "goals": goals_table(pages)}
 
 
-def updated(text: str, pages: Pages, machine: str) -> str:
-    """Return a document with its tables replaced.
+_BLOCK = re.compile(r"(<!-- benchmarks: (standard|goals) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
+
+
+def updated(path: Path, pages: Pages, machine: str) -> str:
+    """Return the text of a document with its tables replaced.
 
     Raises:
         ValueError: It has no place for a table.
     """
-    if not any(block[2] in TABLES for block in _BLOCK.finditer(text)):
-        raise ValueError(f"no line <!-- benchmarks: {' --> or <!-- benchmarks: '.join(TABLES)} --> before an end")
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]](pages, machine)}\n\n{block[3]}", text)
+    text, is_results = path.read_text("utf-8"), path.resolve() == RESULTS.resolve()
+    if not _BLOCK.search(text):
+        raise ValueError(
+            f"{path} has no line <!-- benchmarks: standard --> or <!-- benchmarks: goals --> before an end"
+        )
+    link = "" if is_results else os.path.relpath(RESULTS, path.resolve().parent)
+    found = tables(pages, machine, link)
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{found[block[2]]}\n\n{block[3]}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,14 +162,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     pages = json.loads(options.figures.read_text("utf-8"))
     machine = pages.pop(MACHINE)
     try:
-        texts = {path: updated(path.read_text("utf-8"), pages, machine) for path in options.update}
+        texts = {path: updated(path, pages, machine) for path in options.update}
     except (OSError, ValueError) as error:
         print(f"benchmarks.summary: error: {error}", file=sys.stderr)
         return 2
     for path, text in texts.items():
         path.write_text(text, "utf-8")
     if not texts:
-        print("\n\n".join(table(pages, machine) for table in TABLES.values()))
+        print("\n\n".join(tables(pages, machine).values()))
     return 0
 
 

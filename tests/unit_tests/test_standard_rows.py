@@ -264,11 +264,11 @@ def test_documents_are_updated_between_their_marks(tmp_path: Path, capsys: pytes
     other.write_text("no marks\n", "utf-8")
     assert main([str(figures), "--update", str(document)]) == 0
     text = document.read_text("utf-8")
-    assert re.search(r"before\n<!-- .*\n\n\| CPU, fp32", text)
+    assert re.search(r"before\n<!-- .*\n\n\| CPU, fp32, one run of `make bench`; \[all of it, [^]]*\]\([./\w]+\)", text)
     assert "| 0.25 B, decode of 1: step / vLLM's | 0.5 | at most 0.9 | met |" in text
     assert "stale text" not in text
     assert text.endswith("<!-- benchmarks: end -->\nafter\n")
-    assert updated(text, pages(), "CPU") == text
+    assert updated(document, pages(), "CPU") == text
     assert main([str(figures), "--update", str(document), str(other)]) == 2
     assert "benchmarks.summary: error" in capsys.readouterr().err
     assert other.read_text("utf-8") == "no marks\n"
@@ -277,6 +277,9 @@ def test_documents_are_updated_between_their_marks(tmp_path: Path, capsys: pytes
 
 
 def test_the_results_have_places_for_the_tables() -> None:
-    text = (ROOT / "benchmarks/RESULTS.md").read_text("utf-8")
-    assert re.findall(r"<!-- benchmarks: (\w+) -->", text) == ["standard", "end", "goals", "end"]
-    assert "| 0.25 B: cold time" in updated(text, pages(), "CPU")
+    """Both tables, and no link from the page to itself."""
+    path = ROOT / "benchmarks/RESULTS.md"
+    assert re.findall(r"<!-- benchmarks: (\w+) -->", path.read_text("utf-8")) == ["standard", "end", "goals", "end"]
+    text = updated(path, pages(), "CPU")
+    assert "| CPU, fp32, one run of `make bench` |" in text
+    assert "| 0.25 B, decode of 1: step / vLLM's | 0.5 |" in text
