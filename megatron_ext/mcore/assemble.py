@@ -20,6 +20,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.packed_weights import pack_weights
+from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
@@ -144,6 +145,7 @@ def build_draft_model(
     controller.operators = backend_selection.preferred(batching.operator_backend)
     if packs_weights:
         controller.packed, _ = pack_weights(parts.model, batching)
+    context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=True)
     learned = config.position_embedding_type == LEARNED_POSITIONS
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
@@ -197,7 +199,9 @@ def _build_controller(
         controller.records_routing = True
         if parallel_context is not None:
             parallel_context.records_routing = True
-    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=parallel_context is None)
+    is_alone = parallel_context is None
+    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=is_alone)
+    context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=is_alone)
     return controller
 
 

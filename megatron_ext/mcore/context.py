@@ -22,6 +22,7 @@ from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
+from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
@@ -69,6 +70,7 @@ class InferenceContext(Context):
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
         self.cuda_graph_runner: CudaGraphRunner | None = None  # None runs every step eagerly
+        self.recorded_steps: RecordedSteps | None = None  # None runs the model's Python code in every eager step
         self._core: EngineCore | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -105,8 +107,9 @@ class InferenceContext(Context):
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
-        if self.cuda_graph_runner is not None:
-            self.cuda_graph_runner.forget()
+        for steps in (self.cuda_graph_runner, self.recorded_steps):
+            if steps is not None:
+                steps.forget()
         if self.drafting is not None:
             self.drafting.suspend()
         give_back_freed_memory()
@@ -163,7 +166,8 @@ class InferenceContext(Context):
         """
         self._rotation = None
         self._restore_states(step.chunks)
-        self.step = stage_step(step, self._staging_rules, self._block_rows)
+        recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
+        self.step = recorded or stage_step(step, self._staging_rules, self._block_rows)
 
     def prepare_cuda_graphs(self) -> None:
         """Capture the CUDA graphs ahead of time, if there is a runner and the capture is slow."""
@@ -174,6 +178,8 @@ class InferenceContext(Context):
         """Note that weights have changed and may have moved in memory."""
         if self.cuda_graph_runner is not None:
             self.cuda_graph_runner.notice_new_weights()
+        if self.recorded_steps is not None:
+            self.recorded_steps.forget()
 
     def begin(self, staged: ModelInput) -> None:
         """Make an already staged step the one that the next forward computes."""

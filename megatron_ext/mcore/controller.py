@@ -122,6 +122,13 @@ class InferenceController(Controller):
         """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""
         if self.packed is not None:
             self.packed.refresh()
+        context = self.inference_wrapped_model.inference_context
+        if context.recorded_steps is None:
+            return self._run_model()
+        with torch.inference_mode():
+            return context.recorded_steps.forward(self._run_model, context.step)
+
+    def _run_model(self) -> Tensor | None:
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
         with preferring(self.operators), inference_mode():
             logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(

@@ -122,6 +122,8 @@ class ContextResources:
     def has_new_weights(self, *, is_caching: bool) -> bool:
         """Return whether weights have changed; see `ModelResources`."""
         is_watching = self._depends_on_weights(is_caching=is_caching)
+        if self._context.recorded_steps is not None:
+            self._context.recorded_steps.check()  # before the watch, which notices replaced parameters that are freed
         if self._samples is not None:
             self._samples.note_activity()
         has_changed = is_watching and self._weights.has_changed()

@@ -22,12 +22,12 @@ def named_phases(engine: InferenceEngine) -> Iterator[None]:
     Args:
         engine: Engine of a single rank.
     """
-    scheduler, context, wrapper = engine.scheduler, engine.context, engine.controller.inference_wrapped_model
+    scheduler, context = engine.scheduler, engine.context
     places: tuple[tuple[str, object, str], ...] = (
         ("plan", scheduler, "schedule"),
         ("stage", context, "stage"),
         ("restore", context, "_restore_states"),
-        ("forward", wrapper, "run_one_forward_step"),
+        ("forward", engine.controller, "forward"),
         ("sample", controller, "choose_tokens"),
         ("commit", scheduler, "commit"),
         ("output", engine.core, "report"),

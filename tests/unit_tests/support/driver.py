@@ -214,11 +214,11 @@ class Driver:
                 self.seen[request.request_id].logits[position].append(logits)
 
     def _watch_forward(self) -> None:
-        wrapper = self.engine.controller.inference_wrapped_model
-        forward = wrapper.run_one_forward_step
+        controller = self.engine.controller
+        forward = controller.forward
 
-        def forward_watched(inputs: dict) -> Tensor:
-            logits = self._run_forward(forward, inputs)
+        def forward_watched() -> Tensor:
+            logits = self._run_forward(forward)
             step = self.context.step
             rows = iter(logits[0].clone().cpu())
             for chunk in (one for one in step.chunks if one.sampling is not None):
@@ -229,10 +229,10 @@ class Driver:
                     self.seen[chunk.request_id].logits[chunk.end].append(next(rows))
             return logits
 
-        wrapper.run_one_forward_step = forward_watched
+        controller.forward = forward_watched
 
-    def _run_forward(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
-        return forward(inputs)
+    def _run_forward(self, forward: Callable[[], Tensor]) -> Tensor:
+        return forward()
 
     # Driving
 

@@ -73,11 +73,11 @@ class KvWrites:
         self.count = 0  # tokens written to blocks
         self.dropped = 0  # tokens whose KV is in a shared block already
 
-    def watch(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
+    def watch(self, forward: Callable[[], Tensor]) -> Tensor:
         """Run `forward` under watch."""
         catch = _Catch(self._context.memory_buffer)
         with catch, _kernels_noted(catch):
-            result = forward(inputs)
+            result = forward()
         assert len(catch.places) == 2 * self._context.plan.shape.attention_layers
         protected = self._protected()
         for places in catch.places:

@@ -123,20 +123,20 @@ class Padded:
         """Slots that were given up are poisoned before a step, not when they are opened: restores come after that."""
         self._poison_slots(self.scheduler.queues)
 
-    def _run_forward(self, forward, inputs):
-        return forward(inputs)
+    def _run_forward(self, forward):
+        return forward()
 
     def _watch_forward(self) -> None:
-        wrapper = self.engine.controller.inference_wrapped_model
-        forward = wrapper.run_one_forward_step
+        controller = self.engine.controller
+        forward = controller.forward
 
-        def forward_watched(inputs: dict) -> Tensor:
-            logits = forward(inputs)
+        def forward_watched() -> Tensor:
+            logits = forward()
             for row, chunk in rows_of(self.context.step):
                 self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone().cpu())
             return logits
 
-        wrapper.run_one_forward_step = forward_watched
+        controller.forward = forward_watched
 
 
 def rows_of(step: ModelInput) -> Iterator[tuple[int, ScheduledChunk]]:

@@ -33,7 +33,11 @@ class PaddedUnwatched(Unwatched, PaddedDriver):
 
 
 class PlainUnwatched(Unwatched, Driver):
-    """Plain driver for comparison."""
+    """Plain driver for comparison, whose steps run the model's Python code."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.context.recorded_steps = None
 
 
 class Recorded:

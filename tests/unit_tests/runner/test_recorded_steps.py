@@ -1,0 +1,220 @@
+"""Recorded decode steps equal those of the model's Python code to the bit, and are dropped when that would differ."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.mixers.mamba2 import Mamba2Mixer
+from megatron_ext.ops import cpp
+from megatron_ext.runner import recorded_steps
+from tests.priority import TestPriority
+from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+
+pytestmark = [
+    pytest.mark.priority(TestPriority.HIGH),
+    pytest.mark.skipif(not cpp.can_be_built(), reason="no C++ compiler"),
+]
+
+KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "attention_free"]
+PLAIN = {"return_log_probs": False}
+
+
+class CountingDriver(Driver):
+    """Driver that counts the forwards of the model's Python code.
+
+    Attributes:
+        python_steps: Forwards so far.
+    """
+
+    def __init__(self, *args: object, is_recording: bool = True, **options: object) -> None:
+        self.python_steps = 0
+        super().__init__(*args, **options)
+        if not is_recording:
+            self.context.recorded_steps = None
+
+    def _watch_forward(self) -> None:
+        controller = self.engine.controller
+        run = controller._run_model
+
+        def counted() -> Tensor:
+            self.python_steps += 1
+            return run()
+
+        controller._run_model = counted
+        super()._watch_forward()
+
+
+def pair(model: nn.Module, kind: str, **options: object) -> tuple[CountingDriver, CountingDriver]:
+    """Return a driver whose decode steps are recorded, and one of the same model whose steps are not."""
+    options = {"max_requests": 6, "cache": CacheConfig()} | options
+    recording, plain = (
+        CountingDriver(model, CONFIGS[kind], is_recording=is_recording, **options) for is_recording in (True, False)
+    )
+    assert recording.context.recorded_steps is not None
+    return recording, plain
+
+
+def assert_equal(recording: Driver, plain: Driver) -> None:
+    """Compare all logits and states of all requests to the bit."""
+    assert recording.seen.keys() == plain.seen.keys()
+    for request_id, one in recording.seen.items():
+        other = plain.seen[request_id]
+        assert one.logits.keys() == other.logits.keys()
+        for position, found in one.logits.items():
+            assert torch.equal(torch.stack(found), torch.stack(other.logits[position])), (request_id, position)
+        for position, states in one.states.items():
+            for own, theirs in zip(states, other.states[position], strict=True):
+                assert all(map(torch.equal, own, theirs)), (request_id, position)
+
+
+def live(driver: Driver, seed: int = 0, steps: int = 60) -> None:
+    """Add, continue and abort requests at random; the same for every driver."""
+    source, added = random.Random(seed), 0
+    stem = make_prompt(40)
+    for _ in range(steps):
+        if source.random() < 0.25:
+            prompt = [*stem[: source.choice([0, 16, 32, 40])], *make_prompt(source.randint(1, 30), added)]
+            drawn = {"temperature": 0.8, "top_k": 9, "seed": added} if source.random() < 0.3 else {}
+            scored = {"return_log_probs": True, "skip_prompt_log_probs": True} if source.random() < 0.3 else PLAIN
+            driver.add(added, prompt, num_tokens_to_generate=source.randint(1, 40), **drawn, **scored)
+            added += 1
+        living = [request.request_id for request in driver.scheduler.queues]
+        if living and source.random() < 0.05:
+            driver.engine.abort_request(source.choice(living))
+        driver.step()
+    driver.run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives_equal_to_the_bit(get_oracle, kind):
+    """Batches change, hits restore states, decodes cross blocks and leave snapshots, requests are aborted."""
+    recording, plain = pair(get_oracle(kind).model, kind)
+    for driver in (recording, plain):
+        live(driver)
+    assert_equal(recording, plain)
+    assert recording.context.recorded_steps.problem == ""
+    assert recording.python_steps < 0.8 * plain.python_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_of_16_bits(dtype):
+    model = build_slow_decay(CONFIGS["hybrid"]).to(dtype)
+    recording, plain = pair(model, "hybrid", dtype=dtype)
+    for driver in (recording, plain):
+        live(driver, seed=1)
+    assert_equal(recording, plain)
+    assert recording.python_steps < 0.8 * plain.python_steps
+
+
+@pytest.mark.parametrize("settings", [{"block_count": 14}, {"block_count": 60, "max_sequence_length": 800}])
+def test_preemptions_and_long_tables(get_oracle, settings):
+    """Requests are paused and preempted in a small pool; block tables grow beyond the narrowest width."""
+    recording, plain = pair(get_oracle("hybrid").model, "hybrid", **settings)
+    for driver in (recording, plain):
+        length = 30 if settings["block_count"] < 20 else 220
+        for request_id in range(3):
+            driver.add(request_id, make_prompt(length, request_id), num_tokens_to_generate=60, **PLAIN)
+        driver.run()
+    assert_equal(recording, plain)
+    assert recording.python_steps < 0.6 * plain.python_steps
+
+
+def first_mixer(model: nn.Module) -> Mamba2Mixer:
+    return next(module for module in model.modules() if isinstance(module, Mamba2Mixer))
+
+
+def edit_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        first_mixer(model).in_proj.weight.mul_(1.25)
+
+
+def replace_data(model: nn.Module) -> None:
+    for parameter in (first_mixer(model).conv1d.weight, first_mixer(model).in_proj.weight):
+        parameter.data = parameter.data * 1.25
+
+
+def replace_parameter(model: nn.Module) -> None:
+    mixer = first_mixer(model)
+    mixer.conv1d.weight = nn.Parameter(mixer.conv1d.weight.detach() * 1.25)
+
+
+def replace_module(model: nn.Module) -> None:
+    mixer = first_mixer(model)
+    mixer.conv1d = copy.deepcopy(mixer.conv1d)
+    with torch.no_grad():
+        mixer.conv1d.weight.mul_(1.25)
+
+
+def add_hook(model: nn.Module) -> None:
+    first_mixer(model).register_forward_hook(lambda _, inputs, found: (found[0] * 1.25, found[1]))
+
+
+@pytest.mark.parametrize("packs_weights", [False, True])
+@pytest.mark.parametrize("change", [edit_in_place, replace_data, replace_parameter, replace_module, add_hook])
+def test_changes_of_the_model_are_seen(change, packs_weights):
+    """Whatever changes between two steps counts in the next step, as it does without records."""
+    if packs_weights and change is replace_data:
+        pytest.skip("a packed parameter has no values to replace")
+    pairs = [build_slow_decay(CONFIGS["hybrid"]) for _ in range(2)]
+    drivers = [
+        pair(model, "hybrid", operator_backend="onednn" if packs_weights else "auto", packs_weights=packs_weights)[i]
+        for i, model in enumerate(pairs)
+    ]
+    for driver, model in zip(drivers, pairs, strict=True):
+        driver.add(0, make_prompt(20), num_tokens_to_generate=30, **PLAIN)
+        for _ in range(8):
+            driver.step()
+        assert (driver.python_steps < 8) == (driver is drivers[0])
+        if packs_weights and change is edit_in_place:
+            first_mixer(model).in_proj.unpack()
+        change(model)
+        driver.run()
+    assert_equal(*drivers)
+
+
+def test_pools_that_were_freed_are_not_used(get_oracle):
+    """Records of earlier pools are dropped by a suspend; all steps after a resume equal plain ones."""
+    recording, plain = pair(get_oracle("hybrid").model, "hybrid")
+    for driver in (recording, plain):
+        driver.add(0, make_prompt(20), num_tokens_to_generate=30, **PLAIN)
+        for _ in range(8):
+            driver.step()
+        driver.engine.suspend()
+        driver.engine.resume()
+        driver.run()
+    assert_equal(recording, plain)
+
+
+def test_a_stale_record_is_found(monkeypatch):
+    """The negative control: a record that is kept although a parameter was replaced."""
+    monkeypatch.setattr(recorded_steps.Wiring, "is_current", True)
+    with pytest.raises(AssertionError):
+        test_changes_of_the_model_are_seen(replace_parameter, packs_weights=False)
+
+
+def test_a_model_that_reads_lengths_is_not_recorded(get_oracle, monkeypatch):
+    """An operator that reads lengths on the host: every step runs the Python code, which is logged once."""
+    attend = recorded_steps.PagedBatch.__getattribute__
+    assert attend is object.__getattribute__ or attend is not None
+    recording, plain = pair(get_oracle("attention_only").model, "attention_only")
+    read: list[tuple[int, ...]] = []
+    for driver in (recording, plain):
+        run = driver.engine.controller._run_model
+
+        def reading(run: Callable[[], Tensor] = run, driver: Driver = driver) -> Tensor:
+            read.append(driver.context.step.paged_batch.kv_lengths)
+            return run()
+
+        driver.engine.controller._run_model = reading
+        live(driver)
+    assert recording.context.recorded_steps.problem == "lengths on the host"
+    assert recording.python_steps == plain.python_steps
+    assert_equal(recording, plain)
