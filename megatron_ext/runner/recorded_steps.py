@@ -27,8 +27,10 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS: Final = 32
+MAX_ROWS: Final = 128
 """Requests of the largest recorded step; in larger ones the operators take far longer than the Python around them."""
+MAX_SIZES: Final = 64
+"""Sizes whose records are kept, those used last; a record takes some 100 KB."""
 _ATTEMPTS: Final = 4
 _NARROWEST: Final = 16  # blocks of the narrowest block table; wider ones double
 _RUNNING_SLOT: Final = attrgetter("running_slot")
@@ -100,6 +102,10 @@ class _Size:
         self.record: OperatorRecord | None = None
         self.signature = ""  # of the last step that was recorded
         self.attempts = 0
+
+    def drop(self) -> None:
+        """Drop the record; two more steps make another one."""
+        self.record, self.signature, self.attempts = None, "", 0
 
     def stage(self, chunks: tuple[ScheduledChunk, ...]) -> ModelInput:
         """Write the step into the buffers; see `stage_step`."""
@@ -180,10 +186,12 @@ class RecordedSteps:
             return None
         chunks = tuple(sorted(step.chunks, key=_RUNNING_SLOT))
         key = count, _width(max(len(one.block_ids) for one in chunks))
-        if key not in self._sizes:
-            self._sizes[key] = _Size(*key, self._rules)
-        staged = self._sizes[key].stage(chunks)
-        self._staged = self._sizes[key], staged
+        size = self._sizes.pop(key, None) or _Size(*key, self._rules)
+        self._sizes[key] = size  # the last one now
+        if len(self._sizes) > MAX_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        staged = size.stage(chunks)
+        self._staged = size, staged
         return staged
 
     def forward(self, run: Callable[[], Tensor], step: ModelInput | None) -> Tensor:
@@ -199,29 +207,30 @@ class RecordedSteps:
         size = staged[0]
         if not self._wiring.is_current:
             self._renew(size)
-        if size.record is not None and size.record.is_current():
-            try:
-                return size.record.replay()
-            except BaseException:
-                size.record = None
-                raise
-        return self._record(size, run, step)
+        if size.record is not None and not size.record.is_current():
+            size.drop()
+        if size.record is None:
+            return self._record(size, run, step)
+        try:
+            return size.record.replay()
+        except BaseException:
+            size.drop()
+            raise
 
     def _renew(self, size: _Size) -> None:
         """Drop all records but the buffers of one size."""
         self._wiring.renew()
-        size.record, size.signature = None, ""
+        size.drop()
         self._sizes = {key: one for key, one in self._sizes.items() if one is size}
 
     def _record(self, size: _Size, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
-        size.record = None
         result, made, problem = record(run)
         assert isinstance(step.paged_batch, _Batch), "it was staged here"
         if not problem and step.paged_batch.lengths_were_read:
             problem = "lengths on the host"
         size.attempts += 1
         if made is not None and made.signature() == size.signature:
-            size.record, size.attempts = made, 0
+            size.record = made
         elif size.attempts >= _ATTEMPTS:
             problem = problem or "its operator calls differ from step to step"
         size.signature = "" if made is None else made.signature()

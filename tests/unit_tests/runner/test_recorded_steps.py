@@ -14,6 +14,7 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.ops import cpp
 from megatron_ext.runner import recorded_steps
+from megatron_ext.runner.model_input import ModelInput
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -202,19 +203,27 @@ def test_a_stale_record_is_found(monkeypatch):
 
 def test_a_model_that_reads_lengths_is_not_recorded(get_oracle, monkeypatch):
     """An operator that reads lengths on the host: every step runs the Python code, which is logged once."""
-    attend = recorded_steps.PagedBatch.__getattribute__
-    assert attend is object.__getattribute__ or attend is not None
     recording, plain = pair(get_oracle("attention_only").model, "attention_only")
-    read: list[tuple[int, ...]] = []
     for driver in (recording, plain):
-        run = driver.engine.controller._run_model
-
-        def reading(run: Callable[[], Tensor] = run, driver: Driver = driver) -> Tensor:
-            read.append(driver.context.step.paged_batch.kv_lengths)
-            return run()
-
-        driver.engine.controller._run_model = reading
+        change_forward(driver, lambda run, step: run() * (1 if step.paged_batch.kv_lengths else 2))
         live(driver)
     assert recording.context.recorded_steps.problem == "lengths on the host"
+    assert recording.python_steps == plain.python_steps
+    assert_equal(recording, plain)
+
+
+def change_forward(driver: Driver, forward: Callable[[Callable[[], Tensor], ModelInput], Tensor]) -> None:
+    """Let the model's Python code be `forward`, which is given the original one and the step."""
+    controller, run = driver.engine.controller, driver.engine.controller._run_model
+    controller._run_model = lambda: forward(run, driver.context.step)
+
+
+def test_a_model_that_computes_with_numbers_of_the_host_is_not_recorded(get_oracle):
+    """A factor that changes from step to step is a constant of a record, so no two records of one size agree."""
+    recording, plain = pair(get_oracle("hybrid").model, "hybrid")
+    for driver in (recording, plain):
+        change_forward(driver, lambda run, step: run() * (1.0 + step.chunks[0].end / 64))
+        live(driver)
+    assert "differ" in recording.context.recorded_steps.problem
     assert recording.python_steps == plain.python_steps
     assert_equal(recording, plain)
