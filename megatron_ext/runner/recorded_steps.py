@@ -173,9 +173,10 @@ class RecordedSteps:
         self._staged = None
 
     def check(self) -> None:
-        """Drop the records if anything that they use was replaced; before each step. They would keep it in memory."""
-        if self._sizes and not self._wiring.is_current:
+        """Drop the records, and what they keep in memory, if anything that they use was replaced; before each step."""
+        if not self._wiring.is_current:
             self.forget()
+            self._wiring.renew()
 
     def stage(self, step: ScheduledStep) -> ModelInput | None:
         """Stage a step that is to be recorded or repeated; None if it must be staged by `stage_step`."""

@@ -161,7 +161,7 @@ def add_hook(model: nn.Module) -> None:
 @pytest.mark.parametrize("packs_weights", [False, True])
 @pytest.mark.parametrize("change", [edit_in_place, replace_data, replace_parameter, replace_module, add_hook])
 def test_changes_of_the_model_are_seen(change, packs_weights):
-    """Whatever changes between two steps counts in the next step, as it does without records."""
+    """A change of the model between two steps counts in the next step, as it does without records."""
     if packs_weights and change is replace_data:
         pytest.skip("a packed parameter has no values to replace")
     pairs = [build_slow_decay(CONFIGS["hybrid"]) for _ in range(2)]
