@@ -137,6 +137,11 @@ def edit_in_place(model: nn.Module) -> None:
         first_mixer(model).in_proj.weight.mul_(1.25)
 
 
+def fill(model: nn.Module) -> None:
+    with torch.no_grad():
+        first_mixer(model).in_proj.weight.fill_(0.01)  # packed again within the step
+
+
 def replace_data(model: nn.Module) -> None:
     for parameter in (first_mixer(model).conv1d.weight, first_mixer(model).in_proj.weight):
         parameter.data = parameter.data * 1.25
@@ -159,16 +164,18 @@ def add_hook(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("packs_weights", [False, True])
-@pytest.mark.parametrize("change", [edit_in_place, replace_data, replace_parameter, replace_module, add_hook])
+@pytest.mark.parametrize("change", [edit_in_place, fill, replace_data, replace_parameter, replace_module, add_hook])
 def test_changes_of_the_model_are_seen(change, packs_weights):
-    """A change of the model between two steps counts in the next step, as it does without records."""
+    """A change of the model between two steps counts in the next step, as it does without records.
+
+    Without a cache changes of weights are not watched.
+    """
     if packs_weights and change is replace_data:
         pytest.skip("a packed parameter has no values to replace")
     pairs = [build_slow_decay(CONFIGS["hybrid"]) for _ in range(2)]
-    drivers = [
-        pair(model, "hybrid", operator_backend="onednn" if packs_weights else "auto", packs_weights=packs_weights)[i]
-        for i, model in enumerate(pairs)
-    ]
+    options = {"cache": None, "packs_weights": packs_weights}
+    options |= {"operator_backend": "onednn"} if packs_weights else {}
+    drivers = [pair(model, "hybrid", **options)[i] for i, model in enumerate(pairs)]
     for driver, model in zip(drivers, pairs, strict=True):
         driver.add(0, make_prompt(20), num_tokens_to_generate=30, **PLAIN)
         for _ in range(8):
