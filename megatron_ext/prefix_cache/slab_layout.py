@@ -34,6 +34,19 @@ class SlabLayout:
         """Number of snapshot slots: snapshots if every slab held snapshots."""
         return self.slabs * self.snapshots_per_slab
 
+    @property
+    def dummy_block(self) -> int:
+        """Id of the block for K/V that is not to be stored: the first after the slabs."""
+        return self.blocks
+
+    @property
+    def first_apart_slot(self) -> int:
+        """Id of the first slot that is no part of a slab; ids between the slabs' slots and it lie in the dummy block.
+
+        Apart slots are those for states after drafts, then one for padding, then those of steps launched ahead.
+        """
+        return self.snapshot_slots + -(-self.snapshots_per_slab // self.blocks_per_slab)
+
     def slab_of_block(self, block: int) -> int:
         """Return the slab that a block lies in."""
         return block // self.blocks_per_slab

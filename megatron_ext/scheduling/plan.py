@@ -9,6 +9,7 @@ from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.request import Request
@@ -35,6 +36,7 @@ class SchedulerLimits:
     max_drafts: int = 0  # per request and step; 0 disables verification
     draft_states: int = 0  # slots for the states after drafts, in models with recurrent layers
     async_states: int = 0  # slots for snapshots of steps launched ahead; one slot for padding precedes them
+    slabs: SlabLayout | None = None  # arena that blocks and snapshots share; None: a fixed number of each
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens."""

@@ -109,10 +109,13 @@ class ScheduledStep:
     Attributes:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
+        retyped_slabs: Slabs that hold blocks from this step on and snapshots before, or the other way round. Nothing
+            that they held is read any more, except by restores of this step.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
+    retyped_slabs: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
