@@ -24,7 +24,7 @@ from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 
@@ -165,7 +165,7 @@ class InferenceContext(Context):
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._rotation = None
-        self._restore_states(step.chunks)
+        self._restore_states(step)
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
         self.step = recorded or stage_step(step, self._staging_rules, self._block_rows)
 
@@ -190,8 +190,9 @@ class InferenceContext(Context):
         """Facts of pools and model that staging uses."""
         return self._staging_rules
 
-    def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Copy snapshots to running slots before any snapshot is written: the step may reuse a restored slot."""
+    def _restore_states(self, step: ScheduledStep) -> None:
+        """Copy snapshots to running slots before any write: the step may reuse a restored slot, or its slab."""
+        chunks = step.chunks
         live, snapshots = self.live_states, self.snapshots
         if live is None or snapshots is None:
             return
@@ -202,6 +203,7 @@ class InferenceContext(Context):
                 [restore.block_hash for restore, _ in restored],
             )
             snapshots.restore(slots, block_hashes, live, [slot for _, slot in restored])
+        snapshots.forget_slabs(step.retyped_slabs)
         snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:

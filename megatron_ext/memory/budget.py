@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MAX_UNITS
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.arena import ArenaBudget, arena_bytes
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftKVCacheConfig, DraftMemory, draft_kv_cache_config
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
 GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
@@ -20,7 +22,9 @@ FASTEST_CHUNK = {"cpu": 64}  # tokens, by device type, if smaller than the usual
 # Maximum bytes, outside the pools, of a piece of log-probs: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 
-_SPECULATION = ("draft_states", "draft_model")  # fields of `KVCacheConfig`
+SHARES_MEMORY = False  # whether blocks and snapshots share an arena by default; see `shares_memory`
+
+_LEFT_OUT = ("draft_states", "draft_model", "slabs", "slab_bytes", "apart_slots")  # fields in JSON only if set
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class ModelMemory:
     max_sequence_length: int
     speculative_tokens: int = 0  # drafts of a request in a step
     draft: DraftMemory = NO_DRAFT_MODEL
+    record_bytes: int = 0  # `state_bytes` as one record; see `StateShape.record_bytes`
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class KVCacheConfig:
 
     `live_states` counts the running state slots; with padded steps also two for padding (a running state and a
     snapshot), and with a cache four for snapshots of asynchronously launched steps until their hashes are known.
+
+    With `slabs`, blocks and snapshots share an arena, and `blocks` and `snapshot_slots` are the maxima: the blocks if
+    all slabs held blocks, the snapshots if all held snapshots. `slab_bytes` are those of one slab; `apart_slots` of
+    the states after drafts and of `live_states` lie after the slabs.
     """
 
     block_size_tokens: int
@@ -54,6 +63,9 @@ class KVCacheConfig:
     shortest_prompt_that_can_hit: int | None  # None without a cache
     draft_states: int = field(default=0, kw_only=True)  # states after drafts, until verified
     draft_model: DraftKVCacheConfig | None = field(default=None, kw_only=True)  # its pools, in the same budget
+    slabs: SlabLayout | None = field(default=None, kw_only=True)
+    slab_bytes: int = field(default=0, kw_only=True)
+    apart_slots: int = field(default=0, kw_only=True)
 
     @property
     def pool_bytes(self) -> int:
@@ -62,12 +74,26 @@ class KVCacheConfig:
         The pools of a draft model are included.
         """
         drafts = 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
-        states = self.live_states + self.draft_states + self.snapshot_slots
+        states = self.live_states + self.draft_states - self.apart_slots
+        if self.slabs is not None:
+            arena = arena_bytes(self.slabs, self.slab_bytes, self.apart_slots)
+            return arena + states * self.state_bytes + drafts
+        states += self.snapshot_slots
         return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + drafts
 
+    @property
+    def cached_block_bytes(self) -> int:
+        """Bytes that a block takes: its own, or in an arena its part of a slab."""
+        return self.block_bytes if self.slabs is None else self.slab_bytes // self.slabs.blocks_per_slab
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that a snapshot takes: its own, or in an arena its part of a slab."""
+        return self.state_bytes if self.slabs is None else self.slab_bytes // self.slabs.snapshots_per_slab
+
     def shown(self) -> dict[str, object]:
-        """Return the fields for JSON; without speculation its fields are left out."""
-        return {key: value for key, value in asdict(self).items() if key not in _SPECULATION or value}
+        """Return the fields for JSON; those of speculation and of slabs are left out without them."""
+        return {key: value for key, value in asdict(self).items() if key not in _LEFT_OUT or value}
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> KVCacheConfig:
@@ -115,6 +141,37 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
         draft_model=draft_kv_cache_config(model.draft, block_size, batching.effective_max_requests),
+    )
+
+
+def shares_memory(batching: BatchingConfig, cache: CacheConfig) -> bool:
+    """Return whether the settings leave it to the engine how memory is split between blocks and snapshots."""
+    given = (batching.block_count, cache.snapshot_buffer_gb, cache.snapshot_slots)
+    return SHARES_MEMORY and cache.policy is not None and all(one is None for one in given)
+
+
+def arena_budget(model: ModelMemory, geometry: KVCacheConfig, batching: BatchingConfig) -> ArenaBudget | None:
+    """Return what a rank with this fixed split would put into an arena; None without attention or recurrent layers."""
+    if not (geometry.block_bytes and geometry.state_bytes):
+        return None
+    padded = int(geometry.live_states > batching.effective_max_requests)
+    ahead = async_states(geometry.live_states, batching.effective_max_requests)
+    apart = geometry.draft_states + padded + ahead
+    draft_block = 0 if geometry.draft_model is None else geometry.draft_model.block_bytes
+    blocks = (geometry.blocks + 1) * (geometry.block_bytes + draft_block)
+    total = blocks + (geometry.snapshot_slots + apart) * geometry.state_bytes
+    return ArenaBudget(total, geometry.block_bytes, model.record_bytes, draft_block, apart)
+
+
+def share(geometry: KVCacheConfig, budget: ArenaBudget, layout: SlabLayout) -> KVCacheConfig:
+    """Return the sizes of a rank whose blocks and snapshots share an arena instead of a fixed split."""
+    return replace(
+        geometry,
+        blocks=layout.blocks,
+        snapshot_slots=layout.snapshot_slots,
+        slabs=layout,
+        slab_bytes=budget.slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab),
+        apart_slots=budget.apart_slots,
     )
 
 

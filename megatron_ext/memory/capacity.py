@@ -2,7 +2,7 @@
 
 Ranks hold different layers of one model, and every request has its blocks and slots on all of them under the same
 numbers. So the rank with the smallest capacity decides; ranks without attention layers do not count for blocks, and
-ranks without recurrent layers do not count for slots.
+ranks without recurrent layers do not count for slots. Blocks and snapshots share an arena if all ranks can.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.memory.arena import ArenaBudget, plan_slabs
+from megatron_ext.memory.budget import KVCacheConfig, share
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class Capacity:
     Attributes:
         geometry: Sizes of the rank's pools.
         paused_blocks: Blocks that paused requests may keep; None for no limit.
+        arena: What the rank would put into an arena; None if it cannot share one, or the settings give a fixed split.
     """
 
     geometry: KVCacheConfig
     paused_blocks: int | None
+    arena: ArenaBudget | None = None
 
 
 Gather = Callable[[Callable[[], Capacity]], Sequence[Capacity]]
@@ -66,6 +69,11 @@ def agree(capacities: Sequence[Capacity], *, slots_within_blocks: bool) -> list[
     slots = min(one.snapshot_slots for one in with_states)
     hits = [one.shortest_prompt_that_can_hit for one in with_states]
     paused = [capacity.paused_blocks for capacity in capacities if capacity.paused_blocks is not None]
+    budgets = [capacity.arena for capacity in capacities if capacity.arena is not None]
+    layout = plan_slabs(budgets) if len(budgets) == len(capacities) else None
+    if layout is not None:
+        shared = [share(one, budget, layout) for one, budget in zip(geometries, budgets, strict=True)]
+        return [Capacity(one, min(paused, default=None)) for one in shared]
     agreed = [
         replace(
             one,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +13,16 @@ from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName,
 from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, async_states, kernel_chunk, request_state_bytes
+from megatron_ext.memory.arena import ArenaBudget
+from megatron_ext.memory.budget import (
+    KVCacheConfig,
+    ModelMemory,
+    arena_budget,
+    async_states,
+    kernel_chunk,
+    request_state_bytes,
+    shares_memory,
+)
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import advice_that_fits, plan_within
@@ -81,6 +90,16 @@ class EnginePlan:
         return self.geometry.snapshot_slots if self.is_hybrid else None
 
     @property
+    def first_apart_slot(self) -> int:
+        """First slot, in the pool of snapshots, that is not one of theirs; see `SlabLayout.first_apart_slot`."""
+        return self.geometry.snapshot_slots if self.geometry.slabs is None else self.geometry.slabs.first_apart_slot
+
+    @property
+    def padding_slot(self) -> int:
+        """Snapshot slot for padding: the one after those for states after drafts."""
+        return self.first_apart_slot + self.geometry.draft_states
+
+    @property
     def spare_slots(self) -> int:
         """Padding slots in each of the pools of running states and snapshots, after those of requests.
 
@@ -137,15 +156,20 @@ def plan_engine(
         max_sequence_length=longest,
         speculative_tokens=speculative_tokens,
         draft=draft,
+        record_bytes=shape.states.record_bytes if shape.states else 0,
     )
-    capacities = peers.gather(
-        lambda: _capacity(plan_within(memory, batching, cache, device_type, available_bytes), batching)
-    )
+
+    def capacity() -> Capacity:
+        geometry = plan_within(memory, batching, cache, device_type, available_bytes)
+        arena = arena_budget(memory, geometry, batching) if shares_memory(batching, cache) else None
+        return _capacity(geometry, batching, arena)
+
+    capacities = peers.gather(capacity)
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
     world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)
-    costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
+    costs = entry_costs(config, world.block_size_tokens, world.cached_block_bytes, world.snapshot_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
-    limits = replace(limits, max_drafts=speculative_tokens)
+    limits = replace(limits, max_drafts=speculative_tokens, slabs=world.slabs)
     if config.is_hybrid:
         limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:
@@ -162,7 +186,20 @@ def plan_engine(
     )
     if cache.policy is not None and peers.rank == 0:
         _warn_of_cache_settings(plan, cache)
+        if world.slabs is None and any(capacity.arena is not None for capacity in capacities):
+            logger.warning(_why_fixed(capacities))
     return plan
+
+
+def _why_fixed(capacities: Sequence[Capacity]) -> str:
+    """Return why blocks and snapshots do not share an arena although the settings would allow it."""
+    if any(capacity.arena is None for capacity in capacities):
+        why = "a pipeline stage has no attention layers or no recurrent ones"
+    elif len(capacities) > 1:
+        why = "blocks and snapshots have other proportions from stage to stage, or too few fit"
+    else:
+        why = "too few of them fit"
+    return f"KV blocks and snapshots have pools of fixed sizes, since {why}"
 
 
 def _with_states(limits: SchedulerLimits, world: KVCacheConfig, batching: BatchingConfig) -> SchedulerLimits:
@@ -176,11 +213,10 @@ def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConf
     return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype, linear)).encode()
 
 
-def _capacity(geometry: KVCacheConfig, batching: BatchingConfig) -> Capacity:
+def _capacity(geometry: KVCacheConfig, batching: BatchingConfig, arena: ArenaBudget | None) -> Capacity:
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
-    return Capacity(
-        geometry, None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
-    )
+    paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
+    return Capacity(geometry, paused_blocks, arena)
 
 
 def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
@@ -250,8 +286,11 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),
         draft_states=0,
         draft_model=None,
+        slabs=None,
+        slab_bytes=0,
+        apart_slots=0,
     )
-    limits = replace(plan.limits, aligned_chunks=True, max_drafts=0, draft_states=0, async_states=0)
+    limits = replace(plan.limits, aligned_chunks=True, max_drafts=0, draft_states=0, async_states=0, slabs=None)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

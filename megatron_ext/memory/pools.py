@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.memory.budget import GIB
-from megatron_ext.memory.engine_plan import EnginePlan
+from megatron_ext.memory.budget import GIB, KVCacheConfig
+from megatron_ext.memory.engine_plan import EnginePlan, ModelShape
 from megatron_ext.memory.fitting import largest_allocation
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,17 @@ class Pools:
     """Pools of everything that requests keep on the device.
 
     Attributes:
-        kv: Keys and values, [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy.
+        kv: Keys and values, [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy. Blocks are dense
+            by layer, or in an arena page first: there the memory of a block has all layers.
         live_states: Running state slots, one per request; None without recurrent layers.
         snapshots: Snapshot slots, followed by those for states after drafts; None without recurrent layers.
+        slabs: Memory of the slabs that blocks and snapshots share, [slabs, bytes] uint8; None if they share none.
     """
 
     kv: Tensor
     live_states: StatePool | None
     snapshots: SnapshotPool | None
+    slabs: Tensor | None = None
 
 
 def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
@@ -43,11 +47,38 @@ def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
 
 def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     shape, geometry = plan.shape, plan.geometry
+    live = None
+    if shape.states is not None:
+        live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
+    if geometry.slabs is not None:
+        return _share_arena(shape, geometry, geometry.slabs, live, device)
     blocks = geometry.blocks + 1 if shape.attention_layers else 0
     size = (2, shape.attention_layers, blocks, geometry.block_size_tokens, shape.kv_heads, shape.head_channels)
     kv = torch.empty(size, dtype=shape.dtype, device=device)
     if shape.states is None:
         return Pools(kv, None, None)
-    live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
     slots = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots + plan.limits.async_states
     return Pools(kv, live, SnapshotPool(shape.states, slots, device))
+
+
+def _share_arena(
+    shape: ModelShape, geometry: KVCacheConfig, layout: SlabLayout, live: StatePool | None, device: torch.device
+) -> Pools:
+    """Allocate an arena, and views of it as blocks and as snapshots, each over all slabs."""
+    assert shape.states is not None, "only states share memory with blocks"
+    slots = layout.first_apart_slot + geometry.apart_slots
+    arena = torch.empty((slots, geometry.snapshot_bytes), dtype=torch.uint8, device=device)
+    kv = _page_first(arena, shape, layout.blocks + 1, geometry.cached_block_bytes, geometry.block_size_tokens)
+    slabs = arena.flatten()[: layout.slabs * geometry.slab_bytes].view(layout.slabs, geometry.slab_bytes)
+    snapshots = SnapshotPool(shape.states, slots, device, arena, layout.snapshots_per_slab)
+    return Pools(kv, live, snapshots, slabs)
+
+
+def _page_first(memory: Tensor, shape: ModelShape, blocks: int, block_bytes: int, block_size: int) -> Tensor:
+    """Return a view [2, layers, blocks, B, KV heads, D] of memory in which a block begins every `block_bytes`."""
+    elements = memory.flatten().view(shape.dtype)
+    heads = shape.kv_heads * shape.head_channels
+    layer = block_size * heads  # elements of one layer's keys, or values, of a block
+    size = (2, shape.attention_layers, blocks, block_size, shape.kv_heads, shape.head_channels)
+    strides = (layer, 2 * layer, block_bytes // shape.dtype.itemsize, heads, shape.head_channels, 1)
+    return elements.as_strided(size, strides)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import RestoreError
+from megatron_ext.memory.arena import aligned
 from megatron_ext.ops import state_copy
 from megatron_ext.ops.step_metadata import to_device
 
@@ -31,20 +32,60 @@ class StateShape:
     @property
     def bytes(self) -> int:
         """Bytes of one sequence's states."""
-        conv = torch.Size(self.conv).numel() * self.conv_dtype.itemsize
-        return self.layers * (conv + torch.Size(self.ssm).numel() * self.ssm_dtype.itemsize)
+        return self.layers * (self._conv_bytes + self._ssm_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one sequence's states as a record: conv of all layers, then ssm of all layers, each aligned."""
+        return self.layers * (aligned(self._conv_bytes) + aligned(self._ssm_bytes))
+
+    @property
+    def _conv_bytes(self) -> int:
+        return torch.Size(self.conv).numel() * self.conv_dtype.itemsize
+
+    @property
+    def _ssm_bytes(self) -> int:
+        return torch.Size(self.ssm).numel() * self.ssm_dtype.itemsize
+
+    def views(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of records [rows, bytes], uint8 with adjacent rows: conv [L, rows, Cn, K-1], ssm [L, rows, ...].
+
+        Rows may be longer than a record, by a multiple of the alignment.
+        """
+        conv, ssm = aligned(self._conv_bytes), aligned(self._ssm_bytes)
+        return (
+            self._view(records, self.conv, self.conv_dtype, 0, conv),
+            self._view(records, self.ssm, self.ssm_dtype, self.layers * conv, ssm),
+        )
+
+    def _view(self, records: Tensor, shape: tuple[int, ...], dtype: torch.dtype, start: int, layer: int) -> Tensor:
+        """Return a view [L, rows, *shape] of what begins `start` bytes after a record, with layers so far apart."""
+        elements, size = records.flatten().view(dtype), dtype.itemsize
+        strides = (layer // size, records.shape[1] // size, *torch.empty(shape, device="meta").stride())
+        first = elements.storage_offset() + start // size
+        return elements.as_strided((self.layers, len(records), *shape), strides, first)
 
 
 class StatePool:
     """States of `rows` sequences: conv [L, rows, Cn, K-1], ssm [L, rows, ...].
 
     Rows are not cleared between requests: a step marks a new request as one without initial state.
+
+    Args:
+        shape: Shapes of one sequence's states.
+        rows: Number of rows.
+        device: Device of the states.
+        records: Memory of the rows, [rows, bytes] uint8; see `StateShape.views`. None allocates dense tensors.
     """
 
-    def __init__(self, shape: StateShape, rows: int, device: torch.device) -> None:
+    def __init__(self, shape: StateShape, rows: int, device: torch.device, records: Tensor | None = None) -> None:
         self.shape = shape
-        self.conv = torch.empty((shape.layers, rows, *shape.conv), dtype=shape.conv_dtype, device=device)
-        self.ssm = torch.empty((shape.layers, rows, *shape.ssm), dtype=shape.ssm_dtype, device=device)
+        if records is None:
+            self.conv = torch.empty((shape.layers, rows, *shape.conv), dtype=shape.conv_dtype, device=device)
+            self.ssm = torch.empty((shape.layers, rows, *shape.ssm), dtype=shape.ssm_dtype, device=device)
+        else:
+            assert len(records) == rows, "a record for each row"
+            self.conv, self.ssm = shape.views(records)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return views of one layer's states: conv [rows, Cn, K-1], ssm [rows, ...]."""
@@ -74,16 +115,38 @@ def copy_rows(source: StatePool, rows: Tensor, target: StatePool, target_rows: T
 
 
 class SnapshotPool(StatePool):
-    """Snapshot slots, with a host-side record of each slot's block hash; None while its contents are undefined."""
+    """Snapshot slots, with a host-side record of each slot's block hash; None while its contents are undefined.
 
-    def __init__(self, shape: StateShape, slots: int, device: torch.device) -> None:
-        super().__init__(shape, slots, device)
+    Args:
+        shape: See `StatePool`, also for the next three.
+        slots: Number of slots.
+        device: Device of the states.
+        records: Memory of the slots.
+        snapshots_per_slab: Slots that lie in a slab, if `records` is an arena of slabs.
+    """
+
+    def __init__(
+        self,
+        shape: StateShape,
+        slots: int,
+        device: torch.device,
+        records: Tensor | None = None,
+        snapshots_per_slab: int = 1,
+    ) -> None:
+        super().__init__(shape, slots, device, records)
+        self._snapshots_per_slab = snapshots_per_slab
         self._contents: list[bytes | None] = [None] * slots
 
     def open(self, slots: Sequence[int]) -> None:
         """Mark slots as undefined, since they are about to be written."""
         for slot in slots:
             self._contents[slot] = None
+
+    def forget_slabs(self, slabs: Sequence[int]) -> None:
+        """Mark the slots of slabs that change their type as undefined: blocks overwrite them, or did."""
+        size = self._snapshots_per_slab
+        for slab in slabs:
+            self.open(range(slab * size, (slab + 1) * size))
 
     def close(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Record that slots are complete in all layers, each with the states at the end of the block of its hash."""

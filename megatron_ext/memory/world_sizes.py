@@ -50,6 +50,7 @@ def world_kv_cache_config(ranks: Sequence[KVCacheConfig], replica: Sequence[int]
         "state_in_kv_tokens": math.ceil(state_bytes / per_token) if per_token else None,
         "live_states": max(one.live_states for one in parts),
         "draft_states": max(one.draft_states for one in parts),
+        "slab_bytes": sum(one.slab_bytes for one in parts),
     }
     return WorldKVCacheConfig(
         **of_one,

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", *DECIDING},
-    "memory": {"config", "errors", "ops", "scheduling"},
+    "memory": {"config", "errors", "ops", "prefix_cache", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
     "parallel": {"config", "errors", "signals", *DECIDING},

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_copy import reference
 from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
-from megatron_ext.ops.triton.launching import say_reference_computes
+from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
 
 
 def _words(pool: Tensor) -> Tensor:
@@ -21,8 +21,8 @@ def _lacks(*pools: Tensor) -> str | None:
     for pool in pools:
         if pool.element_size() not in (2, 4, 8):
             return f"copies of states have no kernel for {pool.dtype}"
-        if not pool.is_contiguous():
-            return "copies of states have no kernel for pools that are not contiguous"
+        if any(not own_rows(layer) for layer in pool[:1]):  # all layers have the same strides
+            return "copies of states have no kernel for states that are not contiguous"
     return None
 
 
@@ -46,10 +46,16 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
         state_to=state_to,
         rows=rows.contiguous(),
         target_rows=target_rows.contiguous(),
+        conv_from_layer=conv_from.stride(0),
+        conv_from_row=conv_from.stride(1),
+        conv_to_layer=conv_to.stride(0),
+        conv_to_row=conv_to.stride(1),
+        state_from_layer=state_from.stride(0),
+        state_from_row=state_from.stride(1),
+        state_to_layer=state_to.stride(0),
+        state_to_row=state_to.stride(1),
         conv_size=conv_from.shape[2],
         state_size=state_from.shape[2],
-        slots=conv_from.shape[1],
-        target_slots=conv_to.shape[1],
     )
 
 

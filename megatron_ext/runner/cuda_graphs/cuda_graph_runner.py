@@ -97,7 +97,7 @@ class CudaGraphRunner:
     ) -> None:
         self._model, self._rules = model, rules
         self._buckets, self._graphs = buckets, graphs
-        self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
+        self._spare = SpareSlots(plan.limits.max_requests, plan.padding_slot)
         self._writer = InputBatch(self._rules, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._vocabulary = size = model.vocabulary_size
@@ -274,6 +274,7 @@ class CudaGraphRunner:
             return [], []
         restored = [chunk.restore for chunk in step.chunks if chunk.restore is not None]
         snapshots.check([one.slot for one in restored], [one.block_hash for one in restored])
+        snapshots.forget_slabs(step.retyped_slabs)
         taken = [(chunk, one) for chunk in step.chunks for one in chunk.snapshots]
         snapshots.open([one.slot for _, one in taken])
         at_ends = not self._rules.snapshots_in_prefill

@@ -1,0 +1,288 @@
+"""One memory for blocks and snapshots: sizes of slabs, plans of ranks, and views that overlap inside slabs only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.memory import budget
+from megatron_ext.memory.arena import ALIGNMENT, MAX_WASTE, MIN_SLABS, ArenaBudget, arena_bytes, plan_slabs
+from megatron_ext.memory.budget import GIB
+from megatron_ext.memory.engine_plan import EnginePlan, ModelShape, plan_engine
+from megatron_ext.memory.pools import Pools, allocate_pools
+from megatron_ext.memory.state_pool import StateShape
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from tests.unit_tests.memory.test_capacity import ATTENTION, BOTH, NEITHER, RECURRENT, plan_all
+
+CPU = torch.device("cpu")
+MIB = 2**20
+BUDGETS = st.builds(
+    ArenaBudget,
+    total=st.integers(0, 2**36),
+    block=st.integers(1, 10**7),
+    record=st.integers(1, 10**8),
+    draft_block=st.sampled_from([0, 1000, 10**6]),
+    apart_slots=st.integers(0, 100),
+)
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "SHARES_MEMORY", True)
+
+
+def budget_of(block: int, record: int, total: int = GIB, apart_slots: int = 0) -> ArenaBudget:
+    return ArenaBudget(total, block, record, 0, apart_slots)
+
+
+class TestSlabs:
+    def test_by_hand(self):
+        """A snapshot of 98 MiB and blocks of 1 MiB: 98 blocks a slab. Of 1000 MiB one is the dummy's, in a slot."""
+        assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, 1)
+
+    @pytest.mark.parametrize(
+        ("block", "record", "blocks", "snapshots"),
+        [
+            (6400, 64_000, 10, 1),
+            (6400, 63_936, 10, 1),  # 1 % of it is not used
+            (6400, 9600, 3, 2),
+            (6400, 640, 1, 10),
+            (6400, 2560, 2, 5),
+            (6400, 3200, 1, 2),
+        ],
+    )
+    def test_the_smallest_slab_that_wastes_little(self, block: int, record: int, blocks: int, snapshots: int):
+        layout = plan_slabs([budget_of(block, record)])
+        assert layout is not None
+        assert (layout.blocks_per_slab, layout.snapshots_per_slab) == (blocks, snapshots)
+
+    @given(ranks=st.lists(BUDGETS, min_size=1, max_size=3))
+    def test_any_ranks(self, ranks: list[ArenaBudget]):
+        """All have equal numbers, and an arena never takes more than a fixed split of the same rank."""
+        layout = plan_slabs(ranks)
+        if layout is None:
+            return
+        blocks, snapshots = layout.blocks_per_slab, layout.snapshots_per_slab
+        assert layout.slabs >= MIN_SLABS
+        for rank in ranks:
+            size = rank.slab_bytes(blocks, snapshots)
+            assert size % (blocks * ALIGNMENT) == size % (snapshots * ALIGNMENT) == 0
+            assert size // blocks >= rank.block
+            assert size // snapshots >= rank.record
+            assert rank.block * blocks >= (1 - MAX_WASTE) * size
+            assert rank.record * snapshots >= (1 - MAX_WASTE) * size
+            drafts = (layout.blocks + 1) * rank.draft_block
+            assert arena_bytes(layout, size, rank.apart_slots) + drafts <= rank.total
+            apart = layout.first_apart_slot * (size // snapshots)
+            assert apart - size // snapshots < layout.slabs * size + size // blocks <= apart, "the dummy block's end"
+
+    @pytest.mark.parametrize(
+        "ranks",
+        [
+            [budget_of(MIB, 10 * MIB), budget_of(MIB, 5 * MIB)],  # half of a slab of blocks or of snapshots
+            [budget_of(MIB, 10 * MIB, total=20 * MIB)],  # one slab
+        ],
+        ids=["other proportions", "few slabs"],
+    )
+    def test_where_an_arena_would_waste_memory_there_is_none(self, ranks: list[ArenaBudget]):
+        assert plan_slabs(ranks) is None
+
+    def test_the_rank_with_the_least_room_decides(self):
+        ranks = [budget_of(MIB, 4 * MIB), budget_of(2 * MIB, 8 * MIB, total=80 * MIB)]
+        assert plan_slabs(ranks) == SlabLayout(9, 4, 1)
+
+
+TYPES = (torch.float32, torch.float32)
+SMALL = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
+
+
+class TestPlans:
+    def test_one_rank(self):
+        (plan,) = plan_all([BOTH], SMALL)
+        layout, geometry = plan.limits.slabs, plan.geometry
+        assert layout is not None
+        assert layout == geometry.slabs == plan.world.slabs
+        assert (plan.limits.total_blocks, plan.snapshot_slots) == (layout.blocks, layout.snapshot_slots)
+        assert (plan.limits.costs.block_bytes, plan.limits.costs.state_bytes) == (
+            geometry.slab_bytes // layout.blocks_per_slab,
+            geometry.slab_bytes // layout.snapshots_per_slab,
+        ), "policies weigh the memory that entries take"
+
+    @pytest.mark.parametrize("batching", [SMALL, dataclasses.replace(SMALL, cuda_graph_impl="local")])
+    def test_an_arena_has_the_bytes_of_the_split(self, batching: BatchingConfig, monkeypatch: pytest.MonkeyPatch):
+        shape = dataclasses.replace(BOTH, states=dataclasses.replace(BOTH.states, ssm=(8, 64, 60)))
+        (shared,) = plan_all([shape], batching)
+        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
+        (split,) = plan_all([shape], batching)
+        room = shared.geometry.slab_bytes + split.geometry.block_bytes
+        slots = split.geometry.live_states * (shared.geometry.snapshot_bytes - split.geometry.state_bytes)
+        missing = split.geometry.pool_bytes - shared.geometry.pool_bytes
+        assert 0 <= missing < room + slots
+        assert shared.geometry.blocks > split.geometry.blocks
+        assert shared.geometry.snapshot_slots > split.geometry.snapshot_slots
+
+    @pytest.mark.parametrize(
+        ("batching", "cache"),
+        [
+            (dataclasses.replace(SMALL, buffer_size_gb=None, block_count=90), CacheConfig()),
+            (SMALL, CacheConfig(snapshot_slots=5)),
+            (SMALL, CacheConfig(snapshot_buffer_gb=0.001)),
+            (SMALL, CacheConfig(enable_prefix_caching=False)),
+        ],
+        ids=["blocks", "slots", "bytes", "no cache"],
+    )
+    def test_given_numbers_are_a_split(
+        self, batching: BatchingConfig, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+    ):
+        (plan,) = plan_all([BOTH], batching, cache)
+        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
+        assert plan_all([BOTH], batching, cache) == [plan]
+        assert plan.limits.slabs is None
+
+    @pytest.mark.parametrize("shape", [ATTENTION, RECURRENT, NEITHER], ids=["attention", "recurrent", "neither"])
+    def test_one_kind_of_layers_shares_nothing(self, shape: ModelShape, caplog: pytest.LogCaptureFixture):
+        (plan,) = plan_all([shape], SMALL)
+        assert plan.limits.slabs is None
+        assert "fixed sizes" not in caplog.text
+
+    def test_ranks_agree_on_slabs(self):
+        """MR-2: the second has twice the heads of the first, so half the slabs."""
+        once, twice = (
+            dataclasses.replace(BOTH, kv_heads=4 * n, states=StateShape(2, (16 * n, 4), (8 * n, 64, 64), *TYPES))
+            for n in (1, 2)
+        )
+        plans = plan_all([once, twice], SMALL)
+        alone = [plan_all([shape], SMALL)[0].limits.slabs.slabs for shape in (once, twice)]
+        assert alone[0] > alone[1]
+        assert plans[0].limits == plans[1].limits
+        assert plans[0].limits.slabs.slabs == alone[1]
+        assert plans[1].geometry.slab_bytes == 2 * plans[0].geometry.slab_bytes
+        assert plans[0].world.slab_bytes == 3 * plans[0].geometry.slab_bytes
+        assert [one.pool_bytes for one in plans[0].world.ranks] == [plan.geometry.pool_bytes for plan in plans]
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [[BOTH, ATTENTION], [ATTENTION, RECURRENT], [BOTH, dataclasses.replace(BOTH, attention_layers=5)]],
+        ids=["a stage without states", "apart", "other proportions"],
+    )
+    def test_stages_that_do_not_suit_have_the_split_and_rank_0_says_so(
+        self, shapes: list[ModelShape], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ):
+        plans = plan_all(shapes, SMALL)
+        said = [record for record in caplog.records if "fixed sizes" in record.message]
+        assert len(said) == int(shapes != [ATTENTION, RECURRENT]), "stages with one kind each have nothing to share"
+        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
+        assert plan_all(shapes, SMALL) == plans
+
+
+class TestPools:
+    """Views of the arena of a small model; a byte of it belongs to blocks and snapshots of the same slab."""
+
+    @pytest.fixture(params=["none", "local"])
+    def plan(self, request: pytest.FixtureRequest) -> EnginePlan:
+        batching = BatchingConfig(max_requests=2, buffer_size_gb=2 / 1024, block_size=16, cuda_graph_impl=request.param)
+        (plan,) = plan_all([BOTH], batching)
+        return plan
+
+    @pytest.fixture
+    def pools(self, plan: EnginePlan) -> Iterator[Pools]:
+        pools = allocate_pools(plan, CPU)
+        pools.slabs.untyped_storage().fill_(0)
+        return pools
+
+    def test_the_bytes_are_those_of_the_plan(self, plan: EnginePlan, pools: Pools):
+        live = pools.live_states
+        held = pools.slabs.untyped_storage().nbytes() + live.conv.nbytes + live.ssm.nbytes
+        assert held == plan.geometry.pool_bytes
+
+    def test_shapes_are_those_of_a_split(self, plan: EnginePlan, pools: Pools, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(budget, "SHARES_MEMORY", False)
+        (split,) = plan_all([BOTH], BatchingConfig(max_requests=2, buffer_size_gb=2 / 1024, block_size=16))
+        other = allocate_pools(split, CPU)
+        for one, two, rows in (
+            (pools.kv, other.kv, 2),
+            (pools.snapshots.conv, other.snapshots.conv, 1),
+            (pools.snapshots.ssm, other.snapshots.ssm, 1),
+        ):
+            assert (one.dtype, one.shape[:rows], one.shape[rows + 1 :]) == (
+                two.dtype,
+                two.shape[:rows],
+                two.shape[rows + 1 :],
+            )
+        assert pools.kv.shape[2] == plan.limits.slabs.blocks + 1
+
+    def test_blocks_do_not_overlap(self, plan: EnginePlan, pools: Pools):
+        for block in range(plan.limits.slabs.dummy_block + 1):
+            pools.kv[:, :, block] = block
+        for block in range(plan.limits.slabs.dummy_block + 1):
+            assert pools.kv[:, :, block].eq(block).all()
+
+    def test_states_do_not_overlap(self, pools: Pools):
+        states, slots = pools.snapshots, pools.snapshots.conv.shape[1]
+        for layer in range(len(states.conv)):
+            for slot in range(slots):
+                states.conv[layer, slot], states.ssm[layer, slot] = layer * slots + slot, -layer * slots - slot
+        numbers = torch.arange(len(states.conv) * slots).view(-1, slots)
+        assert states.conv.eq(numbers[..., None, None]).all()
+        assert states.ssm.eq(-numbers[..., None, None, None]).all()
+
+    def test_a_block_is_one_piece_and_so_is_a_snapshot(self, plan: EnginePlan, pools: Pools):
+        geometry, memory = plan.geometry, pools.slabs.flatten()
+        pools.kv[:, :, 3] = torch.nan
+        begin = 3 * geometry.cached_block_bytes
+        assert memory[begin : begin + geometry.block_bytes].view(torch.float32).isnan().all()
+        memory.zero_()
+        pools.snapshots.conv[:, 2] = pools.snapshots.ssm[:, 2] = torch.nan
+        begin = 2 * geometry.snapshot_bytes
+        record = memory[begin : begin + plan.shape.states.record_bytes].view(torch.float32)
+        assert record.isnan().sum() * 4 == geometry.state_bytes
+
+    def test_a_slab_is_its_blocks_and_its_snapshots(self, plan: EnginePlan, pools: Pools):
+        layout = plan.limits.slabs
+        for slab in (0, 2, layout.slabs - 1):
+            pools.slabs[slab] = 255  # NaN
+            blocks = pools.kv.isnan().flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
+            slots = pools.snapshots.ssm.isnan().flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+            assert {layout.slab_of_block(block) for block in blocks} == {slab}
+            assert {layout.slab_of_slot(slot) for slot in slots} == {slab}
+            assert (len(blocks), len(slots)) == (layout.blocks_per_slab, layout.snapshots_per_slab)
+            pools.slabs[slab] = 0
+
+    def test_the_dummy_block_and_the_apart_slots_are_in_no_slab(self, plan: EnginePlan, pools: Pools):
+        layout = plan.limits.slabs
+        pools.kv[:, :, layout.dummy_block] = torch.nan
+        first = layout.first_apart_slot
+        assert not pools.snapshots.conv[:, first:].isnan().any()
+        assert not pools.snapshots.ssm[:, first:].isnan().any()
+        pools.snapshots.conv[:, first:], pools.snapshots.ssm[:, first:] = torch.nan, torch.nan
+        assert not pools.slabs.any()
+        assert pools.kv[:, :, layout.dummy_block].isnan().all()
+        assert (
+            pools.snapshots.conv.shape[1] - first
+            == plan.geometry.apart_slots
+            == plan.limits.async_states + (plan.spare_slots)
+        )
+
+
+def test_types_of_two_and_four_bytes_share_a_slab():
+    """Each is aligned; odd sizes leave gaps that belong to no state."""
+    states = StateShape(3, (5, 3), (2, 3, 5), torch.bfloat16, torch.float32)
+    shape = ModelShape(1, 1, 12, torch.bfloat16, states)
+    config = ModelConfig(
+        hybrid_override_pattern="M*MM-", hidden_size=64, num_attention_heads=4, mamba_num_heads=8, vocab_size=64
+    )
+    batching = BatchingConfig(max_requests=2, buffer_size_gb=1 / 1024, block_size=16)
+    plan = plan_engine(shape, config, batching, CacheConfig(), device_type="cpu", available_bytes=GIB)
+    pools = allocate_pools(plan, CPU)
+    assert (pools.snapshots.conv.dtype, pools.snapshots.ssm.dtype) == (torch.bfloat16, torch.float32)
+    for layer in range(3):
+        for pool in pools.snapshots.layer(layer):
+            assert pool.data_ptr() % ALIGNMENT == 0
+            assert pool.stride(0) * pool.element_size() == plan.geometry.snapshot_bytes
+            assert pool[1].is_contiguous()
