@@ -13,7 +13,6 @@ from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName,
 from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.arena import ArenaBudget
 from megatron_ext.memory.budget import (
     KVCacheConfig,
     ModelMemory,
@@ -158,13 +157,7 @@ def plan_engine(
         draft=draft,
         record_bytes=shape.states.record_bytes if shape.states else 0,
     )
-
-    def capacity() -> Capacity:
-        geometry = plan_within(memory, batching, cache, device_type, available_bytes)
-        arena = arena_budget(memory, geometry, batching) if shares_memory(batching, cache) else None
-        return _capacity(geometry, batching, arena)
-
-    capacities = peers.gather(capacity)
+    capacities = peers.gather(partial(_capacity, memory, batching, cache, device_type, available_bytes))
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
     world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.cached_block_bytes, world.snapshot_bytes)
@@ -213,9 +206,14 @@ def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConf
     return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype, linear)).encode()
 
 
-def _capacity(geometry: KVCacheConfig, batching: BatchingConfig, arena: ArenaBudget | None) -> Capacity:
+def _capacity(
+    memory: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
+) -> Capacity:
+    """Return the capacity of this rank; see `plan_within` for the errors."""
+    geometry = plan_within(memory, batching, cache, device_type, available_bytes)
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
     paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
+    arena = arena_budget(memory, geometry, batching) if shares_memory(batching, cache) else None
     return Capacity(geometry, paused_blocks, arena)
 
 

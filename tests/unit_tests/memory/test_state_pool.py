@@ -76,6 +76,17 @@ class TestSnapshots:
     def pools(self) -> tuple[SnapshotPool, StatePool]:
         return filled(SnapshotPool(SHAPE, 4, CPU), 0), filled(StatePool(SHAPE, 4, CPU), 100)
 
+    def test_a_slab_that_changes_its_type_has_no_snapshot(self):
+        """HY-3: blocks overwrite its slots; what they held can be restored no more, what others hold can."""
+        snapshots, live = SnapshotPool(SHAPE, 6, CPU, snapshots_per_slab=2), StatePool(SHAPE, 4, CPU)
+        hashes = [bytes([slot]) for slot in range(6)]
+        snapshots.close(range(6), hashes)
+        snapshots.forget_slabs([1])
+        for slot in (2, 3):
+            with pytest.raises(RestoreError, match="unfinished"):
+                snapshots.restore([slot], [hashes[slot]], live, [0])
+        snapshots.check([0, 1, 4, 5], [hashes[slot] for slot in (0, 1, 4, 5)])
+
     def test_restores_written_states(self):
         snapshots, live = self.pools()
         snapshots.open([2, 0])

@@ -36,16 +36,22 @@ BACKENDS = [
 
 
 class Pools:
-    """Live states and snapshots of one layer, and the steps that advance them."""
+    """Live states and snapshots of one layer, and the steps that advance them.
 
-    def __init__(self, name: str, backend: str, dtype: torch.dtype = torch.float32) -> None:
+    Snapshots lie `gap` elements apart, as those of one layer do in an arena.
+    """
+
+    def __init__(self, name: str, backend: str, dtype: torch.dtype = torch.float32, gap: int = 48) -> None:
         self.case, self.backend, self.device = OPERATORS[name], backend, platform.device()
         sequences = self.case.tokens[0].split(LENGTHS)
         parts = [[t.split(LENGTHS)[i] for t in self.case.tokens] for i in range(len(sequences))]
         self.truths = [self.case.truth(part, [len(part[0])]) for part in parts]
         shape = self.truths[0][1].shape[1:]
         self.live = torch.full((7, *shape), torch.nan, dtype=dtype, device=self.device)
-        self.snapshots = torch.full((3, *shape), torch.nan, dtype=dtype, device=self.device)
+        size = shape.numel()
+        self.memory = torch.empty((2 * (size + gap) + size,), dtype=dtype, device=self.device)
+        strides = (size + gap, *self.live.stride()[1:])
+        self.snapshots = self.memory.as_strided((3, *shape), strides).fill_(torch.nan)
         self.parts = parts
 
     def prefill(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], keep: bool = False) -> Tensor:
@@ -114,12 +120,24 @@ def test_prefill_begins_and_ends_in_its_slots(name: str, backend: str) -> None:
 def test_snapshots_go_to_their_slots_alone(name: str, backend: str) -> None:
     """HY-4, HY-9: the state at a block boundary inside the call; no other slot is written."""
     pools = Pools(name, backend)
+    pools.memory.fill_(torch.nan)
     pools.prefill([0, 1], [0, 0], DONE[:2])
-    assert pools.snapshots.isnan().all()
+    assert pools.memory.isnan().all()
     pools.prefill(range(4), DONE, LENGTHS, keep=True)
     kept = pools.snapshots[SNAPSHOT_SLOT].cpu()
     assert_states_close("snapshot", kept, pools.truths[0][1][SNAPSHOT_AT - 1])
-    assert pools.snapshots[[slot for slot in range(3) if slot != SNAPSHOT_SLOT]].isnan().all()
+    assert pools.memory.isnan().sum() == pools.memory.numel() - kept.numel()
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_snapshots_beyond_two_billion_elements(name: str, backend: str) -> None:
+    """An arena may be larger than 32-bit offsets reach; only the pages of snapshots are touched."""
+    near, far = (Pools(name, backend, torch.bfloat16, gap) for gap in (0, 2**31 // SNAPSHOT_SLOT + 16))
+    for pools in (near, far):
+        pools.prefill([0, 1], [0, 0], DONE[:2])
+        pools.prefill(range(4), DONE, LENGTHS, keep=True)
+    assert not near.snapshots[SNAPSHOT_SLOT].isnan().any()
+    torch.testing.assert_close(far.snapshots, near.snapshots, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("as_slice", [False, True])

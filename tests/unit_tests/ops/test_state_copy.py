@@ -27,10 +27,28 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-class Pools:
-    """Sources with numbers and NaN, targets with other ones."""
+def in_records(pool: Tensor, gap: int) -> Tensor:
+    """Return an equal pool whose rows have all layers together, `gap` elements apart, as snapshots in an arena."""
+    layers, rows = pool.shape[:2]
+    inner = pool[0].numel() // rows if rows else 0
+    memory = torch.empty(max(0, rows - 1) * gap + pool.numel() + 1, dtype=pool.dtype, device=pool.device)
+    return memory.as_strided(pool.shape, (inner, layers * inner + gap, *pool.stride()[2:])).copy_(pool)
 
-    def __init__(self, conv: torch.dtype, state: torch.dtype, shape: tuple[int, ...] = (4, 10, 60)) -> None:
+
+class Pools:
+    """Sources with numbers and NaN, targets with other ones.
+
+    `in_arena` says whether sources and targets are records in an arena, `gap` how many elements apart.
+    """
+
+    def __init__(
+        self,
+        conv: torch.dtype,
+        state: torch.dtype,
+        shape: tuple[int, ...] = (4, 10, 60),
+        in_arena: tuple[bool, bool] = (False, False),
+        gap: int = 32,
+    ) -> None:
         generator = torch.Generator().manual_seed(2)
 
         def pool(slots: int, of: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -40,12 +58,16 @@ class Pools:
         self.pairs = [
             (pool(SLOTS, of, dtype), pool(TARGETS, of, dtype)) for of, dtype in (((7, 3), conv), (shape, state))
         ]
+        self.pairs = [
+            tuple(in_records(one, gap) if is_in else one for one, is_in in zip(pair, in_arena, strict=True))
+            for pair in self.pairs
+        ]
 
     def copy(self, rows: list[int], targets: list[int]) -> None:
         copy_rows(*self.pairs, *(torch.tensor(index, dtype=torch.int64, device=DEVICE) for index in (rows, targets)))
 
     def expected(self, rows: list[int], targets: list[int]) -> list[Tensor]:
-        wanted = [target.clone() for _, target in self.pairs]
+        wanted = [target.contiguous().clone() for _, target in self.pairs]
         for (source, _), target in zip(self.pairs, wanted, strict=True):
             for row, other in zip(rows, targets, strict=True):
                 if row >= 0 and other >= 0:
@@ -68,6 +90,29 @@ def test_rows_of_all_layers_are_copied_and_nothing_else(conv: torch.dtype, state
     for (source, target), want, before in zip(pools.pairs, wanted, sources, strict=True):
         assert torch.equal(bits(target), bits(want))
         assert torch.equal(bits(source), bits(before))
+
+
+@pytest.mark.parametrize("in_arena", [(True, False), (False, True), (True, True)], ids=["from", "to", "within"])
+def test_records_of_an_arena(in_arena: tuple[bool, bool], backend: str) -> None:
+    """CU-1: restores and snapshots, by the same kernel; what lies between records stays what it is."""
+    rows, targets = [4, -1, 0, 2, 5], [1, 0, -1, 3, 4]
+    pools = Pools(torch.bfloat16, torch.float32, in_arena=in_arena)
+    wanted, sources = pools.expected(rows, targets), [source.contiguous() for source, _ in pools.pairs]
+    with watch() as launches:
+        pools.copy(rows, targets)
+    for (source, target), want, before in zip(pools.pairs, wanted, sources, strict=True):
+        assert torch.equal(bits(target), bits(want))
+        assert torch.equal(bits(source), bits(before))
+    assert [launch.kernel for launch in launches] == ["copy_states"] * (backend == triton.NAME)
+
+
+def test_records_beyond_two_billion_elements() -> None:
+    """An arena may be larger than 32-bit offsets reach; only the pages of its records are touched."""
+    rows, targets = [4, 0, 5], [1, 0, 4]
+    pools = Pools(torch.float16, torch.float16, in_arena=(True, True), gap=2**31 // 4 + 16)
+    wanted = pools.expected(rows, targets)
+    pools.copy(rows, targets)
+    assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rows", [[], [-1, -1, -1]], ids=str)
