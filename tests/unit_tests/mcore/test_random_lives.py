@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -18,10 +18,19 @@ from tests.unit_tests.support.drafters import Knowing, any_token, caching, nonse
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, few_prefills, make_prompt
 from tests.unit_tests.support.hybrid_caching import PLENTY, build_driver, failing_scan
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.pools_in_pieces import pools_in_pieces
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 ACTIONS = 60
+
+
+@pytest.fixture(autouse=True)
+def _pools(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Half of the lives are in pools whose blocks and snapshots lie as in an arena."""
+    seed = request.node.callspec.params.get("seed", 0) if hasattr(request.node, "callspec") else 0
+    with pools_in_pieces() if seed % 2 else contextlib.nullcontext():
+        yield
 
 
 class Life:
