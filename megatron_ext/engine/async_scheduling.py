@@ -58,11 +58,13 @@ class AsyncScheduling:
         chunks = async_planner.plan_next(in_flight.chunks)
         if not chunks:
             return
-        step = describe_ahead(chunks, self._scheduler.limits.block_size, async_planner.states)
+        cache = self._scheduler.cache
+        step = describe_ahead(chunks, self._scheduler.limits.block_size, async_planner.states, cache.changes)
         computing = executor.launch_next(step)
         if computing is None:
             async_planner.forgo()
         else:
+            cache.changes_told()
             self._in_flight, self._unread = (
                 InFlightStep(plan_of(chunks), step, computing),
                 None,

@@ -22,7 +22,6 @@ from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS
-from megatron_ext.scheduling.step import describe_step
 from megatron_ext.speculation.proposals import Proposals
 
 
@@ -158,7 +157,7 @@ class Replica:
         return plan
 
     def _take_off(self, plan: StepPlan) -> InFlightStep:
-        step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+        step = self.scheduler.describe(plan)
         return InFlightStep(plan, step, self._launch(step))
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.scheduler import Scheduler

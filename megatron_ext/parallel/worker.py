@@ -22,7 +22,6 @@ from megatron_ext.parallel.commands import (
 )
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import describe_step
 
 
 class Memory(Protocol):
@@ -125,7 +124,7 @@ class Worker:
         if not plan.chunks:
             self._executor.idle()
             return
-        step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+        step = self.scheduler.describe(plan)
         result = self._executor.execute(step)
         for request in self.scheduler.commit(step, result.tokens, result.target_tokens):
             del self._requests[request.request_id]

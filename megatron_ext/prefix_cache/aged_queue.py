@@ -34,7 +34,9 @@ class AgedQueue(Generic[Item]):
 
     def put(self, item: Item, key: float) -> None:
         """Insert `item` at `key`, or move it there."""
-        place = key, next(self._serial)
+        self._put_at(item, (key, next(self._serial)))
+
+    def _put_at(self, item: Item, place: tuple[float, int]) -> None:
         self._places[item] = place
         heappush(self._heap, (*place, item))
         if len(self._heap) > 2 * len(self._places) + _SPARE:
@@ -45,8 +47,19 @@ class AgedQueue(Generic[Item]):
         """Remove `item` if it is in the queue."""
         self._places.pop(item, None)
 
+    def rename(self, old: Item, new: Item) -> None:
+        """Put `new` in the place of `old`."""
+        self._put_at(new, self._places.pop(old))
+
     def pop(self, key_now: Callable[[Item], float] | None = None) -> tuple[Item, float]:
-        """Remove and return the item with the smallest key, and that key.
+        """Remove and return the item with the smallest key, and that key; see `first`."""
+        item, key = self.first(key_now)
+        heappop(self._heap)
+        del self._places[item]
+        return item, key
+
+    def first(self, key_now: Callable[[Item], float] | None = None) -> tuple[Item, float]:
+        """Return the item with the smallest key, and that key.
 
         Args:
             key_now: Function that returns an item's current key, for keys that may have grown since `put`; called only
@@ -54,13 +67,14 @@ class AgedQueue(Generic[Item]):
         """
         assert self._places, "nothing is in line"
         while True:
-            key, serial, item = heappop(self._heap)
+            key, serial, item = self._heap[0]
             if self._places.get(item) != (key, serial):
+                heappop(self._heap)
                 continue
             now = key if key_now is None else key_now(item)
             if now <= key:
-                del self._places[item]
                 return item, key
+            heappop(self._heap)
             self.put(item, now)
 
     def clear(self) -> None:

@@ -138,6 +138,13 @@ class BlockIndex:
                 del self._children[parent]
         return block_hash
 
+    def move(self, old: BlockId, new: BlockId) -> None:
+        """Note that the contents of the block `old`, if it is indexed, are in `new` now."""
+        block_hash = self._hash_of.pop(old, None)
+        if block_hash is not None:
+            self._hash_of[new] = block_hash
+            self._blocks[block_hash] = new
+
     def block_hashes(self) -> Iterable[BlockHash]:
         """Return all indexed block hashes."""
         return self._blocks.keys()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
+from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
+
 BlockId = NewType("BlockId", int)
 
 
@@ -13,13 +15,14 @@ class BlockPool:
 
     Args:
         total: Blocks in the pool, without the dummy block that padding may point to.
+        free: Free blocks; None if all of them are, and always are blocks.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, free: FreePlaces[BlockId] | None = None) -> None:
         assert total >= 1, total
         self.total = total
         self._references = [0] * total
-        self._free = [BlockId(block) for block in reversed(range(total))]  # a stack: last released, first reused
+        self._free: FreePlaces[BlockId] = Stack(map(BlockId, range(total))) if free is None else free
         self.evictable: set[BlockId] = set()
 
     @property
@@ -34,9 +37,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` free blocks, one reference each; the planner ensures that so many are free."""
         assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
-        first = len(self._free) - count
-        blocks = self._free[first:][::-1]
-        del self._free[first:]
+        blocks = self._free.take(count)
         references = self._references
         for block in blocks:
             references[block] = 1
@@ -74,16 +75,25 @@ class BlockPool:
         """Move evictable blocks to the free list."""
         assert self.evictable.issuperset(blocks), f"some of {blocks} are not evictable"
         self.evictable.difference_update(blocks)
-        self._free += blocks
+        self._free.give(blocks)
 
-    def check(self) -> None:
-        """Assert that free, used and evictable blocks make up the pool, each exactly once."""
+    def move(self, old: BlockId, new: BlockId) -> None:
+        """Note that the contents of a block that is in use or evictable are in another one now."""
+        self._references[new], self._references[old] = self._references[old], 0
+        if old in self.evictable:
+            self.evictable.remove(old)
+            self.evictable.add(new)
+
+    def check(self, others: Sequence[BlockId] = ()) -> None:
+        """Assert that free, used and evictable blocks make up the pool, each exactly once, without `others`."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        assert len(free) == len(list(self._free)), "a block is free twice"
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert not free & used, f"blocks {sorted(free & used)} are free and in use"
         assert not self.evictable & (free | used), (
             f"blocks {sorted(self.evictable & (free | used))} are evictable and something else"
         )
-        assert free | used | self.evictable == set(range(self.total)), "blocks were lost, or came from elsewhere"
+        blocks = free | used | self.evictable
+        assert blocks.isdisjoint(others), "a block lies where a snapshot does"
+        assert blocks.union(others) == set(range(self.total)), "blocks were lost, or came from elsewhere"
         assert min(self._references) >= 0, "a negative reference count"

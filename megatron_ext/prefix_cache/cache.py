@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.cache_use import CacheUse, slab_use, slot_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
+from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.state_index import StateIndex
-
-
-@dataclass(frozen=True)
-class CacheUse:
-    """Statistics of the cache: blocks and slots by state, and events since the engine started."""
-
-    blocks_total: int
-    blocks_cached: int  # indexed, in use or not
-    blocks_evictable: int  # indexed and not in use
-    blocks_in_use: int
-    blocks_evicted: int  # over the engine's life
-    slots_total: int  # of snapshots
-    slots_used: int
-    slots_evicted: int  # evicted for want of a slot; over the engine's life, as the next three
-    snapshots_taken: int
-    snapshots_skipped: int  # for want of a slot
-    snapshots_replaced: int  # in decode, by the next one of the same request
-    provisional_slots: int  # with opportunistic snapshots, which the numbers above leave out
-    provisional_taken: int  # over the engine's life, as the next two
-    provisional_consumed: int
-    provisional_given_up: int
-
-    @classmethod
-    def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
-        """Return the sum of several caches' statistics."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 class PrefixCache:
@@ -68,6 +44,7 @@ class PrefixCache:
         slots: Snapshot slots, 0 or more; None for a model without recurrent layers.
         costs: Compute that entries save, and bytes that they take; for policies that weigh them.
         keeps_tokens: Whether to keep the token ids of cached blocks, for explanations.
+        slabs: Memory that blocks and snapshots share, in place of `total` and `slots`; None if each has its own.
     """
 
     def __init__(
@@ -78,18 +55,34 @@ class PrefixCache:
         costs: EntryCosts = NEUTRAL_COSTS,
         *,
         keeps_tokens: bool = False,
+        slabs: SlabLayout | None = None,
     ) -> None:
-        self.pool = BlockPool(total)
         self.is_enabled = policy is not None
         self.policy_name = policy
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
-        policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
+        policies = build_policies(
+            policy or EvictionPolicyName.REF_ZERO,
+            self._index,
+            costs,
+            has_states=bool(slots) or slabs is not None,
+            is_shared=slabs is not None,
+        )
         self._policy = policies.blocks
-        self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
+        self.border: MovingBorder | None = None
+        self.states: StateIndex | None
+        if slabs is None:
+            self.pool = BlockPool(total)
+            self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
+        else:
+            self.border = MovingBorder(slabs, self._index, self._policy, self._evict)
+            self.pool = self.border.pool
+            self.states = StateIndex(slabs.snapshot_slots, policies.snapshots, self, self.border)
+            self.border.states = self.states
         self.ghosts = Ghosts()
         self.divergences = Divergences()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
+        self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
@@ -100,8 +93,24 @@ class PrefixCache:
 
     @property
     def available_count(self) -> int:
-        """Number of blocks that `allocate` can hand out: free and evictable ones."""
-        return self.pool.free_count + len(self._policy)
+        """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
+        from_snapshots = 0 if self.border is None else self.border.obtainable_from_snapshots
+        return self.pool.free_count + len(self._policy) + from_snapshots
+
+    @property
+    def changes(self) -> ArenaChanges:
+        """Changes of the memory that blocks and snapshots share which no step's message has told yet."""
+        return NO_CHANGES if self.border is None else self.border.arena.changes
+
+    def changes_told(self) -> None:
+        """Note that a message with all `changes` is on its way."""
+        self.are_copies_pending |= bool(self.changes.block_copies or self.changes.state_copies)
+        if self.border is not None:
+            self.border.arena.changes_told()
+
+    def changes_made(self) -> None:
+        """Note that all changes of earlier messages have been made."""
+        self.are_copies_pending = False
 
     def match(self, block_hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
         """Return the blocks of the longest cached run from the start. Read-only: pin them before any allocation."""
@@ -125,16 +134,18 @@ class PrefixCache:
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
+        evict = self._evict if self.border is None else self.border.make_blocks
         while (missing := count - self.pool.free_count) > 0:
-            self._evict(missing if self._policy.keeps_unused else 1)
+            evict(missing)
         return self.pool.allocate(count)
 
-    def _evict(self, count: int) -> None:
-        blocks = self._policy.evict(count)
+    def _evict(self, count: int, limit: float = math.inf) -> None:
+        """Evict at most `count` blocks with priorities up to `limit`."""
+        blocks = self._policy.evict(min(count, len(self._policy)) if self._policy.keeps_unused else 1, limit)
         parent = self._index.parent(blocks[-1])
         self._note_ghosts(blocks)
         self._drop(blocks)
-        self._evicted += count
+        self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
 
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
@@ -292,21 +303,26 @@ class PrefixCache:
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
+        states, border = self.states, self.border
+        total = self.pool.total - (0 if border is None else border.occupied_by_snapshots)
         return CacheUse(
-            blocks_total=self.pool.total,
+            blocks_total=total,
             blocks_cached=len(self._index),
             blocks_evictable=len(self._policy),
-            blocks_in_use=self.pool.total - self.available_count,
+            blocks_in_use=total - self.pool.free_count - len(self._policy),
             blocks_evicted=self._evicted,
-            **_slot_use(self.states or StateIndex(0)),
+            **slot_use(states or StateIndex(0)) | ({} if border is None else slab_use(border)),
         )
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
-        self.pool.check()
         self._index.check()
-        if self.states is not None:
-            self.states.check(self._index.block_hashes())
+        if self.border is not None:
+            self.border.check(self._index.block_hashes())
+        else:
+            self.pool.check()
+            if self.states is not None:
+                self.states.check(self._index.block_hashes())
         snapshots = (
             set() if self.states is None else {one for one in self._index.block_hashes() if self.states.find(one)}
         )
@@ -326,18 +342,3 @@ class PrefixCache:
             assert parent is None or block in evictable or parent not in evictable, (
                 f"block {block} outlives its parent's use"
             )
-
-
-def _slot_use(states: StateIndex) -> dict[str, int]:
-    return {
-        "slots_total": states.total,
-        "slots_used": states.used_count,
-        "slots_evicted": states.evicted,
-        "snapshots_taken": states.taken,
-        "snapshots_skipped": states.skipped,
-        "snapshots_replaced": states.replaced,
-        "provisional_slots": states.used_provisional_count,
-        "provisional_taken": states.opportunistic.taken,
-        "provisional_consumed": states.opportunistic.consumed,
-        "provisional_given_up": states.opportunistic.given_up,
-    }

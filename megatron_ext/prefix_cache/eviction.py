@@ -7,8 +7,10 @@ runs of blocks:
 - `hold(blocks)`: make cached blocks evictable. They are no longer in use, and stay cached because of `keeps_unused`, or
   because a waiting request wants them. Blocks of one sequence come from its end to its start.
 - `reuse(blocks)`: take evictable blocks out of the order: they are in use again.
-- `evict(count)`: return the evictable blocks to evict now, in order, each after all its cached children; the cache
-  removes them from the index at once.
+- `evict(count, limit)`: return the evictable blocks to evict now, in order, each after all its cached children; the
+  cache removes them from the index at once. They are fewer than `count` if the next one's priority exceeds `limit`.
+- `next_priority()`: return the priority of the block that `evict` would return first, on the scale of `SnapshotOrder`.
+- `move(old, new)`: note that the contents of an evictable block are in another block now.
 - `on_snapshot_removed(block_hash)`: note that a snapshot is gone; its block stays, or has just been evicted.
 - `len(policy)`: number of evictable blocks, the most that `evict` can return.
 
@@ -17,16 +19,18 @@ An eviction costs O(log n), amortized.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count as counting
 from typing import Protocol
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.flops import FlopsBlocks, FlopsSnapshots
+from megatron_ext.prefix_cache.flops import Age, FlopsBlocks, FlopsSnapshots
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import LruSnapshots, SnapshotOrder
 
@@ -42,8 +46,14 @@ class EvictionPolicy(Protocol):
     def reuse(self, blocks: Iterable[BlockId]) -> None:
         """Take blocks out of the order: they are in use again."""
 
-    def evict(self, count: int) -> list[BlockId]:
-        """Remove and return the next `count` blocks to evict."""
+    def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
+        """Remove and return the next blocks to evict, at most `count`, with priorities up to `limit`."""
+
+    def next_priority(self) -> float:
+        """Return the priority of the next block to evict; infinity without one."""
+
+    def move(self, old: BlockId, new: BlockId) -> None:
+        """Put the evictable block `new` in the place of `old`."""
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Note that the block of `block_hash` no longer has a snapshot."""
@@ -67,47 +77,76 @@ class LeafFirstLru:
     A plain queue does both: a request that uses a block uses all blocks before it in the sequence too, so a block never
     becomes evictable later than its parent, and within one sequence the end does so first. The oldest block is
     therefore a leaf.
+
+    Args:
+        clock: Times of uses; that of the snapshots if both share one memory.
     """
 
     keeps_unused = True
 
-    def __init__(self) -> None:
-        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
+    def __init__(self, clock: Iterator[int] | None = None) -> None:
+        self._clock = counting() if clock is None else clock
+        self._times: dict[BlockId, int] = {}
+        self._queue: OrderedDict[int, BlockId] = OrderedDict()  # by time
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Make cached blocks evictable, as the most recently used."""
-        assert self._evictable.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
-        evictable = self._evictable
-        for block in blocks:  # three times as fast as `update`
-            evictable[block] = None
+        times, queue = self._times, self._queue
+        assert times.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
+        for block, time in zip(blocks, self._clock):  # noqa: B905  # the clock does not end
+            times[block] = time
+            queue[time] = block
 
     def reuse(self, blocks: Iterable[BlockId]) -> None:
         """Take blocks out of the queue: they are in use again."""
+        times, queue = self._times, self._queue
         for block in blocks:
-            del self._evictable[block]
+            del queue[times.pop(block)]
 
-    def evict(self, count: int) -> list[BlockId]:
+    def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
         """Remove and return the blocks that became evictable first."""
-        return [self._evictable.popitem(last=False)[0] for _ in range(count)]
+        evicted: list[BlockId] = []
+        while len(evicted) < count:
+            time, block = self._queue.popitem(last=False)
+            if time > limit:
+                self._queue[time] = block
+                self._queue.move_to_end(time, last=False)
+                break
+            del self._times[block]
+            evicted.append(block)
+        return evicted
+
+    def next_priority(self) -> float:
+        """Return the time at which the next block became evictable."""
+        return next(iter(self._queue), math.inf)
+
+    def move(self, old: BlockId, new: BlockId) -> None:
+        """Put `new` in the place of `old`."""
+        time = self._times.pop(old)
+        self._times[new] = time
+        self._queue[time] = new
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Do nothing: snapshots do not change the order."""
 
     def clear(self) -> None:
         """Empty the queue."""
-        self._evictable.clear()
+        self._times.clear()
+        self._queue.clear()
 
     def check(self) -> None:
-        """Do nothing: a queue has no invariants of its own."""
+        """Assert that the queue is in order of time, and agrees with the times."""
+        assert list(self._queue) == sorted(self._queue), "the queue is out of order"
+        assert {block: time for time, block in self._queue.items()} == self._times, "a block has two times"
 
     def __len__(self) -> int:
-        return len(self._evictable)
+        return len(self._times)
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._evictable)
+        return iter(self._queue.values())
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._evictable
+        return block in self._times
 
 
 class RefZero(LeafFirstLru):
@@ -125,7 +164,12 @@ class Policies:
 
 
 def build_policies(
-    name: EvictionPolicyName, index: BlockIndex, costs: EntryCosts, *, has_states: bool = False
+    name: EvictionPolicyName,
+    index: BlockIndex,
+    costs: EntryCosts,
+    *,
+    has_states: bool = False,
+    is_shared: bool = False,
 ) -> Policies:
     """Build the empty eviction orders of a policy.
 
@@ -134,8 +178,13 @@ def build_policies(
         index: Index of the blocks: their depths and parents.
         costs: Compute that entries save, and bytes that they take.
         has_states: Whether the model has recurrent layers.
+        is_shared: Whether blocks and snapshots share one memory, so that their priorities are compared.
     """
     if name is EvictionPolicyName.FLOPS:
-        snapshots = FlopsSnapshots(index, costs)
-        return Policies(FlopsBlocks(index, costs, snapshots if has_states else None), snapshots)
-    return Policies(LeafFirstLru() if name is EvictionPolicyName.LRU else RefZero(), LruSnapshots())
+        age = Age()
+        snapshots = FlopsSnapshots(index, costs, age)
+        blocks = FlopsBlocks(index, costs, snapshots if has_states else None, age if is_shared else Age())
+        return Policies(blocks, snapshots)
+    clock = counting()
+    order = LeafFirstLru if name is EvictionPolicyName.LRU else RefZero
+    return Policies(order(clock), LruSnapshots(clock))

@@ -15,8 +15,9 @@ the entry's edge. If the previous snapshot is evicted, the edge grows; the prior
 **Chance.** The states at the end of a turn that was continued, so that the next turn left its own, only serve users who
 go back and edit. An entry that several requests resumed from is likely to serve more.
 
-**Bytes** are those of the memory that is short: blocks and slots are separate, so a snapshot is charged for its slot,
-and a block for blocks. Only leaf blocks can be evicted. With recurrent layers a leaf is worth its snapshot, divided by
+**Bytes** are those of the memory that is short: a snapshot is charged for its slot, and a block for blocks. If both
+share one memory, they have one age, too, and the entry of lowest priority goes, whichever it is. Only leaf blocks can
+be evicted. With recurrent layers a leaf is worth its snapshot, divided by
 all blocks of the edge, which save nothing without it, computed when it was queued or lost its snapshot (a longer edge
 saves about as much per block). A leaf without a snapshot has its age alone: it still shows where requests diverge.
 """
@@ -42,6 +43,13 @@ def chance(uses: int, *, is_continued: bool) -> float:
     if is_continued and uses < 2:
         return CONTINUED_CHANCE
     return 1.0 + math.log2(1 + uses)
+
+
+@dataclass
+class Age:
+    """Age of a memory: the highest priority of an entry evicted so far."""
+
+    value: float = 0.0
 
 
 @dataclass(eq=False)
@@ -70,18 +78,19 @@ class FlopsSnapshots:
     Args:
         index: Index of the blocks at whose ends the snapshots are.
         costs: Costs of blocks and states.
+        age: Age of the memory; that of the blocks if both share one.
     """
 
-    def __init__(self, index: BlockIndex, costs: EntryCosts) -> None:
+    def __init__(self, index: BlockIndex, costs: EntryCosts, age: Age | None = None) -> None:
         self._index, self._costs = index, costs
         self._snapshots: dict[BlockHash, _Snapshot] = {}
         self._queues: dict[Rank, AgedQueue[BlockHash]] = {rank: AgedQueue() for rank in Rank}
-        self._age = 0.0
+        self._age = Age() if age is None else age
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot at the current age; the previous one of its sequence counts as continued."""
         below = self._before(block_hash)
-        self._snapshots[block_hash] = _Snapshot(block_hash, self._index.depth(block_hash), rank, below, self._age)
+        self._snapshots[block_hash] = _Snapshot(block_hash, self._index.depth(block_hash), rank, below, self._age.value)
         self._put(block_hash)
         if below is not None and not below.is_continued:
             below.is_continued = True
@@ -91,7 +100,7 @@ class FlopsSnapshots:
         """Note that a request resumes from a snapshot: it becomes an ordinary one, used at the current age."""
         snapshot = self._snapshots[block_hash]
         self._queues[snapshot.rank].discard(block_hash)
-        snapshot.rank, snapshot.below, snapshot.age = Rank.ORDINARY, self._before(block_hash), self._age
+        snapshot.rank, snapshot.below, snapshot.age = Rank.ORDINARY, self._before(block_hash), self._age.value
         snapshot.uses += 1
         self._put(block_hash)
 
@@ -107,9 +116,14 @@ class FlopsSnapshots:
         if queue is None:
             return None
         block_hash, key = queue.pop(self._key)
-        self._age = max(self._age, key)
+        self._age.value = max(self._age.value, key)
         self._snapshots.pop(block_hash).is_indexed = False
         return block_hash
+
+    def next_priority(self, rank: Rank) -> float:
+        """Return the lowest priority of a snapshot of `rank`."""
+        queue = self._queues[rank]
+        return queue.first(self._key)[1] if queue else math.inf
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
@@ -167,19 +181,22 @@ class FlopsBlocks:
         index: Index of the blocks.
         costs: Costs of blocks and states.
         snapshots: Order of the snapshots at the ends of blocks; None in a model without recurrent layers.
+        age: Age of the memory; that of the snapshots if both share one.
     """
 
     keeps_unused = True
 
-    def __init__(self, index: BlockIndex, costs: EntryCosts, snapshots: FlopsSnapshots | None) -> None:
+    def __init__(
+        self, index: BlockIndex, costs: EntryCosts, snapshots: FlopsSnapshots | None, age: Age | None = None
+    ) -> None:
         self._index, self._costs, self._snapshots = index, costs, snapshots
         self._ages: dict[BlockId, float] = {}  # age at the last use, of evictable blocks
         self._leaves: AgedQueue[BlockId] = AgedQueue()
-        self._age = 0.0
+        self._age = Age() if age is None else age
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Make cached blocks evictable, as used at the current age."""
-        held = dict.fromkeys(blocks, self._age)
+        held = dict.fromkeys(blocks, self._age.value)
         assert self._ages.keys().isdisjoint(held), f"one of {list(held)} made evictable twice"
         self._ages.update(held)
         for block in self._index.childless(held):
@@ -192,14 +209,27 @@ class FlopsBlocks:
             del ages[block]
             self._leaves.discard(block)
 
-    def evict(self, count: int) -> list[BlockId]:
-        """Evict `count` leaves, each time the one of lowest priority; its parent may become a leaf."""
-        evicted: dict[BlockId, int] = {}  # children of blocks that go now, and are in the index until this is done
-        return [self._evict(evicted) for _ in range(count)]
+    def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
+        """Evict up to `count` leaves, each time the one of lowest priority; its parent may become a leaf."""
+        children: dict[BlockId, int] = {}  # of blocks that go now, and are in the index until this is done
+        evicted: list[BlockId] = []
+        while len(evicted) < count and self._leaves.first()[1] <= limit:
+            evicted.append(self._evict(children))
+        return evicted
+
+    def next_priority(self) -> float:
+        """Return the lowest priority of a leaf."""
+        return self._leaves.first()[1] if self._leaves else math.inf
+
+    def move(self, old: BlockId, new: BlockId) -> None:
+        """Put `new` in the place of `old`."""
+        self._ages[new] = self._ages.pop(old)
+        if old in self._leaves:
+            self._leaves.rename(old, new)
 
     def _evict(self, evicted: dict[BlockId, int]) -> BlockId:
         block, key = self._leaves.pop()
-        self._age = max(self._age, key)
+        self._age.value = max(self._age.value, key)
         del self._ages[block]
         parent = self._index.parent(block)
         if parent is not None and parent in self._ages:

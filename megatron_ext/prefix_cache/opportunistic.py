@@ -8,6 +8,7 @@ apart from the eviction order of the others, which neither ranks them nor is inf
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ class OpportunisticFirst:
         if Rank.OPPORTUNISTIC in ranks and self._queue:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
+
+    def next_priority(self, rank: Rank) -> float:
+        """Return the priority of the next snapshot of `rank`; opportunistic ones have the lowest of all."""
+        if rank is Rank.OPPORTUNISTIC:
+            return -math.inf if self._queue else math.inf
+        return self._others.next_priority(rank)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""

@@ -6,6 +6,8 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
 - `use(block_hash)`: note that a request resumes from the snapshot; from now on it is an ordinary one.
 - `remove(block_hash)`: remove the snapshot.
 - `evict(ranks)`: remove and return the next snapshot of the first of `ranks` that has any; None without one.
+- `next_priority(rank)`: return the priority of the next snapshot of one rank; infinity without one. Among snapshots of
+  a rank, the one of lowest priority is evicted; priorities of blocks are on the same scale if both share one memory.
 
 `MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
 evicted before all others: the orders here never see them.
@@ -14,8 +16,10 @@ evicted before all others: the orders here never see them.
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Protocol
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -51,6 +55,9 @@ class SnapshotOrder(Protocol):
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """Remove and return the next snapshot to evict; None if `ranks` have no snapshot."""
 
+    def next_priority(self, rank: Rank) -> float:
+        """Return the priority of the next snapshot of `rank`; infinity without one."""
+
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
 
@@ -64,14 +71,19 @@ class SnapshotOrder(Protocol):
 
 
 class LruSnapshots:
-    """Snapshot consumed longest ago first; one never consumed counts from when it became visible (HY-5)."""
+    """Snapshot consumed longest ago first; one never consumed counts from when it became visible (HY-5).
 
-    def __init__(self) -> None:
-        self._queues: dict[Rank, OrderedDict[BlockHash, None]] = {rank: OrderedDict() for rank in Rank}
+    Args:
+        clock: Times of uses; that of the blocks if both share one memory.
+    """
+
+    def __init__(self, clock: Iterator[int] | None = None) -> None:
+        self._clock = count() if clock is None else clock
+        self._queues: dict[Rank, OrderedDict[BlockHash, int]] = {rank: OrderedDict() for rank in Rank}  # times
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot as the youngest of its rank."""
-        self._queues[rank][block_hash] = None
+        self._queues[rank][block_hash] = next(self._clock)
 
     def use(self, block_hash: BlockHash) -> None:
         """Make a snapshot the youngest of the ordinary ones."""
@@ -89,6 +101,10 @@ class LruSnapshots:
             if self._queues[rank]:
                 return self._queues[rank].popitem(last=False)[0]
         return None
+
+    def next_priority(self, rank: Rank) -> float:
+        """Return the time of the last use of the next snapshot of `rank`."""
+        return next(iter(self._queues[rank].values()), math.inf)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""

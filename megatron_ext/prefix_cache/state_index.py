@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Sequence
 from typing import NewType, Protocol
 
+from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst, OpportunisticUse
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
@@ -26,6 +27,33 @@ class WantedSnapshot(Protocol):
     @property
     def instead_of(self) -> BlockHash | None:
         """Optional snapshot of less worth, which this one replaces; None to replace no snapshot."""
+
+
+class SharedMemory(Protocol):
+    """Memory that snapshots share with blocks, as their index sees it."""
+
+    @property
+    def free_slots(self) -> FreePlaces[SlotId]:
+        """Free slots, and those of free slabs."""
+
+    @property
+    def obtainable_from_blocks(self) -> int:
+        """Number of slots that slabs of unused blocks would make room for."""
+
+    def make_slot(self) -> bool:
+        """Free a slot by evicting whatever is worth least; return False if all is in use."""
+
+    def pin(self, slot: SlotId) -> None:
+        """Note that a slot is reserved, so that its slab keeps its type."""
+
+    def unpin(self, slot: SlotId) -> None:
+        """Note that a slot is no longer reserved."""
+
+    def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
+        """Note that states are to be copied to the slot of their snapshot."""
+
+    def slot_freed(self, slot: SlotId) -> None:
+        """Note that the contents of a slot are not needed any more."""
 
 
 class SnapshotListener(Protocol):
@@ -61,16 +89,23 @@ class StateIndex:
         total: Number of slots: 0 .. total - 1, until some are exchanged for others.
         order: Empty eviction order for visible snapshots that are not opportunistic; None for LRU.
         listener: Callbacks for each snapshot that is stored, removed, displaced or replaced.
+        memory: Memory that the slots share with blocks: a slot is there only while its slab holds snapshots. None if
+            all slots are always there.
     """
 
     def __init__(
-        self, total: int, order: SnapshotOrder | None = None, listener: SnapshotListener | None = None
+        self,
+        total: int,
+        order: SnapshotOrder | None = None,
+        listener: SnapshotListener | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
         self._listener = listener
         self._order = OpportunisticFirst(LruSnapshots() if order is None else order)
-        self._free = sorted(self.slots, reverse=True)
+        self._memory = memory
+        self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
         self._visible: dict[BlockHash, SlotId] = {}
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
         self.taken = 0
@@ -101,13 +136,23 @@ class StateIndex:
         return len(self._free)
 
     @property
+    def reserved_count(self) -> int:
+        """Number of slots that are being written."""
+        return len(self._reserved)
+
+    @property
     def obtainable_count(self) -> int:
         """Number of slots that `reserve` can hand out in a row, for snapshots that are not optional."""
-        return self.total - len(self._reserved)
+        from_blocks = 0 if self._memory is None else self._memory.obtainable_from_blocks
+        return len(self._free) + len(self._visible) + from_blocks
 
     def find(self, block_hash: BlockHash) -> SlotId | None:
         """Return the slot of the visible snapshot of `block_hash`, or None."""
         return self._visible.get(block_hash)
+
+    def reserved_slot(self, block_hash: BlockHash) -> SlotId:
+        """Return the slot of the snapshot of `block_hash`, which is being taken."""
+        return self._reserved[block_hash][0]
 
     def visible(self) -> KeysView[BlockHash]:
         """Return the keys of the snapshots that can be found."""
@@ -148,28 +193,51 @@ class StateIndex:
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
             self.drop(instead_of)
             self.replaced += 1
-        if not self._free and not self._free_one(rank):
+        if not len(self._free) and not self._make_room(rank):
             if rank is not Rank.OPPORTUNISTIC:
                 self.skipped += 1
                 self._note_displaced(block_hash)
             return None
-        slot = self._free.pop()
+        (slot,) = self._free.take(1)
         self._reserved[block_hash] = (slot, rank)
+        if self._memory is not None:
+            self._memory.pin(slot)
         return slot
 
-    def _free_one(self, rank: Rank) -> bool:
-        """Evict a snapshot whose slot one of `rank` may take; return whether there was one."""
+    def _make_room(self, rank: Rank) -> bool:
+        """Free a slot that a snapshot of `rank` may take; return whether there was one."""
+        if self._memory is not None and rank is Rank.ORDINARY:
+            return self._memory.make_slot()
+        return self.evict(MAY_TAKE[rank])
+
+    def next_victim(self) -> tuple[float, Rank]:
+        """Return the lowest priority of a visible snapshot, and its rank; infinity without one."""
+        return min((self._order.next_priority(rank), rank) for rank in Rank)
+
+    def evict(self, ranks: Sequence[Rank]) -> bool:
+        """Evict the next snapshot of the first of `ranks` that has any; return whether there was one."""
         opportunistic = self._order.opportunistic_count
-        victim = self._order.evict(MAY_TAKE[rank])
+        victim = self._order.evict(ranks)
         if victim is None:
             return False
         self._leave(victim)
-        if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
+        self._count_evicted(victim, is_opportunistic=self._order.opportunistic_count < opportunistic)
+        return True
+
+    def _count_evicted(self, block_hash: BlockHash, *, is_opportunistic: bool) -> None:
+        if is_opportunistic:
             self.opportunistic.given_up += 1
         else:
-            self._note_displaced(victim)
+            self._note_displaced(block_hash)
             self.evicted += 1
-        return True
+
+    def evict_from(self, slots: Sequence[SlotId]) -> None:
+        """Evict the visible snapshots in these slots, whatever their priority: their slab is needed."""
+        for block_hash in [block_hash for block_hash, slot in self._visible.items() if slot in slots]:
+            opportunistic = self.is_provisional(block_hash)
+            self._order.remove(block_hash)
+            self._leave(block_hash)
+            self._count_evicted(block_hash, is_opportunistic=opportunistic)
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
         """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.
@@ -189,7 +257,9 @@ class StateIndex:
 
     def commit(self, block_hash: BlockHash) -> None:
         """Make the reserved snapshot of `block_hash`, which has been written, visible."""
-        self._visible[block_hash], rank = self._reserved.pop(block_hash)
+        self._visible[block_hash], rank = slot, _ = self._reserved.pop(block_hash)
+        if self._memory is not None:
+            self._memory.unpin(slot)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1
@@ -201,11 +271,16 @@ class StateIndex:
     def exchange(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
         """Move the reserved snapshot of `block_hash` to `slot`, which joins the pool in place of the reserved one.
 
+        In a shared memory the snapshot stays in the reserved slot, and its states are copied there with the next step.
+
         Returns:
-            The slot that was reserved for it, which no longer belongs to the pool.
+            The slot that the pool does not need: the one that was reserved, or `slot`.
         """
         assert slot not in self.slots, f"slot {slot} is here already"
         reserved, rank = self._reserved[block_hash]
+        if self._memory is not None:
+            self._memory.copy_states(block_hash, slot, reserved)
+            return slot
         self._reserved[block_hash] = (slot, rank)
         self.slots.remove(reserved)
         self.slots.add(slot)
@@ -214,7 +289,9 @@ class StateIndex:
     def cancel(self, block_hash: BlockHash) -> None:
         """Free the slot of the reserved snapshot of `block_hash`, which will not be written."""
         slot, _ = self._reserved.pop(block_hash)
-        self._free.append(slot)
+        if self._memory is not None:
+            self._memory.unpin(slot)
+        self._give(slot)
 
     def drop(self, block_hash: BlockHash) -> None:
         """Drop the visible snapshot of `block_hash`, if any: its block is no longer cached."""
@@ -224,9 +301,14 @@ class StateIndex:
             self._leave(block_hash)
 
     def _leave(self, block_hash: BlockHash) -> None:
-        self._free.append(self._visible.pop(block_hash))
+        self._give(self._visible.pop(block_hash))
         if self._listener is not None:
             self._listener.on_snapshot_removed(block_hash)
+
+    def _give(self, slot: SlotId) -> None:
+        if self._memory is not None:
+            self._memory.slot_freed(slot)
+        self._free.give([slot])
 
     def _note_displaced(self, block_hash: BlockHash) -> None:
         if self._listener is not None:
@@ -234,16 +316,28 @@ class StateIndex:
 
     def clear(self) -> None:
         """Empty all slots, reserved ones too; their writers must not commit."""
-        self._free = sorted(self.slots, reverse=True)
+        if self._memory is None:
+            self._free = Stack(sorted(self.slots))
+        else:
+            for slot, _ in self._reserved.values():
+                self._memory.unpin(slot)
+            for slot in [*self._visible.values(), *(slot for slot, _ in self._reserved.values())]:
+                self._give(slot)
         self._visible.clear()
         self.opportunistic.given_up += self._order.opportunistic_count
         self._order.clear()
         self._reserved.clear()
 
-    def check(self, cached: Iterable[BlockHash]) -> None:
-        """Assert that every slot is in one place, and that visible snapshots are at the ends of `cached` blocks."""
+    def check(self, cached: Iterable[BlockHash], others: Sequence[SlotId] = ()) -> None:
+        """Assert that every slot is in one place, and that visible snapshots are at the ends of `cached` blocks.
+
+        Args:
+            cached: Hashes of all cached blocks.
+            others: Slots whose slabs hold blocks.
+        """
         reserved = [slot for slot, _ in self._reserved.values()]
-        assert sorted([*self._free, *self._visible.values(), *reserved]) == sorted(self.slots), "slots were lost"
+        places = [*self._free, *self._visible.values(), *reserved, *others]
+        assert sorted(places) == sorted(self.slots), "slots were lost"
         assert len(self.slots) == self.total, "slots were lost"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"

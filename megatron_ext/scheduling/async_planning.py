@@ -59,7 +59,7 @@ class AsyncPlanner:
         self._counters = counters
         self._turned_away: tuple[Request, int, int] | None = None  # for lack of blocks; see `_chances`
         first = (
-            0 if cache.states is None else cache.states.total + limits.draft_states + 1
+            0 if cache.states is None else limits.first_apart_slot(cache.states.total) + limits.draft_states + 1
         )  # the slot before is that of padding rows
         self._slots = DraftSlots(first, limits.async_states)
         self._lent: list[tuple[Request, Snapshot]] = []
@@ -102,17 +102,17 @@ class AsyncPlanner:
         """Account for the step planned ahead, which is the one computed now, as planning it would have done.
 
         Returns:
-            Snapshots of the step, whose block hashes are known by now.
+            Snapshots of the step in the slots that it writes, whose block hashes are known by now.
         """
         self._hashing.go_on()
         self._counters.launched_ahead += 1
         lent, self._lent = self._lent, []
-        named = []
+        named: list[Snapshot] = []
         for request, state in lent:
             found = self._named(request, state)
             if found is None:
                 self._slots.give_back([state.slot])
-            else:
+            elif found.slot == state.slot:
                 named.append(found)
         return named
 
@@ -125,7 +125,7 @@ class AsyncPlanner:
         """Return the snapshot under its block hash, reserved as if its step were planned now; None if it gets no slot.
 
         The slot that the index reserves becomes a slot for steps launched ahead, and the one that is written becomes
-        the index's (see `StateIndex.exchange`).
+        the index's, or its states are copied (see `StateIndex.exchange`).
         """
         sequence, index = request.sequence, self._cache.states
         assert index is not None, "states of a model without recurrent layers"
@@ -139,7 +139,7 @@ class AsyncPlanner:
             return None
         sequence.snapshot_plan.decode = block_hash
         self._slots.give_back([index.exchange(block_hash, state.slot)])
-        found = Snapshot(state.position, block_hash, state.slot)
+        found = Snapshot(state.position, block_hash, index.reserved_slot(block_hash))
         sequence.snapshots.append(found)
         return found
 

@@ -50,7 +50,7 @@ def _check_reservations(queues: Queues, cache: PrefixCache) -> None:
     if cache.states is None:
         assert not snapshots, "snapshots of a model without states"
         return
-    assert len(snapshots) == cache.states.total - cache.states.obtainable_count, "a slot belongs to no snapshot"
+    assert len(snapshots) == cache.states.reserved_count, "a slot belongs to no snapshot"
     for request, snapshot in snapshots:
         assert cache.states.is_reserved(snapshot.block_hash), f"request {request.request_id} has no slot reserved"
         assert snapshot.position > request.computed_end, f"request {request.request_id} has passed its snapshot"

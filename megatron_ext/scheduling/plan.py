@@ -42,6 +42,10 @@ class SchedulerLimits:
         """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
+    def first_apart_slot(self, slots: int) -> int:
+        """Return the first slot after those of the snapshot index, which has `slots` of them."""
+        return slots if self.slabs is None else self.slabs.first_apart_slot
+
     def may_prefill(self, requests: int, tokens: int) -> bool:
         """Return whether another request may prefill in a step that already prefills this many (SC-3)."""
         if self.max_prefills and requests >= self.max_prefills:

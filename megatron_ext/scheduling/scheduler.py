@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.block_pool import BlockPool
+from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.prefix_cache.observer import PublishedRun
@@ -35,7 +35,7 @@ from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
-from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.scheduling.step import ScheduledStep, describe_step
 
 
 class Scheduler:
@@ -47,7 +47,8 @@ class Scheduler:
         limits: Limits that the engine was built for.
         policy: Eviction policy of unused cached blocks; None disables caching.
         fingerprint: Everything that KV and states of equal tokens depend on, except the weights' version.
-        slots: Snapshot slots for recurrent states, possibly 0; None if the model has no such states.
+        slots: Snapshot slots for recurrent states, possibly 0; None if the model has no such states, or `limits.slabs`
+            has them.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Scheduler:
         slots: int | None = None,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.explains)
+        self.cache = PrefixCache(
+            limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.explains, slabs=limits.slabs
+        )
         self.queues = Queues(pins=self.cache)
         self.pending_blocks = PendingBlocks()
         self.running_slots = RunningSlots(limits.max_requests)
@@ -100,10 +103,12 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
         plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget)
+        self.cache.changes_made()
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
             if self.limits.explains:
                 explain_admission(admission, self.cache, self.limits.block_size)
+            self._note_use(admission)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -126,6 +131,12 @@ class Scheduler:
         self.async_planner.note(plan)
         return plan
 
+    def describe(self, plan: StepPlan) -> ScheduledStep:
+        """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
+        step = describe_step(plan.chunks, self.limits.block_size, self.cache.changes)
+        self.cache.changes_told()
+        return step
+
     def hash_ahead(self) -> None:
         """Begin the next step's slice of hashing while a step is computed; that step hashes the rest of the slice."""
         self._hashing.begin_slice()
@@ -143,13 +154,10 @@ class Scheduler:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             self._count_lost(request, len(matched), admission.chunk.start)
-            self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.running_slot = self.running_slots.take()
         sequence.computed_end = admission.chunk.start
         sequence.restore, sequence.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
-        if admission.restore is not None:
-            self._states.consume(admission.restore.block_hash)
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
@@ -162,6 +170,14 @@ class Scheduler:
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
         request.timeline.note(EventType.ADD_CONTEXT)
+
+    def _note_use(self, admission: Admission) -> None:
+        """Note what an admission uses, before any allocation, so that the snapshot it resumes from goes last."""
+        request, matched = admission.request, admission.matched
+        if request.sequence.ledger.matched_blocks is None and reads_cache(request):
+            self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
+        if admission.restore is not None:
+            self._states.consume(admission.restore.block_hash)
 
     def _count_hit(self, admission: Admission) -> None:
         start = admission.chunk.start
@@ -185,6 +201,17 @@ class Scheduler:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.block_hash, slot))
                 if one.is_optional:
                     one.request.sequence.snapshot_plan.decode = one.block_hash
+        if self.cache.border is not None:
+            self._follow_moves(self.cache.border.take_moves())
+
+    def _follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
+        """Replace the blocks in block tables that were moved."""
+        if not moves:
+            return
+        for request in [*self.queues.running, *self.queues.paused]:
+            table = request.sequence.block_table
+            if not moves.keys().isdisjoint(table):
+                request.sequence.block_table = tuple([moves.get(block, block) for block in table])
 
     def commit(
         self, step: ScheduledStep, sampled: Mapping[int, int], target_tokens: TokensById = NO_TOKENS
@@ -275,9 +302,14 @@ class Scheduler:
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
-        """Requeue the requests of a failed forward, whose pool contents are undefined, to start again."""
+        """Requeue the requests of a failed forward, whose pool contents are undefined, to start again.
+
+        If the step was to move contents of other requests, too, these start again, and nothing stays cached.
+        """
         for chunk in chunks:
             self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
+        if self.cache.are_copies_pending:
+            self.suspend()
 
     def end(
         self,

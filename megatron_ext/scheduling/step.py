@@ -13,6 +13,7 @@ from typing import Final
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
@@ -109,13 +110,17 @@ class ScheduledStep:
     Attributes:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
-        retyped_slabs: Slabs that hold blocks from this step on and snapshots before, or the other way round. Nothing
-            that they held is read any more, except by restores of this step.
+        changes: Changes of the arena before the step, and their order.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
-    retyped_slabs: tuple[int, ...] = ()
+    changes: ArenaChanges = NO_CHANGES
+
+    @property
+    def retyped_slabs(self) -> tuple[int, ...]:
+        """Slabs that hold blocks from this step on and snapshots before, or the other way round."""
+        return self.changes.retyped_slabs
 
     @property
     def num_tokens(self) -> int:
@@ -123,12 +128,12 @@ class ScheduledStep:
         return sum(chunk.length for chunk in self.chunks)
 
 
-def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
+def describe_step(chunks: Iterable[Chunk], block_size: int, changes: ArenaChanges = NO_CHANGES) -> ScheduledStep:
     """Return the message of a step whose blocks and slots are allocated; decodes come first."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
-    return ScheduledStep(described, num_decode)
+    return ScheduledStep(described, num_decode, changes)
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
@@ -152,16 +157,19 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     )
 
 
-def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot]) -> ScheduledStep:
+def describe_ahead(
+    chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot], changes: ArenaChanges = NO_CHANGES
+) -> ScheduledStep:
     """Return the message of a step launched ahead: each request decodes the token that the current step samples.
 
     Args:
         chunks: Chunks of one token each, after all known tokens of their requests (see `AsyncPlanner`).
         block_size: Tokens of a block.
         states: Request id -> slot of the states to keep, if any; its name is not a block hash.
+        changes: Changes of the arena before the step.
     """
     described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
-    return ScheduledStep(described, len(described))
+    return ScheduledStep(described, len(described), changes)
 
 
 def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot]) -> ScheduledChunk:

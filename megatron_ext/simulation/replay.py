@@ -19,7 +19,6 @@ from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Sequence as RequestSequence
-from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.simulation.fast_forward import fast_forward, uniform_steps
 from megatron_ext.simulation.machine import Machine
@@ -147,7 +146,7 @@ class Replay:
             self.end(request.request_id, request.skipped_prefill_tokens)
         if not plan.chunks:
             return
-        step = describe_step(plan.chunks, limits.block_size)
+        step = scheduler.describe(plan)
         self.now += self.machine.seconds(plan.chunks, limits.costs)
         self.outcome.steps += 1
         for request in scheduler.commit(step, self._sample(plan.chunks)):

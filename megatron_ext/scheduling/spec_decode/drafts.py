@@ -61,7 +61,9 @@ class Drafts:
         self.verified: list[SpecDecodeResult] = []
         self.by_position = DraftCounts(limits.max_drafts)
         self.unsettled: set[int] = set()
-        self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
+        self.slots = DraftSlots(
+            0 if cache.states is None else limits.first_apart_slot(cache.states.total), limits.draft_states
+        )
 
     @property
     def budget(self) -> DraftBudget:

@@ -76,19 +76,19 @@ class TestContract:
 
 
 def free_a_used_block(pool: BlockPool) -> None:
-    pool._free.append(0)
+    pool._free._free.append(0)
 
 
 def free_a_block_twice(pool: BlockPool) -> None:
-    pool._free.append(pool._free[0])
+    pool._free._free.append(pool._free._free[0])
 
 
 def lose_a_block(pool: BlockPool) -> None:
-    pool._free.pop()
+    pool._free._free.pop()
 
 
 def swap_a_block_for_a_stranger(pool: BlockPool) -> None:
-    pool._free[0] = 99
+    pool._free._free[0] = 99
 
 
 def forget_a_reference(pool: BlockPool) -> None:

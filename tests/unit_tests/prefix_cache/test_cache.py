@@ -171,7 +171,7 @@ def test_check_finds(damage):
     elif damage == "indexed but free":
         cache.pool.release([table[2]])
     else:
-        cache.pool._free.pop()
+        cache.pool._free.take(1)
     with pytest.raises(AssertionError):
         cache.check()
 

@@ -291,7 +291,7 @@ TestLives = Lives.TestCase
 
 
 def evicts_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlopsBlocks, "evict", lambda self, count: list(self._ages)[: -count - 1 : -1])
+    monkeypatch.setattr(FlopsBlocks, "evict", lambda self, count, limit=math.inf: list(self._ages)[: -count - 1 : -1])
 
 
 def charges_the_whole_prefix_for_an_edge(monkeypatch: pytest.MonkeyPatch) -> None:

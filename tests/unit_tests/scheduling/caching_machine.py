@@ -138,7 +138,11 @@ class CachingMachine(RuleBasedStateMachine):
             owner = self.owner_of(chunk.request)
             self.send_back(owner)
             owner.events.append(EventType.ERROR_TRANSIENT)
+        self.lose_copies()
         self.verify()
+
+    def lose_copies(self) -> None:
+        """Follow what a failed step loses besides the work of its own requests: nothing."""
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
@@ -151,13 +155,16 @@ class CachingMachine(RuleBasedStateMachine):
     @rule()
     def suspend(self) -> None:
         self.scheduler.suspend()
+        self.follow_suspend()
+        self.verify()
+
+    def follow_suspend(self) -> None:
         self.note_claims()
         for place in ("running", "paused"):
             for owner in self.placed(place):
                 self.send_back(owner)
         self.world.reset()
         self.memory.lose()
-        self.verify()
 
     @precondition(lambda self: self.world.in_use() or self.world.cached)
     @rule(weights=st.booleans())

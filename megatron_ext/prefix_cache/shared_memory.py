@@ -1,0 +1,131 @@
+"""One memory for blocks and snapshots: which cached contents go for what asks for a place.
+
+The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`). A block is
+freed where it lies. A slab is made of free blocks by moving what lies between them, so no block is evicted for its
+place. Opportunistic snapshots go before anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.eviction import EvictionPolicy
+from megatron_ext.prefix_cache.free_places import FreePlaces
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import Arena, StateCopy
+from megatron_ext.prefix_cache.snapshot_order import Rank
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+
+
+class MovingBorder:
+    """Arena of slabs, and evictions for whichever type of contents needs a place.
+
+    Args:
+        layout: Slabs of the arena.
+        index: Index of the cached blocks.
+        policy: Order of the evictable blocks.
+        evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit.
+    """
+
+    def __init__(
+        self,
+        layout: SlabLayout,
+        index: BlockIndex,
+        policy: EvictionPolicy,
+        evict_blocks: Callable[[int, float], None],
+    ) -> None:
+        self.arena = Arena(layout)
+        self.pool = BlockPool(layout.blocks, self.arena.blocks)
+        self.states: StateIndex  # set by the cache, which makes it
+        self._index, self._policy, self._evict_blocks = index, policy, evict_blocks
+        self._moved: dict[BlockId, BlockId] = {}  # new place -> old place, since `take_moves`
+
+    @property
+    def free_slots(self) -> FreePlaces[SlotId]:
+        """Free slots, and those of free slabs."""
+        return self.arena.slots
+
+    @property
+    def obtainable_from_blocks(self) -> int:
+        """Number of slots that slabs of unused blocks would make room for."""
+        layout = self.arena.layout
+        return (self.arena.blocks.typed_count + len(self._policy)) // layout.blocks_per_slab * layout.snapshots_per_slab
+
+    @property
+    def obtainable_from_snapshots(self) -> int:
+        """Number of blocks that slabs of snapshots would make room for; slabs that are written to are left out."""
+        return self.arena.slots.unpinned_count * self.arena.layout.blocks_per_slab
+
+    @property
+    def occupied_by_snapshots(self) -> int:
+        """Number of blocks that slabs of snapshots take the room of."""
+        return self.arena.slots.slab_count * self.arena.layout.blocks_per_slab
+
+    def make_blocks(self, count: int) -> None:
+        """Evict at most `count` blocks, or a snapshot, or the snapshots of a slab."""
+        priority, rank = self.states.next_victim() if self.arena.slots.unpinned_count else (math.inf, Rank.ORDINARY)
+        if self._policy.next_priority() <= priority:
+            self._evict_blocks(count, priority)
+            return
+        self.states.evict([rank])
+        slots = self.arena.slots
+        if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
+            self.states.evict_from(slots.places(slots.emptiest()))
+
+    def make_slot(self) -> bool:
+        """Free a slot by evicting the entry of lowest priority, or several blocks; return False if all is in use."""
+        per_slab = self.arena.layout.blocks_per_slab
+        while not len(self.arena.slots):
+            free = self.arena.blocks.typed_count
+            priority, rank = self.states.next_victim()
+            if free >= per_slab and priority > -math.inf:
+                self._empty_slab()
+            elif free + len(self._policy) >= per_slab and self._policy.next_priority() <= priority:
+                self._evict_blocks(per_slab - free, priority)
+            elif not self.states.evict([rank]):
+                return False
+        return True
+
+    def _empty_slab(self) -> None:
+        """Free the emptiest slab of blocks by moving its blocks to free places."""
+        for old, new in self.arena.evacuate_blocks():
+            self._moved[new] = self._moved.pop(old, old)
+            self._index.move(old, new)
+            if old in self._policy:
+                self._policy.move(old, new)
+            self.pool.move(old, new)
+
+    def take_moves(self) -> dict[BlockId, BlockId]:
+        """Return the new place of each block moved since the last call, for block tables."""
+        moves = {old: new for new, old in self._moved.items()}
+        self._moved.clear()
+        return moves
+
+    def pin(self, slot: SlotId) -> None:
+        """Note that a slot is reserved, so that its slab keeps its type."""
+        self.arena.slots.pin(slot)
+
+    def unpin(self, slot: SlotId) -> None:
+        """Note that a slot is no longer reserved."""
+        self.arena.slots.unpin(slot)
+
+    def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
+        """Note that states are to be copied to the slot of their snapshot."""
+        self.arena.copy_states(StateCopy(block_hash, source, slot))
+
+    def slot_freed(self, slot: SlotId) -> None:
+        """Note that the contents of a slot are not needed any more."""
+        self.arena.forget_states(slot)
+
+    def check(self, cached: Iterable[BlockHash]) -> None:
+        """Assert that slabs, pool and index of snapshots agree."""
+        arena = self.arena
+        arena.check()
+        self.pool.check([block for slab in arena.slots.slabs() for block in arena.blocks.places(slab)])
+        self.states.check(cached, [slot for slab in arena.blocks.slabs() for slot in arena.slots.places(slab)])
+        assert arena.slots.pinned_places == self.states.reserved_count, "other slabs are pinned than those written to"
+        assert not self._moved, "block tables have old places"

@@ -1,0 +1,122 @@
+"""Random requests to a model whose blocks and snapshots share one memory, checked by contents.
+
+The machine is that of hybrid models. It takes from the scheduler which cached blocks go, and checks that only unused
+ones do, each after those that continue it. Blocks and slots lose their contents when their slab changes its type, and
+are copied only as the step's message says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import initialize
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
+from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+
+class SlabWorld(World):
+    """World in which the scheduler chooses what is evicted."""
+
+    scheduler: Scheduler
+
+    @property
+    def available(self) -> int:
+        return self.scheduler.cache.available_count
+
+    def take(self, owner: Owner, count: int) -> None:
+        owner.table += range(self._next_block, self._next_block + count)
+        self._next_block += count
+
+    def follow_evictions(self) -> None:
+        for key in [key for key in self.cached if self.is_gone(key)]:
+            assert key in self.left_at, "a block is evicted that is in use"
+            del self.left_at[key], self.cached[key]
+            self.evicted += 1
+        assert all(key[1][: -self.size] in self.starts(key[0]) for key in self.cached), "evicted before its children"
+
+    def starts(self, salt: str | None) -> set[tuple[int, ...]]:
+        return {(), *(tokens for other, tokens in self.cached if other == salt)}
+
+
+class SlabMachine(HybridMachine):
+    """Follows the contents of blocks and slots through changes of slabs."""
+
+    slot_counts = st.none()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale: dict[int, object] = {}  # contents of slots that the step has restored before they went
+        self.are_copies_lost = False
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        self.limits = self.draw_limits(data)
+        policy = data.draw(st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS]), "policy")
+        self.scheduler = Scheduler(self.limits, policy, b"model")
+        self.world = SlabWorld(self.limits.block_size, self.limits.total_blocks, policy)
+        self.world.scheduler = self.scheduler
+        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
+        self.memory = Memory(self.limits.block_size)
+        self.hits = self.matched = self.waits = self.preemptions = self.pauses = 0
+
+    def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
+        limits = super().draw_limits(data)
+        layout = SlabLayout(
+            data.draw(st.integers(1, 6), "slabs"),
+            data.draw(st.sampled_from([1, 2, 3, 5]), "blocks per slab"),
+            data.draw(st.sampled_from([1, 1, 2, 3]), "snapshots per slab"),
+        )
+        return dataclasses.replace(limits, total_blocks=layout.blocks, slabs=layout)
+
+    def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
+        super().apply(plan, expected, sleepers)
+        self.world.follow_evictions()
+
+    def write(self, chunks: tuple[Chunk, ...]) -> None:
+        """Obey the message: read what is copied, restore, drop what changes its type, write copies."""
+        changes, layout = self.scheduler.cache.changes, self.limits.slabs
+        self.scheduler.cache.changes_told()
+        self.are_copies_lost = bool(changes.block_copies)
+        places, size = self.memory._places, self.limits.block_size
+        read = {(new, i): places.get((old, i)) for old, new in changes.block_copies for i in range(size)}
+        for chunk in chunks:
+            self.begin(chunk)
+        for slab in changes.retyped_slabs:
+            of_slab = [slot for slot in self.slots if layout.slab_of_slot(slot) == slab]
+            self.stale |= {slot: self.slots.pop(slot) for slot in of_slab}
+            for block in range(slab * layout.blocks_per_slab, (slab + 1) * layout.blocks_per_slab):
+                for i in range(size):
+                    places.pop((block, i), None)
+        places |= read
+        super().write(chunks)
+        self.stale = {}
+
+    def begin(self, chunk: Chunk) -> None:
+        restore = chunk.request.sequence.restore
+        if restore is None or restore.slot in self.slots:
+            super().begin(chunk)
+        else:
+            assert restore.slot in self.stale, "restores what is no longer there"
+
+    def lose_copies(self) -> None:
+        """A step that was to copy blocks and failed takes all contents with it."""
+        if self.are_copies_lost:
+            self.follow_suspend()
+
+
+SlabMachine.TestCase.settings = settings(
+    max_examples=60, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+)
+TestSlabs = SlabMachine.TestCase
