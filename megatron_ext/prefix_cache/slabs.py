@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, cast
+from typing import Generic, cast
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.free_places import Place
@@ -100,8 +100,7 @@ class SlabPlaces(Generic[Place]):
         """Return all places in a slab."""
         return cast("list[Place]", list(range(slab * self.per_slab, (slab + 1) * self.per_slab)))
 
-    def add(self, slab: int) -> None:
-        """Take over a free slab."""
+    def _add(self, slab: int) -> None:
         self._free[slab] = self.places(slab)[::-1]
         self._by_room[self.per_slab][slab] = None
         self.typed_count += self.per_slab
@@ -114,7 +113,7 @@ class SlabPlaces(Generic[Place]):
             while room <= self.per_slab and not self._by_room[room]:
                 room += 1
             if room > self.per_slab:
-                self._arena.assign(self)
+                self._add(self._arena.claim(self))
                 room = self.per_slab
             slab = next(iter(self._by_room[room]))
             free = self._free[slab]
@@ -218,7 +217,7 @@ class Arena:
         self.free = list(reversed(range(layout.slabs)))  # the last one is used first
         self.blocks: SlabPlaces[BlockId] = SlabPlaces(self, layout.blocks_per_slab)
         self.slots: SlabPlaces[SlotId] = SlabPlaces(self, layout.snapshots_per_slab)
-        self._last: dict[int, SlabPlaces[Any]] = {}  # slab -> its places when it had a type last
+        self._last: dict[int, object] = {}  # slab -> its places when it had a type last
         self._retyped: dict[int, None] = {}
         self._state_copies: dict[SlotId, StateCopy] = {}  # by destination
         self.retyped_count = self.moved_count = 0
@@ -228,15 +227,15 @@ class Arena:
         """Number of free slabs."""
         return len(self.free)
 
-    def assign(self, places: SlabPlaces[Any]) -> None:
-        """Give a free slab to one of the two types."""
+    def claim(self, places: object) -> int:
+        """Return a free slab, which gets the type of `places`, one of the two."""
         assert self.free, "no slab is free"
         slab = self.free.pop()
         if self._last.setdefault(slab, places) is not places:
             self._last[slab] = places
             self._retyped[slab] = None
             self.retyped_count += 1
-        places.add(slab)
+        return slab
 
     def release(self, slab: int) -> None:
         """Take back a slab with nothing in it."""
