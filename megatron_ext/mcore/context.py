@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.layers.layer_map import LayerPlaces
 from megatron_ext.mcore.versions import Context
+from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.pools import Pools, allocate_pools
@@ -18,13 +20,14 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
+from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 
@@ -161,11 +164,18 @@ class InferenceContext(Context):
     def stage(self, step: ScheduledStep) -> None:
         """Make `step` the one that the next forward computes, and copy restored states into their running slots.
 
+        Changes of an arena come first, around the restores.
+
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._rotation = None
-        self._restore_states(step)
+        if step.changes == NO_CHANGES:
+            self._restore_states(step.chunks)
+        else:
+            make_changes(self.allocated, step.changes, partial(self._restore_states, step.chunks))
+        if self.snapshots is not None:
+            self.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
         self.step = recorded or stage_step(step, self._staging_rules, self._block_rows)
 
@@ -190,9 +200,8 @@ class InferenceContext(Context):
         """Facts of pools and model that staging uses."""
         return self._staging_rules
 
-    def _restore_states(self, step: ScheduledStep) -> None:
+    def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Copy snapshots to running slots before any write: the step may reuse a restored slot, or its slab."""
-        chunks = step.chunks
         live, snapshots = self.live_states, self.snapshots
         if live is None or snapshots is None:
             return
@@ -203,8 +212,6 @@ class InferenceContext(Context):
                 [restore.block_hash for restore, _ in restored],
             )
             snapshots.restore(slots, block_hashes, live, [slot for _, slot in restored])
-        snapshots.forget_slabs(step.retyped_slabs)
-        snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:
         """Complete the snapshots after a forward: copy live states at chunk ends; those inside are written."""

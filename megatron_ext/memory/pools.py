@@ -24,13 +24,13 @@ class Pools:
             by layer, or in an arena page first: there the memory of a block has all layers.
         live_states: Running state slots, one per request; None without recurrent layers.
         snapshots: Snapshot slots, followed by those for states after drafts; None without recurrent layers.
-        slabs: Memory of the slabs that blocks and snapshots share, [slabs, bytes] uint8; None if they share none.
+        pages: Memory of the blocks of an arena, which they share with snapshots, [blocks, bytes] uint8; else None.
     """
 
     kv: Tensor
     live_states: StatePool | None
     snapshots: SnapshotPool | None
-    slabs: Tensor | None = None
+    pages: Tensor | None = None
 
 
 def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
@@ -69,9 +69,9 @@ def _share_arena(
     slots = layout.first_apart_slot + geometry.apart_slots
     arena = torch.empty((slots, geometry.snapshot_bytes), dtype=torch.uint8, device=device)
     kv = _page_first(arena, shape, layout.blocks + 1, geometry.cached_block_bytes, geometry.block_size_tokens)
-    slabs = arena.flatten()[: layout.slabs * geometry.slab_bytes].view(layout.slabs, geometry.slab_bytes)
+    pages = arena.flatten()[: layout.slabs * geometry.slab_bytes].view(layout.blocks, geometry.cached_block_bytes)
     snapshots = SnapshotPool(shape.states, slots, device, arena, layout.snapshots_per_slab)
-    return Pools(kv, live, snapshots, slabs)
+    return Pools(kv, live, snapshots, pages)
 
 
 def _page_first(memory: Tensor, shape: ModelShape, blocks: int, block_bytes: int, block_size: int) -> Tensor:

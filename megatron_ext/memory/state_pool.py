@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from megatron_ext.errors import RestoreError
 from megatron_ext.memory.arena import aligned
 from megatron_ext.ops import state_copy
 from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.prefix_cache.slabs import StateCopy
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,30 @@ class SnapshotPool(StatePool):
         for slot in slots:
             self._contents[slot] = None
 
-    def forget_slabs(self, slabs: Sequence[int]) -> None:
-        """Mark the slots of slabs that change their type as undefined: blocks overwrite them, or did."""
+    def forget_slabs(self, slabs: Sequence[int], kept: Collection[int]) -> None:
+        """Mark the slots of slabs that change their type as undefined: blocks overwrite them, or did.
+
+        Args:
+            slabs: Slabs of another type from now on.
+            kept: Slots that have been written meanwhile.
+        """
         size = self._snapshots_per_slab
         for slab in slabs:
-            self.open(range(slab * size, (slab + 1) * size))
+            self.open([slot for slot in range(slab * size, (slab + 1) * size) if slot not in kept])
+
+    def copy_within(self, copies: Sequence[StateCopy]) -> None:
+        """Copy complete states from slots apart from the arena to those of their snapshots.
+
+        Raises:
+            RestoreError: A source is not complete. Nothing is copied.
+        """
+        for copy in copies:
+            if self._contents[copy.source] is None:
+                raise RestoreError(
+                    f"snapshot slot {copy.source} should hold states, and is unfinished", copy.block_hash
+                )
+        copy_states(self, [one.source for one in copies], self, [one.slot for one in copies])
+        self.close([one.slot for one in copies], [one.block_hash for one in copies])
 
     def close(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Record that slots are complete in all layers, each with the states at the end of the block of its hash."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
+from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
@@ -222,6 +224,7 @@ class CudaGraphRunner:
         """
         self._graphs_of(bucket)  # before the step is written: the graph may have to be captured
         needs = sampler_needs_of(_sampling(step.chunks))
+        step = self._make_changes(step)
         copies, block_hashes = self._open(step)
         try:
             chunks = self._send(step, bucket, copies[: bucket.copies], needs)
@@ -262,6 +265,24 @@ class CudaGraphRunner:
         self._chunks = chunks
         return chunks
 
+    def _make_changes(self, step: ScheduledStep) -> ScheduledStep:
+        """Make the changes of an arena, if any, and with them the step's restores; return the step without those."""
+        if step.changes == NO_CHANGES:
+            return step
+        pools = self._model.pools
+        assert pools is not None, "the engine is suspended: there are no pools"
+        make_changes(pools, step.changes, partial(self._restore, step))
+        return replace(step, chunks=tuple([replace(chunk, restore=None) for chunk in step.chunks]), changes=NO_CHANGES)
+
+    def _restore(self, step: ScheduledStep) -> None:
+        """Copy the snapshots that a step resumes from to running state slots, ahead of its graph."""
+        live, snapshots = self._states
+        restores = [(chunk.restore, chunk.running_slot) for chunk in step.chunks if chunk.restore is not None]
+        if restores and live is not None and snapshots is not None:
+            sources = [one for one, _ in restores]
+            slots, block_hashes = [one.slot for one in sources], [one.block_hash for one in sources]
+            snapshots.restore(slots, block_hashes, live, [slot for _, slot in restores])
+
     def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
         """Check the snapshots that the step restores and mark those that it writes as incomplete, on the host.
 
@@ -274,7 +295,6 @@ class CudaGraphRunner:
             return [], []
         restored = [chunk.restore for chunk in step.chunks if chunk.restore is not None]
         snapshots.check([one.slot for one in restored], [one.block_hash for one in restored])
-        snapshots.forget_slabs(step.retyped_slabs)
         taken = [(chunk, one) for chunk in step.chunks for one in chunk.snapshots]
         snapshots.open([one.slot for _, one in taken])
         at_ends = not self._rules.snapshots_in_prefill

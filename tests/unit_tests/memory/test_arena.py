@@ -193,12 +193,12 @@ class TestPools:
     @pytest.fixture
     def pools(self, plan: EnginePlan) -> Iterator[Pools]:
         pools = allocate_pools(plan, CPU)
-        pools.slabs.untyped_storage().fill_(0)
+        pools.pages.untyped_storage().fill_(0)
         return pools
 
     def test_the_bytes_are_those_of_the_plan(self, plan: EnginePlan, pools: Pools):
         live = pools.live_states
-        held = pools.slabs.untyped_storage().nbytes() + live.conv.nbytes + live.ssm.nbytes
+        held = pools.pages.untyped_storage().nbytes() + live.conv.nbytes + live.ssm.nbytes
         assert held == plan.geometry.pool_bytes
 
     def test_shapes_are_those_of_a_split(self, plan: EnginePlan, pools: Pools, monkeypatch: pytest.MonkeyPatch):
@@ -233,7 +233,7 @@ class TestPools:
         assert states.ssm.eq(-numbers[..., None, None, None]).all()
 
     def test_a_block_is_one_piece_and_so_is_a_snapshot(self, plan: EnginePlan, pools: Pools):
-        geometry, memory = plan.geometry, pools.slabs.flatten()
+        geometry, memory = plan.geometry, pools.pages.flatten()
         pools.kv[:, :, 3] = torch.nan
         begin = 3 * geometry.cached_block_bytes
         assert memory[begin : begin + geometry.block_bytes].view(torch.float32).isnan().all()
@@ -245,14 +245,15 @@ class TestPools:
 
     def test_a_slab_is_its_blocks_and_its_snapshots(self, plan: EnginePlan, pools: Pools):
         layout = plan.limits.slabs
+        slabs = pools.pages.view(layout.slabs, -1)
         for slab in (0, 2, layout.slabs - 1):
-            pools.slabs[slab] = 255  # NaN
+            slabs[slab] = 255  # NaN
             blocks = pools.kv.isnan().flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
             slots = pools.snapshots.ssm.isnan().flatten(2).any(-1).any(0).nonzero().flatten().tolist()
             assert {layout.slab_of_block(block) for block in blocks} == {slab}
             assert {layout.slab_of_slot(slot) for slot in slots} == {slab}
             assert (len(blocks), len(slots)) == (layout.blocks_per_slab, layout.snapshots_per_slab)
-            pools.slabs[slab] = 0
+            slabs[slab] = 0
 
     def test_the_dummy_block_and_the_apart_slots_are_in_no_slab(self, plan: EnginePlan, pools: Pools):
         layout = plan.limits.slabs
@@ -261,7 +262,7 @@ class TestPools:
         assert not pools.snapshots.conv[:, first:].isnan().any()
         assert not pools.snapshots.ssm[:, first:].isnan().any()
         pools.snapshots.conv[:, first:], pools.snapshots.ssm[:, first:] = torch.nan, torch.nan
-        assert not pools.slabs.any()
+        assert not pools.pages.any()
         assert pools.kv[:, :, layout.dummy_block].isnan().all()
         assert (
             pools.snapshots.conv.shape[1] - first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,6 +28,7 @@ SETTINGS = {"block_size": 16, "block_count": 100, "max_requests": 16, "max_prefi
 # Tokens with which a step begins no other prefill by default, in the proportion of tests' prompts (it is 64).
 ENOUGH_HERE = 8
 MAX_STEPS = 2000  # an engine that does not come to an end is a failure, not a hang
+NAN = 255  # in each byte: NaN in any type
 STATES = "states of request {} after {} tokens, layer {}, {}"
 
 
@@ -96,6 +97,7 @@ class Driver:
         self.seen: dict[int, Seen] = defaultdict(Seen)
         self.steps: list[tuple[tuple[int, int, int], ...]] = []  # (request, start, end) of each step's chunks
         self.fewest_free_blocks = self.free_blocks
+        self.retyped_slabs = 0
         self._drawn: dict[int, list[tuple[int, Tensor]]] = {}  # of rows with drafts: which of them count is not known
         self._poison_pools()
         self._watch_forward()
@@ -140,19 +142,47 @@ class Driver:
             self._poison_slots(self.scheduler.queues.paused)
 
         pool.open = open_poisoned
+        self._watch_slabs()
         self._poison_slots(self.scheduler.queues)
+
+    def _watch_slabs(self) -> None:
+        """Poison slabs of an arena that change their type, after all that is read from them."""
+        pool = self.context.snapshots
+        forget = pool.forget_slabs
+
+        def forget_poisoned(slabs: Sequence[int], kept: Collection[int]) -> None:
+            forget(slabs, kept)
+            layout, pages = self.scheduler.limits.slabs, self.context.pools.pages
+            states = [(one[:, slot].clone(), one, slot) for one in (pool.conv, pool.ssm) for slot in kept]
+            pages.view(layout.slabs, -1)[list(slabs)] = NAN
+            for kept_states, one, slot in states:
+                one[:, slot] = kept_states
+            self.retyped_slabs += len(slabs)
+
+        pool.forget_slabs = forget_poisoned
 
     def _poison_slots(self, owners: Iterable[Request]) -> None:
         """Poison snapshots that cannot be found and states after drafts, except those from which `owners` continue."""
-        pool, states = self.context.snapshots, self.scheduler.cache.states
+        pool, states, limits = self.context.snapshots, self.scheduler.cache.states, self.scheduler.limits
         if pool is None:
             return
         found = set(states._visible.values()) | self._held_slots()
         found |= {state.slot for request in owners for state in request.sequence.draft_states}
-        slots = states.total + self.scheduler.limits.draft_states
-        lost = [slot for slot in range(slots) if slot not in found]
+        found |= {copy.source for copy in self.scheduler.cache.changes.state_copies}
+        first = limits.first_apart_slot(states.total)
+        slots = [*self._snapshot_slots(), *range(first, first + limits.draft_states)]
+        lost = [slot for slot in slots if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
+
+    def _snapshot_slots(self) -> Sequence[int]:
+        """Slots of the snapshot index: of an arena those in slabs of snapshots."""
+        cache = self.scheduler.cache
+        if cache.border is None:
+            return range(cache.states.total)
+        slots, moved = cache.border.arena.slots, [source for source, _ in cache.changes.block_copies]
+        read = {self.scheduler.limits.slabs.slab_of_block(block) for block in moved}
+        return [slot for slab in slots.slabs() if slab not in read for slot in slots.places(slab)]
 
     def _held_slots(self) -> set[int]:
         """Others whose contents count."""

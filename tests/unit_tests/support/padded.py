@@ -113,14 +113,14 @@ class Padded:
             return
         if context.plan.shape.attention_layers:
             context.memory_buffer[:, :, geometry.blocks] = torch.nan
-        spare = geometry.snapshot_slots + geometry.draft_states
-        pools = (context.live_states, limits.max_requests), (context.snapshots, spare)
+        pools = (context.live_states, limits.max_requests), (context.snapshots, context.plan.padding_slot)
         for pool, slot in pools:
             if pool is not None:
                 pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan
 
     def _watch_slots(self) -> None:
         """Slots that were given up are poisoned before a step, not when they are opened: restores come after that."""
+        self._watch_slabs()
         self._poison_slots(self.scheduler.queues)
 
     def _run_forward(self, forward):
