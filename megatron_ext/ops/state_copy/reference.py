@@ -24,14 +24,25 @@ class CopyBackend:
 
 
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
+    """Copy rows: on a CPU row by row, without temporaries; elsewhere in fixed shapes."""
+    if rows.device.type == "cpu":
+        for row, target_row in zip(rows.tolist(), target_rows.tolist(), strict=True):
+            if row >= 0 and target_row >= 0:
+                for source, target in (convolutions, recurrences):
+                    target[:, target_row] = source[:, row]
+    else:
+        _copy_in_fixed_shapes(convolutions, recurrences, rows, target_rows)
+
+
+def _copy_in_fixed_shapes(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
     """Copy rows; padding repeats the first real pair, or rewrites row 0 with its own content if there is no pair."""
     is_pair = (rows >= 0) & (target_rows >= 0)
     chosen = torch.arange(len(rows), device=rows.device).where(is_pair, is_pair.int().argmax())
     rows, target_rows = (index.index_select(0, chosen).clamp(min=0) for index in (rows, target_rows))
     is_any = is_pair.any()
     for source, target in (convolutions, recurrences):
-        kept = target.index_select(1, target_rows)
-        target.index_copy_(1, target_rows, source.index_select(1, rows).where(is_any, kept))
+        kept = target[:, target_rows]  # `index_select` would copy a whole pool that is not contiguous
+        target.index_copy_(1, target_rows, source[:, rows].where(is_any, kept))
 
 
 BACKEND = CopyBackend("reference", anything, copy_rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.state_copy import STATE_COPY, copy_rows
+from megatron_ext.ops.state_copy import STATE_COPY, copy_rows, reference
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import params
 
@@ -90,6 +90,15 @@ def test_rows_of_all_layers_are_copied_and_nothing_else(conv: torch.dtype, state
     for (source, target), want, before in zip(pools.pairs, wanted, sources, strict=True):
         assert torch.equal(bits(target), bits(want))
         assert torch.equal(bits(source), bits(before))
+
+
+@pytest.mark.parametrize("rows", [[4, -1, 0, 2, 5], [-1, -1, -1, -1, -1]], ids=str)
+def test_fixed_shapes_of_the_reference(rows: list[int]) -> None:
+    """CU-2: on a device the reference reads no row number back, in pools of any layout."""
+    pools, targets = Pools(torch.bfloat16, torch.float32, in_arena=(False, True)), [1, 0, -1, 3, 4]
+    wanted = pools.expected(rows, targets)
+    reference._copy_in_fixed_shapes(*pools.pairs, torch.tensor(rows).to(DEVICE), torch.tensor(targets).to(DEVICE))
+    assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
 
 
 @pytest.mark.parametrize("in_arena", [(True, False), (False, True), (True, True)], ids=["from", "to", "within"])

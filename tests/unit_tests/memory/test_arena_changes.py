@@ -1,0 +1,107 @@
+"""Changes of an arena before a step: the order in which blocks and states are read and written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.errors import RestoreError
+from megatron_ext.memory import budget
+from megatron_ext.memory.arena_changes import make_changes
+from megatron_ext.memory.pools import Pools, allocate_pools
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import ArenaChanges, StateCopy
+from tests.unit_tests.memory.test_capacity import BOTH, plan_all
+
+CPU = torch.device("cpu")
+
+
+class Arena:
+    """Pools of an arena in which each block and each slot can have a number of its own."""
+
+    def __init__(self) -> None:
+        batching = BatchingConfig(max_requests=2, buffer_size_gb=2 / 1024, block_size=16, cuda_graph_impl="local")
+        (plan,) = plan_all([BOTH], batching)
+        self.layout: SlabLayout = plan.limits.slabs
+        self.pools: Pools = allocate_pools(plan, CPU)
+        self.pools.kv[:] = torch.nan
+        self.restored: list[float] = []
+
+    def slots(self, slab: int) -> range:
+        return range(slab * self.layout.snapshots_per_slab, (slab + 1) * self.layout.snapshots_per_slab)
+
+    def write_slot(self, slot: int, number: float, name: bytes = b"") -> None:
+        states = self.pools.snapshots
+        states.conv[:, slot] = states.ssm[:, slot] = number
+        states.close([slot], [name])
+
+    def read_slot(self, slot: int) -> float:
+        numbers = {*self.pools.snapshots.conv[:, slot].unique().tolist()}
+        assert numbers == {*self.pools.snapshots.ssm[:, slot].unique().tolist()}
+        (number,) = numbers
+        return number
+
+    def block(self, block: int) -> float:
+        (number,) = self.pools.kv[:, :, block].unique().tolist()
+        return number
+
+    def restore(self, slot: int, name: bytes) -> None:
+        self.pools.snapshots.check([slot], [name])
+        self.restored.append(self.read_slot(slot))
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
+    monkeypatch.setattr(budget, "SHARES_MEMORY", True)
+    return Arena()
+
+
+def nothing() -> None:
+    pass
+
+
+def test_blocks_are_read_before_any_is_written(arena: Arena):
+    """KV-3: a destination may be a source: here two blocks change places, and a third follows."""
+    for block in range(3):
+        arena.pools.kv[:, :, block] = block
+    make_changes(arena.pools, ArenaChanges(block_copies=((0, 1), (1, 0), (2, 3))), nothing)
+    assert [arena.block(block) for block in range(4)] == [1.0, 0.0, 2.0, 2.0]
+
+
+def test_a_block_is_copied_to_where_a_restored_snapshot_lies(arena: Arena):
+    """HY-3: the slab changes its type in the step that resumes from its snapshot; afterwards there is none."""
+    (slot, *_), size = arena.slots(2), arena.layout.blocks_per_slab
+    arena.write_slot(slot, 7.0, b"seven")
+    arena.pools.kv[:, :, 0] = 5.0
+    changes = ArenaChanges((2,), block_copies=((0, 2 * size),))
+    make_changes(arena.pools, changes, lambda: arena.restore(slot, b"seven"))
+    assert arena.restored == [7.0]
+    assert arena.block(2 * size) == 5.0
+    with pytest.raises(RestoreError):
+        arena.pools.snapshots.check([slot], [b"seven"])
+
+
+def test_states_become_a_snapshot_where_a_block_moves_away(arena: Arena):
+    """HY-5: blocks of a slab move, states after drafts take it, and a request of the same step resumes from them."""
+    apart, size = arena.layout.first_apart_slot, arena.layout.blocks_per_slab
+    slot = arena.slots(3)[-1]
+    arena.write_slot(apart, 8.0, b"drafted")
+    arena.pools.kv[:, :, 3 * size] = 4.0
+    copy = StateCopy(b"eight", apart, slot)
+    changes = ArenaChanges((3,), ((3 * size, 0),), (copy,))
+    make_changes(arena.pools, changes, lambda: arena.restore(slot, b"eight"))
+    assert arena.restored == [8.0]
+    assert arena.block(0) == 4.0
+    arena.pools.snapshots.check([slot], [b"eight"])
+    with pytest.raises(RestoreError):
+        arena.pools.snapshots.check([arena.slots(3)[0]], [b"eight"])
+
+
+def test_unfinished_states_become_no_snapshot(arena: Arena):
+    apart = arena.layout.first_apart_slot
+    arena.write_slot(0, 3.0, b"three")
+    with pytest.raises(RestoreError) as caught:
+        make_changes(arena.pools, ArenaChanges(state_copies=(StateCopy(b"new", apart, 0),)), nothing)
+    assert caught.value.block_hash == b"new"
+    assert arena.read_slot(0) == 3.0
