@@ -104,7 +104,7 @@ class PrefixCache:
 
     def changes_told(self) -> None:
         """Note that a message with all `changes` is on its way."""
-        self.are_copies_pending |= bool(self.changes.block_copies or self.changes.state_copies)
+        self.are_copies_pending |= self.changes.has_copies
         if self.border is not None:
             self.border.arena.changes_told()
 

@@ -33,7 +33,8 @@ class CacheUse:
     slabs_of_blocks: int = 0
     slabs_of_snapshots: int = 0
     slabs_retyped: int = 0  # changes between blocks and snapshots, over the engine's life
-    blocks_moved: int = 0  # to free a slab, over the engine's life
+    blocks_moved: int = 0  # to free a slab, over the engine's life, as the next
+    snapshots_moved: int = 0
 
     @classmethod
     def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
@@ -67,5 +68,6 @@ def slab_use(border: MovingBorder) -> dict[str, int]:
         "slabs_of_blocks": arena.blocks.slab_count,
         "slabs_of_snapshots": arena.slots.slab_count,
         "slabs_retyped": arena.retyped_count,
-        "blocks_moved": arena.moved_count,
+        "blocks_moved": arena.blocks.moved_count,
+        "snapshots_moved": arena.slots.moved_count,
     }

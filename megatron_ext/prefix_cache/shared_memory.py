@@ -2,7 +2,7 @@
 
 The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`). A block is
 freed where it lies. A slab is made of free blocks by moving what lies between them, so no block is evicted for its
-place. Opportunistic snapshots go before anything else.
+place; a slab of free slots likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MovingBorder:
         return self.arena.slots.slab_count * self.arena.layout.blocks_per_slab
 
     def make_blocks(self, count: int) -> None:
-        """Evict at most `count` blocks, or a snapshot, or the snapshots of a slab."""
+        """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
         priority, rank = self.states.next_victim() if self.arena.slots.unpinned_count else (math.inf, Rank.ORDINARY)
         if self._policy.next_priority() <= priority:
             self._evict_blocks(count, priority)
@@ -74,7 +74,8 @@ class MovingBorder:
         self.states.evict([rank])
         slots = self.arena.slots
         if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
-            self.states.evict_from(slots.places(slots.emptiest()))
+            for old, new in slots.evacuate():
+                self.states.move(old, new)
 
     def make_slot(self) -> bool:
         """Free a slot by evicting the entry of lowest priority, or several blocks; return False if all is in use."""
@@ -92,7 +93,7 @@ class MovingBorder:
 
     def _empty_slab(self) -> None:
         """Free the emptiest slab of blocks by moving its blocks to free places."""
-        for old, new in self.arena.evacuate_blocks():
+        for old, new in self.arena.blocks.evacuate():
             self._moved[new] = self._moved.pop(old, old)
             self._index.move(old, new)
             if old in self._policy:
@@ -116,10 +117,6 @@ class MovingBorder:
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
         self.arena.copy_states(StateCopy(block_hash, source, slot))
-
-    def slot_freed(self, slot: SlotId) -> None:
-        """Note that the contents of a slot are not needed any more."""
-        self.arena.forget_states(slot)
 
     def check(self, cached: Iterable[BlockHash]) -> None:
         """Assert that slabs, pool and index of snapshots agree."""

@@ -4,8 +4,8 @@ A slab is free, or holds blocks, or holds snapshots. It is free as soon as nothi
 place is taken from it. Places are taken from the fullest slab of the type, and from a free slab only if no other slab
 of the type has a free place. So few slabs are nearly empty.
 
-A slab of blocks is emptied by moving its blocks to free places in other slabs (`SlabPlaces.evacuate`). The bytes are
-copied with the next step; until then the copies are pending, as are those of states that become snapshots.
+A slab is emptied by moving what lies in it to free places of the same type in other slabs (`SlabPlaces.evacuate`). The
+bytes are copied with the next step; until then the copies are pending, as are those of states that become snapshots.
 """
 
 from __future__ import annotations
@@ -34,18 +34,26 @@ class StateCopy:
 class ArenaChanges:
     """Changes of the arena that precede a step's writes.
 
-    Sources of block copies are read first, then come state copies, restores, and the writes of block copies.
+    State copies come first, then restores, then the copies of blocks and snapshots: all sources are read before any
+    destination is written, since a place may be both.
 
     Attributes:
         retyped_slabs: Slabs that changed between blocks and snapshots. Nothing that they held is read any more, except
-            as the source of a block copy or of a restore.
-        block_copies: Pairs (source, destination) of blocks. A destination may be a source, too.
+            by restores, and as the source of a copy.
         state_copies: States that become snapshots.
+        block_copies: Pairs (source, destination) of blocks.
+        snapshot_copies: Pairs (source, destination) of slots.
     """
 
     retyped_slabs: tuple[int, ...] = ()
-    block_copies: tuple[tuple[BlockId, BlockId], ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
+    block_copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    snapshot_copies: tuple[tuple[SlotId, SlotId], ...] = ()
+
+    @property
+    def has_copies(self) -> bool:
+        """True if contents have to be copied, so that a step that fails may lose them."""
+        return bool(self.state_copies or self.block_copies or self.snapshot_copies)
 
 
 NO_CHANGES = ArenaChanges()
@@ -67,6 +75,7 @@ class SlabPlaces(Generic[Place]):
         self.typed_count = 0  # free places in slabs of this type
         self._pinned: dict[int, int] = {}  # slab -> places in it that can be neither moved nor evicted
         self.copies: dict[Place, Place] = {}  # destination -> source, pending
+        self.moved_count = 0  # since the beginning
 
     @property
     def slab_count(self) -> int:
@@ -158,16 +167,16 @@ class SlabPlaces(Generic[Place]):
             del self._pinned[slab]
 
     def emptiest(self) -> int:
-        """Return the slab without a pinned place that has the most free places."""
-        slabs = (slab for room in reversed(self._by_room) for slab in room if slab not in self._pinned)
-        return next(slabs)
+        """Return the slab that has the most free places and no pinned one."""
+        return next(slab for room in reversed(self._by_room) for slab in room if slab not in self._pinned)
 
-    def evacuate(self, slab: int) -> list[tuple[Place, Place]]:
-        """Free a slab by moving what lies in it to free places in other slabs of this type.
+    def evacuate(self) -> list[tuple[Place, Place]]:
+        """Free the emptiest slab by moving what lies in it to free places in other slabs of this type.
 
         Returns:
             Pairs (old place, new place).
         """
+        slab = self.emptiest()
         free = set(self._free[slab])
         kept = [place for place in self.places(slab) if place not in free]
         assert self.typed_count >= self.per_slab, "no place to move to"
@@ -179,7 +188,12 @@ class SlabPlaces(Generic[Place]):
         self.typed_count += self.per_slab
         self._by_room[self.per_slab][slab] = None
         self._remove(slab)
+        self.moved_count += len(moved)
         return moved
+
+    def pairs(self) -> tuple[tuple[Place, Place], ...]:
+        """Return the pending copies as pairs (source, destination)."""
+        return tuple((source, destination) for destination, source in self.copies.items())
 
     def _remove(self, slab: int) -> None:
         del self._by_room[self.per_slab][slab], self._free[slab]
@@ -209,7 +223,6 @@ class Arena:
         blocks: Places of blocks.
         slots: Places of snapshots.
         retyped_count: Changes of a slab between blocks and snapshots, since the beginning.
-        moved_count: Blocks moved, since the beginning.
     """
 
     def __init__(self, layout: SlabLayout) -> None:
@@ -220,7 +233,7 @@ class Arena:
         self._last: dict[int, object] = {}  # slab -> its places when it had a type last
         self._retyped: dict[int, None] = {}
         self._state_copies: dict[SlotId, StateCopy] = {}  # by destination
-        self.retyped_count = self.moved_count = 0
+        self.retyped_count = 0
 
     @property
     def free_count(self) -> int:
@@ -241,36 +254,24 @@ class Arena:
         """Take back a slab with nothing in it."""
         self.free.append(slab)
 
-    def evacuate_blocks(self) -> list[tuple[BlockId, BlockId]]:
-        """Free the emptiest slab of blocks; return the moves of its blocks."""
-        moved = self.blocks.evacuate(self.blocks.emptiest())
-        self.moved_count += len(moved)
-        return moved
-
     def copy_states(self, copy: StateCopy) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
         self._state_copies[copy.slot] = copy
 
-    def forget_states(self, slot: SlotId) -> None:
-        """Drop the pending copy to a slot, if any."""
-        self._state_copies.pop(slot, None)
-
     @property
     def changes(self) -> ArenaChanges:
         """Changes that no message has told yet."""
-        copies = self.blocks.copies
-        if not self._retyped and not copies and not self._state_copies:
+        if not (self._retyped or self._state_copies or self.blocks.copies or self.slots.copies):
             return NO_CHANGES
         return ArenaChanges(
-            tuple(self._retyped),
-            tuple((source, destination) for destination, source in copies.items()),
-            tuple(self._state_copies.values()),
+            tuple(self._retyped), tuple(self._state_copies.values()), self.blocks.pairs(), self.slots.pairs()
         )
 
     def changes_told(self) -> None:
         """Note that a message with all `changes` is on its way."""
         self._retyped.clear()
         self.blocks.copies.clear()
+        self.slots.copies.clear()
         self._state_copies.clear()
 
     def check(self) -> None:
@@ -279,5 +280,3 @@ class Arena:
         assert sorted(slabs) == list(range(self.layout.slabs)), "a slab was lost, or has two types"
         self.blocks.check()
         self.slots.check()
-        for slot in self._state_copies:
-            assert slot not in set(self.slots), f"a copy to the free slot {slot} is pending"

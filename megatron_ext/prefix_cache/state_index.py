@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, KeysView, Sequence
 from typing import NewType, Protocol
 
@@ -51,9 +52,6 @@ class SharedMemory(Protocol):
 
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
-
-    def slot_freed(self, slot: SlotId) -> None:
-        """Note that the contents of a slot are not needed any more."""
 
 
 class SnapshotListener(Protocol):
@@ -107,6 +105,7 @@ class StateIndex:
         self._memory = memory
         self._free: FreePlaces[SlotId] = Stack(sorted(self.slots)) if memory is None else memory.free_slots
         self._visible: dict[BlockHash, SlotId] = {}
+        self._in_slot: dict[SlotId, BlockHash] = {}  # the inverse
         self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
         self.taken = 0
         self.skipped = 0
@@ -211,8 +210,14 @@ class StateIndex:
         return self.evict(MAY_TAKE[rank])
 
     def next_victim(self) -> tuple[float, Rank]:
-        """Return the lowest priority of a visible snapshot, and its rank; infinity without one."""
-        return min((self._order.next_priority(rank), rank) for rank in Rank)
+        """Return priority and rank of the next visible snapshot to go, whatever asks for its place.
+
+        Those that are not ordinary have the lowest priority of all; infinity if there is no snapshot.
+        """
+        for rank in (Rank.OPPORTUNISTIC, Rank.OPTIONAL):
+            if self._order.next_priority(rank) < math.inf:
+                return -math.inf, rank
+        return self._order.next_priority(Rank.ORDINARY), Rank.ORDINARY
 
     def evict(self, ranks: Sequence[Rank]) -> bool:
         """Evict the next snapshot of the first of `ranks` that has any; return whether there was one."""
@@ -221,23 +226,18 @@ class StateIndex:
         if victim is None:
             return False
         self._leave(victim)
-        self._count_evicted(victim, is_opportunistic=self._order.opportunistic_count < opportunistic)
-        return True
-
-    def _count_evicted(self, block_hash: BlockHash, *, is_opportunistic: bool) -> None:
-        if is_opportunistic:
+        if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
             self.opportunistic.given_up += 1
         else:
-            self._note_displaced(block_hash)
+            self._note_displaced(victim)
             self.evicted += 1
+        return True
 
-    def evict_from(self, slots: Sequence[SlotId]) -> None:
-        """Evict the visible snapshots in these slots, whatever their priority: their slab is needed."""
-        for block_hash in [block_hash for block_hash, slot in self._visible.items() if slot in slots]:
-            opportunistic = self.is_provisional(block_hash)
-            self._order.remove(block_hash)
-            self._leave(block_hash)
-            self._count_evicted(block_hash, is_opportunistic=opportunistic)
+    def move(self, old: SlotId, new: SlotId) -> None:
+        """Note that the visible snapshot of a slot is in another one now."""
+        block_hash = self._in_slot.pop(old)
+        self._in_slot[new] = block_hash
+        self._visible[block_hash] = new
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
         """Reserve slots for a step's snapshots, all in one transition (HY-5), in order.
@@ -257,7 +257,9 @@ class StateIndex:
 
     def commit(self, block_hash: BlockHash) -> None:
         """Make the reserved snapshot of `block_hash`, which has been written, visible."""
-        self._visible[block_hash], rank = slot, _ = self._reserved.pop(block_hash)
+        slot, rank = self._reserved.pop(block_hash)
+        self._visible[block_hash] = slot
+        self._in_slot[slot] = block_hash
         if self._memory is not None:
             self._memory.unpin(slot)
         self._order.add(block_hash, rank)
@@ -291,7 +293,7 @@ class StateIndex:
         slot, _ = self._reserved.pop(block_hash)
         if self._memory is not None:
             self._memory.unpin(slot)
-        self._give(slot)
+        self._free.give([slot])
 
     def drop(self, block_hash: BlockHash) -> None:
         """Drop the visible snapshot of `block_hash`, if any: its block is no longer cached."""
@@ -301,14 +303,11 @@ class StateIndex:
             self._leave(block_hash)
 
     def _leave(self, block_hash: BlockHash) -> None:
-        self._give(self._visible.pop(block_hash))
+        slot = self._visible.pop(block_hash)
+        del self._in_slot[slot]
+        self._free.give([slot])
         if self._listener is not None:
             self._listener.on_snapshot_removed(block_hash)
-
-    def _give(self, slot: SlotId) -> None:
-        if self._memory is not None:
-            self._memory.slot_freed(slot)
-        self._free.give([slot])
 
     def _note_displaced(self, block_hash: BlockHash) -> None:
         if self._listener is not None:
@@ -321,9 +320,9 @@ class StateIndex:
         else:
             for slot, _ in self._reserved.values():
                 self._memory.unpin(slot)
-            for slot in [*self._visible.values(), *(slot for slot, _ in self._reserved.values())]:
-                self._give(slot)
+            self._free.give([*self._visible.values(), *(slot for slot, _ in self._reserved.values())])
         self._visible.clear()
+        self._in_slot.clear()
         self.opportunistic.given_up += self._order.opportunistic_count
         self._order.clear()
         self._reserved.clear()
@@ -339,6 +338,7 @@ class StateIndex:
         places = [*self._free, *self._visible.values(), *reserved, *others]
         assert sorted(places) == sorted(self.slots), "slots were lost"
         assert len(self.slots) == self.total, "slots were lost"
+        assert {slot: block_hash for block_hash, slot in self._visible.items()} == self._in_slot, "slots disagree"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()

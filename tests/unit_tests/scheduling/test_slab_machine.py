@@ -88,11 +88,12 @@ class SlabMachine(HybridMachine):
         """Obey the message: read what is copied, restore, drop what changes its type, write copies."""
         changes, layout = self.scheduler.cache.changes, self.limits.slabs
         self.scheduler.cache.changes_told()
-        self.are_copies_lost = bool(changes.block_copies)
+        self.are_copies_lost = changes.has_copies
         places, size = self.memory._places, self.limits.block_size
         read = {(new, i): places.get((old, i)) for old, new in changes.block_copies for i in range(size)}
         for chunk in chunks:
             self.begin(chunk)
+        moved = {new: self.slots.get(old) for old, new in changes.snapshot_copies}
         for slab in changes.retyped_slabs:
             of_slab = [slot for slot in self.slots if layout.slab_of_slot(slot) == slab]
             self.stale |= {slot: self.slots.pop(slot) for slot in of_slab}
@@ -100,15 +101,15 @@ class SlabMachine(HybridMachine):
                 for i in range(size):
                     places.pop((block, i), None)
         places |= read
+        self.stale |= {slot: self.slots[slot] for slot in moved if slot in self.slots}
+        self.slots |= moved
         super().write(chunks)
         self.stale = {}
 
     def begin(self, chunk: Chunk) -> None:
         restore = chunk.request.sequence.restore
-        if restore is None or restore.slot in self.slots:
-            super().begin(chunk)
-        else:
-            assert restore.slot in self.stale, "restores what is no longer there"
+        if restore is None or restore.slot not in self.stale:
+            super().begin(chunk)  # else it was called before the slot lost what it held
 
     def lose_copies(self) -> None:
         """A step that was to copy blocks and failed takes all contents with it."""
