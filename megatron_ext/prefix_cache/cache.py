@@ -207,13 +207,21 @@ class PrefixCache:
             self.ghosts.on_blocks_stored(block_hashes)
         return (*known, *blocks)
 
-    def release(self, table: Sequence[BlockId]) -> None:
-        """Drop one reference to each block of a request's table; cached blocks without one pass to the policy."""
+    def release(self, table: Sequence[BlockId], snapshots: Iterable[BlockHash] = ()) -> None:
+        """Drop one reference to each block of a request's table; cached blocks without one pass to the policy.
+
+        Args:
+            table: Blocks of the request.
+            snapshots: Snapshots that it resumed from or took, which are as recently used as its blocks.
+        """
         unused = self.pool.let_go(reversed(table))
         kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
         self._policy.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self._index])
+        if self.border is not None:
+            for block_hash in snapshots:
+                self.border.states.touch(block_hash)
 
     def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
         """Return the needed blocks among unused ones, given from a sequence's end to its start; forget the others."""

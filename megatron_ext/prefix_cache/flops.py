@@ -120,10 +120,15 @@ class FlopsSnapshots:
         self._snapshots.pop(block_hash).is_indexed = False
         return block_hash
 
-    def next_priority(self, rank: Rank) -> float:
-        """Return the lowest priority of a snapshot of `rank`."""
+    def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
+        """Return the snapshot of `rank` with the lowest priority, and that priority; None without one."""
         queue = self._queues[rank]
-        return queue.first(self._key)[1] if queue else math.inf
+        return queue.first(self._key)[::-1] if queue else None
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Note that an ordinary snapshot was used at the current age."""
+        self._snapshots[block_hash].age = self._age.value
+        self._put(block_hash)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""

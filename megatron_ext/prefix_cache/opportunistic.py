@@ -76,11 +76,15 @@ class OpportunisticFirst:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
 
-    def next_priority(self, rank: Rank) -> float:
-        """Return the priority of the next snapshot of `rank`; opportunistic ones have the lowest of all."""
+    def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
+        """Return priority and key of the next snapshot of `rank`; opportunistic ones have the lowest of all."""
         if rank is Rank.OPPORTUNISTIC:
-            return -math.inf if self._queue else math.inf
-        return self._others.next_priority(rank)
+            return next(((-math.inf, block_hash) for block_hash in self._queue), None)
+        return self._others.first(rank)
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Note that an ordinary snapshot is in use, or was until now."""
+        self._others.touch(block_hash)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""

@@ -3,6 +3,9 @@
 The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`). A block is
 freed where it lies. A slab is made of free blocks by moving what lies between them, so no block is evicted for its
 place; a slab of free slots likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
+
+Blocks were last used when their request ended. For a snapshot that is the end of the last request that resumed from it
+or took it; while its block is in use, it is passed over.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import Arena, StateCopy
-from megatron_ext.prefix_cache.snapshot_order import Rank
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+
+SECOND_CHANCES = 16  # snapshots with blocks in use that an eviction passes over; a bound on its time
 
 
 class MovingBorder:
@@ -67,11 +72,11 @@ class MovingBorder:
 
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
-        priority, rank = self.states.next_victim() if self.arena.slots.unpinned_count else (math.inf, Rank.ORDINARY)
+        priority = self._next_snapshot() if self.arena.slots.unpinned_count else math.inf
         if self._policy.next_priority() <= priority:
             self._evict_blocks(count, priority)
             return
-        self.states.evict([rank])
+        self.states.evict(MAY_TAKE[Rank.ORDINARY])
         slots = self.arena.slots
         if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
             for old, new in slots.evacuate():
@@ -82,14 +87,28 @@ class MovingBorder:
         per_slab = self.arena.layout.blocks_per_slab
         while not len(self.arena.slots):
             free = self.arena.blocks.typed_count
-            priority, rank = self.states.next_victim()
+            priority = self._next_snapshot()
             if free >= per_slab and priority > -math.inf:
                 self._empty_slab()
             elif free + len(self._policy) >= per_slab and self._policy.next_priority() <= priority:
                 self._evict_blocks(per_slab - free, priority)
-            elif not self.states.evict([rank]):
+            elif not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
                 return False
         return True
+
+    def _next_snapshot(self) -> float:
+        """Return the priority of the next snapshot to evict, after ordinary ones whose blocks are in use."""
+        for _ in range(SECOND_CHANCES):
+            priority, block_hash = self.states.next_victim()
+            if block_hash is None or priority == -math.inf or not self._is_in_use(block_hash):
+                break
+            self.states.touch(block_hash)
+        return priority
+
+    def _is_in_use(self, block_hash: BlockHash) -> bool:
+        block = self._index.find(block_hash)
+        assert block is not None, "a snapshot outlives its block"
+        return self.pool.references(block) > 0
 
     def _empty_slab(self) -> None:
         """Free the emptiest slab of blocks by moving its blocks to free places."""

@@ -6,8 +6,10 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
 - `use(block_hash)`: note that a request resumes from the snapshot; from now on it is an ordinary one.
 - `remove(block_hash)`: remove the snapshot.
 - `evict(ranks)`: remove and return the next snapshot of the first of `ranks` that has any; None without one.
-- `next_priority(rank)`: return the priority of the next snapshot of one rank; infinity without one. Among snapshots of
-  a rank, the one of lowest priority is evicted; priorities of blocks are on the same scale if both share one memory.
+- `first(rank)`: return the next snapshot of one rank to evict, and its priority, the lowest of that rank; priorities of
+  blocks are on the same scale if both share one memory. None if the rank has no snapshot.
+- `touch(block_hash)`: note that a request that resumed from the snapshot, or took it, has just ended or still runs;
+  only ordinary ones, in a memory that is shared.
 
 `MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
 evicted before all others: the orders here never see them.
@@ -16,7 +18,6 @@ evicted before all others: the orders here never see them.
 from __future__ import annotations
 
 import enum
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -55,8 +56,11 @@ class SnapshotOrder(Protocol):
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """Remove and return the next snapshot to evict; None if `ranks` have no snapshot."""
 
-    def next_priority(self, rank: Rank) -> float:
-        """Return the priority of the next snapshot of `rank`; infinity without one."""
+    def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
+        """Return priority and key of the next snapshot of `rank` to evict; None without one."""
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Note that an ordinary snapshot is in use, or was until now."""
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
@@ -102,9 +106,15 @@ class LruSnapshots:
                 return self._queues[rank].popitem(last=False)[0]
         return None
 
-    def next_priority(self, rank: Rank) -> float:
-        """Return the time of the last use of the next snapshot of `rank`."""
-        return next(iter(self._queues[rank].values()), math.inf)
+    def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
+        """Return the snapshot of `rank` that was used longest ago, and that time; None without one."""
+        return next(((time, block_hash) for block_hash, time in self._queues[rank].items()), None)
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Make an ordinary snapshot the youngest."""
+        queue = self._queues[Rank.ORDINARY]
+        queue[block_hash] = next(self._clock)
+        queue.move_to_end(block_hash)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""

@@ -209,15 +209,21 @@ class StateIndex:
             return self._memory.make_slot()
         return self.evict(MAY_TAKE[rank])
 
-    def next_victim(self) -> tuple[float, Rank]:
-        """Return priority and rank of the next visible snapshot to go, whatever asks for its place.
+    def next_victim(self) -> tuple[float, BlockHash | None]:
+        """Return priority and key of the next visible snapshot to go, whatever asks for its place.
 
         Those that are not ordinary have the lowest priority of all; infinity if there is no snapshot.
         """
-        for rank in (Rank.OPPORTUNISTIC, Rank.OPTIONAL):
-            if self._order.next_priority(rank) < math.inf:
-                return -math.inf, rank
-        return self._order.next_priority(Rank.ORDINARY), Rank.ORDINARY
+        for rank in MAY_TAKE[Rank.ORDINARY]:
+            first = self._order.first(rank)
+            if first is not None:
+                return (first[0] if rank is Rank.ORDINARY else -math.inf), first[1]
+        return math.inf, None
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Note that a request that resumed from a snapshot, or took it, has just ended or still runs."""
+        if self._order.rank(block_hash) is Rank.ORDINARY:
+            self._order.touch(block_hash)
 
     def evict(self, ranks: Sequence[Rank]) -> bool:
         """Evict the next snapshot of the first of `ranks` that has any; return whether there was one."""

@@ -9,6 +9,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.async_planning import AsyncPlanner
@@ -178,6 +179,7 @@ class Scheduler:
             self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
         if admission.restore is not None:
             self._states.consume(admission.restore.block_hash)
+            request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
 
     def _count_hit(self, admission: Admission) -> None:
         start = admission.chunk.start
@@ -201,6 +203,8 @@ class Scheduler:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.block_hash, slot))
                 if one.is_optional:
                     one.request.sequence.snapshot_plan.decode = one.block_hash
+                elif one.rank is Rank.ORDINARY:
+                    one.request.sequence.snapshot_plan.used.append(one.block_hash)
         if self.cache.border is not None:
             self._follow_moves(self.cache.border.take_moves())
 
@@ -373,11 +377,13 @@ class Scheduler:
         self.pending_blocks.discard(request.request_id)
         self.queues.waiting.on_leader_gone(request.request_id)
         self.drafts.release(request)
+        plan = request.sequence.snapshot_plan
+        used, plan.used = plan.used, []
         blocks, snapshots, running_slot = request.sequence.lose_all()
         for snapshot in snapshots:
             self._states.cancel(snapshot.block_hash)
             self.queues.waiting.cancelled(snapshot.block_hash)
-        self.cache.release(blocks)
+        self.cache.release(blocks, used)
         if running_slot is not None:
             self.running_slots.give_back(running_slot)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary
@@ -26,10 +26,12 @@ class SnapshotPlan:
     Attributes:
         opportunistic: Positions of opportunistic checkpoints of the whole prompt, in order of priority.
         decode: Block hash of the last snapshot planned in decode; None if no such snapshot exists.
+        used: Block hashes of the ordinary snapshots that the request resumed from or takes.
     """
 
     opportunistic: tuple[int, ...] = ()
     decode: BlockHash | None = None
+    used: list[BlockHash] = field(default_factory=list)
 
 
 def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
