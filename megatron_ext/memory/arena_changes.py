@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_ext.memory.pools import Pools
 from megatron_ext.ops.step_metadata import to_device
@@ -12,10 +13,7 @@ from megatron_ext.prefix_cache.slabs import ArenaChanges
 
 
 def make_changes(pools: Pools, changes: ArenaChanges, restore: Callable[[], None]) -> None:
-    """Make the changes that precede a step's writes, around its restores.
-
-    Blocks to copy are read before anything is written, and written after all restores: each may lie where a snapshot
-    is that the step restores, or becomes visible.
+    """Make the changes that precede a step's writes, around its restores; see `ArenaChanges` for their order.
 
     Args:
         pools: Pools of an arena.
@@ -23,18 +21,32 @@ def make_changes(pools: Pools, changes: ArenaChanges, restore: Callable[[], None
         restore: Copies the snapshots that the step restores to running state slots.
 
     Raises:
-        RestoreError: States to be copied are not complete.
+        RestoreError: States to be copied are not complete, or `restore` raises it.
     """
     pages, snapshots = pools.pages, pools.snapshots
     assert pages is not None, "only an arena changes"
     assert snapshots is not None, "only an arena changes"
-    kept, places = None, None
-    if changes.block_copies:
-        sources, places = to_device(torch.tensor(changes.block_copies, dtype=torch.int64).T, pages.device)
-        kept = pages.index_select(0, sources)
     if changes.state_copies:
         snapshots.copy_within(changes.state_copies)
     restore()
+    records = snapshots.records
+    writes = [_read(pages, changes.block_copies), _read(records, changes.snapshot_copies)]
+    moved = snapshots.names([source for source, _ in changes.snapshot_copies])
+    snapshots.open([source for source, _ in changes.snapshot_copies])
     snapshots.forget_slabs(changes.retyped_slabs, {one.slot for one in changes.state_copies})
-    if kept is not None and places is not None:
-        pages.index_copy_(0, places, kept)
+    for write in writes:
+        write()
+    snapshots.rename([slot for _, slot in changes.snapshot_copies], moved)
+
+
+def _read(memory: Tensor, copies: Sequence[tuple[int, int]]) -> Callable[[], None]:
+    """Read the sources of copies between rows of `memory`, [rows, bytes]; return a function that writes them."""
+    if not copies:
+        return lambda: None
+    sources, destinations = to_device(torch.tensor(copies, dtype=torch.int64).T.contiguous(), memory.device)
+    kept = memory.index_select(0, sources)
+    return lambda: _write(memory, destinations, kept)
+
+
+def _write(memory: Tensor, rows: Tensor, contents: Tensor) -> None:
+    memory.index_copy_(0, rows, contents)

@@ -135,6 +135,7 @@ class SnapshotPool(StatePool):
         snapshots_per_slab: int = 1,
     ) -> None:
         super().__init__(shape, slots, device, records)
+        self._records = records
         self._snapshots_per_slab = snapshots_per_slab
         self._contents: list[bytes | None] = [None] * slots
 
@@ -153,6 +154,21 @@ class SnapshotPool(StatePool):
         size = self._snapshots_per_slab
         for slab in slabs:
             self.open([slot for slot in range(slab * size, (slab + 1) * size) if slot not in kept])
+
+    @property
+    def records(self) -> Tensor:
+        """Memory of the slots of an arena, [slots, bytes] uint8."""
+        assert self._records is not None, "only an arena has records"
+        return self._records
+
+    def names(self, slots: Sequence[int]) -> list[bytes | None]:
+        """Return the block hashes of slots; None for one that is undefined."""
+        return [self._contents[slot] for slot in slots]
+
+    def rename(self, slots: Sequence[int], names: Sequence[bytes | None]) -> None:
+        """Record what slots hold, as `names` returned it of the slots that they were copied from."""
+        for slot, name in zip(slots, names, strict=True):
+            self._contents[slot] = name
 
     def copy_within(self, copies: Sequence[StateCopy]) -> None:
         """Copy complete states from slots apart from the arena to those of their snapshots.

@@ -41,7 +41,7 @@ class SlabLayout:
 
     @property
     def first_apart_slot(self) -> int:
-        """Id of the first slot that is no part of a slab; ids between the slabs' slots and it lie in the dummy block.
+        """Id of the first slot outside all slabs; ids between the slabs' slots and it lie in the dummy block.
 
         Apart slots are those for states after drafts, then one for padding, then those of steps launched ahead.
         """

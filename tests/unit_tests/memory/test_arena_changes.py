@@ -70,7 +70,7 @@ def test_blocks_are_read_before_any_is_written(arena: Arena):
 
 
 def test_a_block_is_copied_to_where_a_restored_snapshot_lies(arena: Arena):
-    """HY-3: the slab changes its type in the step that resumes from its snapshot; afterwards there is none."""
+    """HY-3: the slab changes its type in the step that resumes from its snapshot, which is then gone."""
     (slot, *_), size = arena.slots(2), arena.layout.blocks_per_slab
     arena.write_slot(slot, 7.0, b"seven")
     arena.pools.kv[:, :, 0] = 5.0
@@ -82,20 +82,34 @@ def test_a_block_is_copied_to_where_a_restored_snapshot_lies(arena: Arena):
         arena.pools.snapshots.check([slot], [b"seven"])
 
 
-def test_states_become_a_snapshot_where_a_block_moves_away(arena: Arena):
-    """HY-5: blocks of a slab move, states after drafts take it, and a request of the same step resumes from them."""
-    apart, size = arena.layout.first_apart_slot, arena.layout.blocks_per_slab
-    slot = arena.slots(3)[-1]
+def test_states_that_become_a_snapshot_are_restored_and_moved_in_the_same_step(arena: Arena):
+    """HY-5: states after drafts take a slot, a request resumes from it, and its slab is freed for blocks."""
+    apart, first, last = arena.layout.first_apart_slot, arena.slots(3)[0], arena.slots(1)[-1]
     arena.write_slot(apart, 8.0, b"drafted")
-    arena.pools.kv[:, :, 3 * size] = 4.0
-    copy = StateCopy(b"eight", apart, slot)
-    changes = ArenaChanges((3,), ((3 * size, 0),), (copy,))
-    make_changes(arena.pools, changes, lambda: arena.restore(slot, b"eight"))
+    arena.write_slot(last, 2.0, b"two")
+    changes = ArenaChanges(
+        (3,), (StateCopy(b"eight", apart, first),), ((0, arena.layout.blocks_per_slab * 3),), ((first, last),)
+    )
+    arena.pools.kv[:, :, 0] = 4.0
+    make_changes(arena.pools, changes, lambda: arena.restore(first, b"eight"))
     assert arena.restored == [8.0]
-    assert arena.block(0) == 4.0
-    arena.pools.snapshots.check([slot], [b"eight"])
+    assert (arena.read_slot(last), arena.block(arena.layout.blocks_per_slab * 3)) == (8.0, 4.0)
+    arena.pools.snapshots.check([last], [b"eight"])
+    for slot, name in ((first, b"eight"), (last, b"two")):
+        with pytest.raises(RestoreError):
+            arena.pools.snapshots.check([slot], [name])
+
+
+def test_snapshots_change_places_with_what_is_known_of_them(arena: Arena):
+    """HY-3: all are read before any is written."""
+    first, second, third = (arena.slots(slab)[0] for slab in (0, 1, 2))
+    for slot in (first, second):
+        arena.write_slot(slot, float(slot), bytes([slot + 1]))
+    make_changes(arena.pools, ArenaChanges(snapshot_copies=((first, second), (second, third))), nothing)
+    assert [arena.read_slot(slot) for slot in (second, third)] == [float(first), float(second)]
+    arena.pools.snapshots.check([second, third], [bytes([first + 1]), bytes([second + 1])])
     with pytest.raises(RestoreError):
-        arena.pools.snapshots.check([arena.slots(3)[0]], [b"eight"])
+        arena.pools.snapshots.check([first], [bytes([first + 1])])
 
 
 def test_unfinished_states_become_no_snapshot(arena: Arena):

@@ -180,8 +180,9 @@ class Driver:
         cache = self.scheduler.cache
         if cache.border is None:
             return range(cache.states.total)
-        slots, moved = cache.border.arena.slots, [source for source, _ in cache.changes.block_copies]
-        read = {self.scheduler.limits.slabs.slab_of_block(block) for block in moved}
+        slots, layout = cache.border.arena.slots, self.scheduler.limits.slabs
+        read = {layout.slab_of_block(block) for block, _ in cache.changes.block_copies}
+        read |= {layout.slab_of_slot(slot) for slot, _ in cache.changes.snapshot_copies}
         return [slot for slab in slots.slabs() if slab not in read for slot in slots.places(slab)]
 
     def _held_slots(self) -> set[int]:
