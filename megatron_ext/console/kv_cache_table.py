@@ -44,11 +44,15 @@ def print_kv_cache_config(
     """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
-    table.add_row("KV cache", f"{blocks} of {block}, {geometry.block_bytes:,} bytes each")
+    at_most = "at most " if geometry.slabs else ""
+    table.add_row("KV cache", f"{at_most}{blocks} of {block}, {geometry.block_bytes:,} bytes each")
     if geometry.state_bytes:
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
-        table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
+        table.add_row("snapshots", f"{at_most}{geometry.snapshot_slots:,} slots of the same size")
+    if geometry.slabs:
+        held = f"{geometry.slabs.blocks_per_slab:,} blocks or {geometry.slabs.snapshots_per_slab:,} snapshots"
+        table.add_row("shared memory", f"{geometry.slabs.slabs:,} slabs of {geometry.slab_bytes:,} bytes: {held} each")
     if geometry.draft_states:
         table.add_row("states after drafts", f"{geometry.draft_states:,} of the same size")
     drafts = geometry.draft_model

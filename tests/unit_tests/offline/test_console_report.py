@@ -12,6 +12,7 @@ from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.offline.console_report import loss_lines, print_report, summary
 from megatron_ext.offline.passes import Pass
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.record import Status
 
 HYBRID = KVCacheConfig(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
@@ -94,6 +95,19 @@ def test_geometry_of_several_ranks():
         "│ rank 3 │ 131,072 bytes of a block, pools of 1,054,998,528 bytes │",
         "│ all ranks │ pools of 2,150,412,288 bytes, 2 replicas of all of the above │",
     ]
+
+
+def test_geometry_of_an_arena():
+    """EX-6: numbers of blocks and snapshots are maxima; in JSON the slabs are left out where there are none."""
+    layout = SlabLayout(slabs=100, blocks_per_slab=3, snapshots_per_slab=2)
+    sizes = {"slabs": layout, "slab_bytes": 600_000, "apart_slots": 5, "blocks": 300, "snapshot_slots": 200}
+    arena = dataclasses.replace(HYBRID, **sizes)
+    text = " ".join(printed(print_kv_cache_config, arena, "a model").split())
+    assert "at most 300 blocks of 64 tokens" in text
+    assert "at most 200 slots" in text
+    assert "100 slabs of 600,000 bytes: 3 blocks or 2 snapshots each" in text
+    assert arena.shown()["slabs"] == dataclasses.asdict(layout)
+    assert not {"slabs", "slab_bytes", "apart_slots"} & HYBRID.shown().keys()
 
 
 def test_geometry_without_recurrent_layers():
