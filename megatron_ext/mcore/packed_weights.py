@@ -85,10 +85,10 @@ class PackedWeights:
     @property
     def identity(self) -> str:
         """Text that equals another rank's if both choose alike; empty if nothing is packed. See `choice_identity`."""
-        if not self._slots:
-            return ""
-        first = self._slots[0]
-        return choice_identity(first.backend, first.weight.dtype, is_forced=first.backend.name == self._operators)
+        kinds = {(slot.backend, slot.weight.dtype) for slot in self._slots}
+        return ", ".join(
+            sorted(choice_identity(one, dtype, is_forced=one.name == self._operators) for one, dtype in kinds)
+        )
 
     @property
     def backend(self) -> str:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.linear import onednn, reference, table
+from megatron_ext.ops.linear import cpp, onednn, reference, table
 from megatron_ext.ops.linear.packable import Packable, PackableLinear
 from megatron_ext.ops.linear.packed import PackedWeight
 from megatron_ext.ops.linear.reference import LinearBackend
 
-LINEAR = Backends("linear", onednn.BACKEND, reference.BACKEND)
+LINEAR = Backends("linear", onednn.BACKEND, cpp.BACKEND, reference.BACKEND)
 
 
 def choose(weight: Tensor) -> LinearBackend:
@@ -35,7 +35,7 @@ def choose(weight: Tensor) -> LinearBackend:
     """
     backend = LINEAR.choose(weight)
     if backend is onednn.BACKEND and not onednn.supports(weight):
-        types = " and ".join(str(one).removeprefix("torch.") for one in onednn.DTYPES)
+        types = " and ".join(str(one).removeprefix("torch.") for one in onednn.dtypes())
         found = str(weight.dtype).removeprefix("torch.")
         raise ConfigError(
             f"--operator-backend {backend.name} packs weights of {types} on CPUs, and the model's are {found} on "
@@ -53,7 +53,7 @@ def choice_identity(backend: LinearBackend, dtype: torch.dtype, *, is_forced: bo
         is_forced: Whether the backend packs every weight, not those of the table.
     """
     row = None if is_forced else table.row_for(dtype)
-    return f"{backend.name} {table.instruction_set()} {dtype} {'all' if row is None else row.limits}"
+    return f"{backend.name} {table.instruction_sets(dtype)[0]} {dtype} {'all' if row is None else row.limits}"
 
 
 __all__ = ["LINEAR", "LinearBackend", "Packable", "PackableLinear", "PackedWeight", "choice_identity", "choose"]

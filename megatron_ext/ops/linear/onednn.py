@@ -18,7 +18,6 @@ from megatron_ext.ops.linear.reference import LinearBackend
 NAME: Final = "onednn"
 _ROWS_HINT: Final = 8
 _PACK, _PRODUCT = "_reorder_linear_weight", "_linear_pointwise"  # private names of torch, present since 2.0
-DTYPES: Final = (torch.float32,)
 
 
 @functools.cache
@@ -30,9 +29,15 @@ def problem() -> str | None:
     return f"torch {torch.__version__} has no torch.ops.mkldnn.{missing[0]}" if missing else None
 
 
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Return the types of weights that oneDNN packs on this CPU; without instructions for it, bf16 would be slow."""
+    has_bf16 = table.AVX512_BF16 in table.instruction_sets(torch.bfloat16)
+    return (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
+
+
 def supports(weight: Tensor) -> bool:
     """Return whether weights of this device, type and rank can be packed."""
-    return weight.is_cpu and weight.dtype in DTYPES and weight.dim() == 2 and problem() is None
+    return weight.is_cpu and weight.dtype in dtypes() and weight.dim() == 2 and problem() is None
 
 
 def takes(weight: Tensor) -> bool:
@@ -44,7 +49,7 @@ class OneDnnWeight:
     """Weight that oneDNN has packed; see `PackedWeight`.
 
     Args:
-        weight: [o, i], fp32.
+        weight: [o, i], of one of `dtypes`.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -13,7 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+KIB: Final = 1024
 MIB: Final = 1024**2
+AMX, AVX512_BF16 = "AMX", "AVX512_BF16"
+_INSTRUCTIONS_OF_BF16: Final = ((AMX, "_is_amx_tile_supported"), (AVX512_BF16, "_is_avx512_bf16_supported"))
+"""Names, most specific first, and the functions of `torch.cpu` that ask the CPU; private names of torch."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Row:
     """Weights that a backend packs.
 
     Attributes:
-        instruction_set: Name that `torch.backends.cpu.get_cpu_capability` has for it.
+        instruction_set: One of `instruction_sets`.
         dtype: Type of the weight.
         min_inputs: Smallest number of inputs.
         min_bytes: Smallest size of the weight; smaller ones stay in the CPU's caches anyway.
@@ -46,21 +50,38 @@ class Row:
         return inputs >= self.min_inputs and outputs * inputs * self.dtype.itemsize >= self.min_bytes
 
 
+_EPYC = "AMD EPYC, family 26 (Zen 5), 2 cores, torch 2.13.0"
+_LOWERED = f"{_EPYC}, lowered to AVX2"
 TABLE: Final = (
-    Row("AVX512", torch.float32, 256, MIB, "onednn", "AMD EPYC, family 26 (Zen 5), 2 cores, torch 2.13.0"),
+    Row("AVX512", torch.float32, 256, MIB, "onednn", _EPYC),
     Row("AVX2", torch.float32, 256, MIB, "onednn", "AMD EPYC with AVX2, 2 cores, torch 2.13.0"),
+    Row(AVX512_BF16, torch.bfloat16, 256, MIB, "onednn", _EPYC),
+    Row("AVX512", torch.bfloat16, 64, 32 * KIB, "cpp", _EPYC),
+    Row("AVX2", torch.bfloat16, 64, 32 * KIB, "cpp", _LOWERED),
+    Row("AVX512", torch.float16, 64, 32 * KIB, "cpp", _EPYC),
+    Row("AVX2", torch.float16, 64, 32 * KIB, "cpp", _LOWERED),
 )
 
 
-def instruction_set() -> str:
-    """Return the name of the instruction set that torch uses on this CPU."""
-    return torch.backends.cpu.get_cpu_capability()
+def instruction_sets(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the names of the instructions that products of a type have on this CPU, the most specific one first.
+
+    The last one is torch's own name; a CPU that is lowered to less than AVX-512 has no other.
+    """
+    found = torch.backends.cpu.get_cpu_capability()
+    if dtype is not torch.bfloat16 or found != "AVX512":
+        return (found,)
+    return (*(name for name, ask in _INSTRUCTIONS_OF_BF16 if getattr(torch.cpu, ask, _no)()), found)
 
 
-def row_for(dtype: torch.dtype, rows: tuple[Row, ...] = TABLE) -> Row | None:
-    """Return the row of this CPU's instruction set, as torch uses it, and of a type; None without one."""
-    found = instruction_set()
-    return next((row for row in rows if row.instruction_set == found and row.dtype is dtype), None)
+def _no() -> bool:
+    return False
+
+
+def row_for(dtype: torch.dtype, rows: tuple[Row, ...] | None = None) -> Row | None:
+    """Return the row of this CPU's most specific instruction set that has one, and of a type; None without one."""
+    of_type = {row.instruction_set: row for row in (TABLE if rows is None else rows) if row.dtype is dtype}
+    return next((of_type[name] for name in instruction_sets(dtype) if name in of_type), None)
 
 
 def packs(weight: Tensor, backend: str) -> bool:

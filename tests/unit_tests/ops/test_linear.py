@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,54 +17,76 @@ from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.linear import LINEAR, PackableLinear, choice_identity, choose, onednn, reference, table
+from megatron_ext.ops.cpp import can_be_built
+from megatron_ext.ops.linear import LINEAR, PackableLinear, choice_identity, choose, cpp, onednn, reference, table
 from megatron_ext.ops.linear.table import MIB, Row, row_for
 
 BOUND = 8 * torch.finfo(torch.float32).eps  # times the sum of the absolute products
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
+needs_compiler = pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
+needs_bf16 = pytest.mark.skipif(not onednn.supports(torch.empty(1, 1).bfloat16()), reason="oneDNN: no bf16 on this CPU")
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def assert_within_bound(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """The bound of sums in fp32, and half a unit of the output's type, which 16 bits are rounded to once."""
     x, weight = x.double(), weight.double()
     exact = F.linear(x, weight, None if bias is None else bias.double())
     size = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
     assert found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= BOUND * size).all()
+    rounded = 0.0 if found.dtype is torch.float32 else (torch.finfo(found.dtype).eps / 2) * exact.abs() + 1e-7
+    assert ((found.double() - exact).abs() <= BOUND * size * (1 + 2**-7) + rounded).all()
 
 
-PRODUCTS: dict[str, Callable[[Tensor], Callable[..., Tensor]]] = {
-    "reference": lambda weight: lambda x, bias=None: F.linear(x, weight, bias),
-    "onednn": onednn.OneDnnWeight,
+class Product(NamedTuple):
+    """Products of one backend with weights of one type."""
+
+    make: Callable[[Tensor], Callable[..., Tensor]]
+    dtype: torch.dtype
+
+
+PACKED = {
+    "onednn": (Product(onednn.OneDnnWeight, torch.float32), needs_onednn),
+    "onednn-bf16": (Product(onednn.OneDnnWeight, torch.bfloat16), needs_bf16),
+    "cpp-bf16": (Product(cpp.PanelWeight, torch.bfloat16), needs_compiler),
+    "cpp-fp16": (Product(cpp.PanelWeight, torch.float16), needs_compiler),
 }
+PLAIN = Product(lambda weight: lambda x, bias=None: F.linear(x, weight, bias), torch.float32)
+packed_products = pytest.mark.parametrize(
+    "product", [pytest.param(product, id=name, marks=mark) for name, (product, mark) in PACKED.items()]
+)
 products = pytest.mark.parametrize(
-    "make", [pytest.param(make, id=name, marks=needs_onednn) for name, make in PRODUCTS.items()]
+    "product",
+    [
+        pytest.param(PLAIN, id="reference"),
+        *(pytest.param(product, id=name, marks=mark) for name, (product, mark) in PACKED.items()),
+    ],
 )
 
 
 @products
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (97, 61), (64, 512), (300, 1024), (40, 4096)])
 @torch.inference_mode()
-def test_every_product_is_within_the_stated_bound(make, outputs, inputs):
+def test_every_product_is_within_the_stated_bound(product, outputs, inputs):
     """Products of any number of rows, with a bias and without."""
-    weight, bias = numbers(outputs, inputs), numbers(outputs)
-    product = make(weight.clone())
-    for rows in (1, 2, 3, 8, 17, 64):
-        x = numbers(rows, inputs, seed=1)
-        assert_within_bound(product(x), x, weight)
-        assert_within_bound(product(x, bias), x, weight, bias)
+    weight, bias = numbers(outputs, inputs, dtype=product.dtype), numbers(outputs, dtype=product.dtype)
+    multiply = product.make(weight.clone())
+    for rows in (1, 2, 3, 5, 8, 13, 17, 64):
+        x = numbers(rows, inputs, seed=1, dtype=product.dtype)
+        assert_within_bound(multiply(x), x, weight)
+        assert_within_bound(multiply(x, bias), x, weight, bias)
 
 
 @products
 @torch.inference_mode()
-def test_shapes_and_layouts_of_inputs(make):
+def test_shapes_and_layouts_of_inputs(product):
     """Packed tokens [T, 1, h], vectors, no rows, and inputs that are not contiguous."""
-    weight = numbers(24, 16)
-    product = make(weight.clone())
+    weight = numbers(24, 16, dtype=product.dtype)
+    multiply = product.make(weight.clone())
     for x in (
         numbers(5, 1, 16),
         numbers(16),
@@ -72,21 +95,57 @@ def test_shapes_and_layouts_of_inputs(make):
         numbers(5, 40)[:, 8:24],
         numbers(16, 5).t(),
     ):
-        assert_within_bound(product(x), x, weight)
+        given = torch.empty_strided(x.shape, x.stride(), dtype=product.dtype).copy_(x)
+        found = multiply(given)
+        assert found.dtype is product.dtype
+        assert_within_bound(found, given, weight)
 
 
 @products
 @torch.inference_mode()
-def test_rows_are_independent(make):
+def test_rows_are_independent(product):
     """NaN stays in its row, and a row is within the bound beside any others."""
-    weight, x = numbers(48, 512), numbers(9, 512)
-    product = make(weight.clone())
+    weight, x = numbers(48, 512, dtype=product.dtype), numbers(9, 512, dtype=product.dtype)
+    multiply = product.make(weight.clone())
     poisoned = x.clone()
     poisoned[4] = torch.nan
-    found = product(poisoned)
+    found = multiply(poisoned)
     assert found[4].isnan().all()
     kept = [row for row in range(9) if row != 4]
     assert_within_bound(found[kept], x[kept], weight)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", cpp.DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(97, 61), (300, 1024), (2100, 130)])
+@torch.inference_mode()
+def test_rows_have_the_same_bits_however_they_are_batched(dtype, outputs, inputs):
+    """C++ products: alone, in tiles of any size, in ranges of many tiles, and with any number of threads."""
+    multiply = cpp.PanelWeight(numbers(outputs, inputs, dtype=dtype))
+    x = numbers(801, inputs, dtype=dtype)
+    whole = multiply(x)
+    for rows in (*range(1, 27), 97, 400):
+        assert torch.equal(multiply(x[:rows]), whole[:rows]), rows
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for rows in (1, 5, 30, 801):
+            assert torch.equal(multiply(x[:rows]), whole[:rows]), rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_inputs_of_another_type_than_the_weight():
+    """Outputs have the type of the inputs, as the sums in fp32 are rounded once."""
+    weight = numbers(40, 300, dtype=torch.bfloat16)
+    multiply = cpp.PanelWeight(weight)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = numbers(7, 300, dtype=dtype)
+        found = multiply(x)
+        assert found.dtype is dtype
+        assert_within_bound(found, x, weight)
 
 
 def test_a_product_in_16_bits_is_outside_the_bound():
@@ -96,20 +155,23 @@ def test_a_product_in_16_bits_is_outside_the_bound():
         assert_within_bound(F.linear(x.bfloat16(), weight.bfloat16()).float(), x, weight)
 
 
-@needs_onednn
+@packed_products
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (97, 61), (64, 512), (1024, 300)])
-def test_unpacking_is_exact(outputs, inputs):
+def test_unpacking_is_exact(product, outputs, inputs):
     """Weights come back to the bit, numbers that arithmetic would change included."""
-    weight = numbers(outputs, inputs)
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-45, 3.4e38])
+    weight = numbers(outputs, inputs, dtype=product.dtype)
+    info = torch.finfo(product.dtype)
+    bits = torch.int32 if product.dtype is torch.float32 else torch.int16
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, info.smallest_normal / 2, info.max])
     flat = weight.view(-1)
-    flat[: min(6, flat.numel())] = special[: min(6, flat.numel())]
-    payload = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)
-    flat[-1:] = payload
+    flat[: min(6, flat.numel())] = special[: min(6, flat.numel())].to(product.dtype)
+    payload = {torch.float32: 0x7FC12345, torch.bfloat16: 0x7FC1, torch.float16: 0x7E01}[product.dtype]
+    flat[-1:] = torch.tensor([payload], dtype=bits).view(product.dtype)
     with torch.inference_mode():
-        packed = onednn.OneDnnWeight(weight)
+        packed = product.make(weight)
         dense = packed.dense()
-    assert torch.equal(dense.view(torch.int32), weight.view(torch.int32))
+    assert torch.equal(dense.view(bits), weight.view(bits))
+    assert dense.is_contiguous()
     assert not dense.is_inference(), "a parameter that is written in place later"
     assert dense.data_ptr() != weight.data_ptr()
 
@@ -138,9 +200,45 @@ class TestChoice:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
         assert choose(torch.empty(4096, 4096)).name == "reference"
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_a_missing_type_takes_the_reference(self, dtype):
-        assert choose(torch.empty(2048, 2048, dtype=dtype)).name == "reference"
+    def test_a_missing_type_takes_the_reference(self):
+        assert choose(torch.empty(2048, 2048, dtype=torch.float64)).name == "reference"
+
+    @needs_compiler
+    @pytest.mark.parametrize("dtype", cpp.DTYPES)
+    @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+    def test_16_bits_take_our_kernels(self, monkeypatch, dtype, capability):
+        """On CPUs without instructions for the type; below the table's size the reference computes."""
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+            monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+        assert choose(torch.empty(2048, 2048, dtype=dtype)).name == "cpp"
+        assert choose(torch.empty(32, 64, dtype=dtype)).name == "reference"
+
+    @pytest.mark.parametrize("name", ["_is_amx_tile_supported", "_is_avx512_bf16_supported"])
+    def test_bf16_takes_onednn_where_the_cpu_has_instructions(self, monkeypatch, name):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        for one in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+            has = one == name or name.startswith("_is_amx")  # a CPU with AMX has both
+            monkeypatch.setattr(torch.cpu, one, lambda has=has: has, raising=False)
+        row = row_for(torch.bfloat16)
+        assert row is not None
+        assert row.backend == "onednn"
+        found = choice_identity(onednn.BACKEND, torch.bfloat16, is_forced=False)
+        assert ("AMX" if "amx" in name else "AVX512_BF16") in found.split()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_other_types_have_no_instructions_of_their_own(self, monkeypatch, dtype):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        assert table.instruction_sets(dtype) == ("AVX512",)
+
+    def test_a_lowered_cpu_has_no_instructions_for_bf16(self):
+        assert table.instruction_sets(torch.bfloat16) == ("AVX2",)
+
+    def test_a_torch_without_the_private_names_has_its_own_name(self, monkeypatch):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+            monkeypatch.delattr(torch.cpu, name, raising=False)
+        assert table.instruction_sets(torch.bfloat16) == ("AVX512",)
 
     def test_other_devices_take_the_reference(self):
         assert choose(torch.empty(4096, 4096, device="meta")).name == "reference"
