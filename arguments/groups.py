@@ -34,6 +34,7 @@ from megatron_ext.config.batching import (
     ENOUGH_PREFILL_TOKENS,
     GRAPH_IMPLS,
     OPERATOR_BACKENDS,
+    WEIGHT_QUANTIZATIONS,
 )
 from megatron_ext.config.checks import flags_of
 from megatron_ext.config.layers.pattern import YARN
@@ -220,6 +221,12 @@ BATCHING = FlagGroup(
             "pack_weights",
             "On CPUs, compute large linear layers with packed weights, which replace the weights; default: yes, but no "
             "for a model that attach_engine shares, whose weights are then held twice",
+        ),
+        Flag(
+            "cpu_weight_quantization",
+            "int8: quantize the weights of linear layers, with a scale for each output and 128 inputs, on CPUs: less "
+            "memory and faster decodes, and results that differ (docs/operators.md)",
+            choices=WEIGHT_QUANTIZATIONS,
         ),
         Flag(
             "cuda_graph_impl",

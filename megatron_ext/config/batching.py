@@ -11,6 +11,7 @@ from megatron_ext.config.checks import require
 DTYPES = ("fp32", "bf16", "fp16")
 # auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights
 OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn")
+WEIGHT_QUANTIZATIONS = ("none", "int8")
 # Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
@@ -58,6 +59,7 @@ class BatchingConfig:
     ssm_states_dtype: str = "fp32"
     operator_backend: str = OPERATOR_BACKENDS[0]  # implementation of the operators of a step
     pack_weights: bool | None = None  # of linear layers; default: unless a caller of the engine uses them, too
+    cpu_weight_quantization: str = WEIGHT_QUANTIZATIONS[0]  # of linear layers, on CPUs; docs/operators.md
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; "local" pads steps on a CPU, too
     moe_enable_routing_replay: bool = False  # records have the experts of each token
     num_cuda_graphs: int = DEFAULT_GRAPHS  # batch sizes of decode graphs; -1 is the default number, as in Megatron
@@ -88,6 +90,11 @@ class BatchingConfig:
         )
         backend, known = self.operator_backend, ", ".join(OPERATOR_BACKENDS)
         require(backend in OPERATOR_BACKENDS, f"--operator-backend {backend!r} is unknown; one of {known}")
+        quantization, known = self.cpu_weight_quantization, " or ".join(WEIGHT_QUANTIZATIONS)
+        require(
+            quantization in WEIGHT_QUANTIZATIONS,
+            f"--cpu-weight-quantization {quantization!r} is unknown; {known} would do",
+        )
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
@@ -102,6 +109,11 @@ class BatchingConfig:
     def has_input_buffers(self) -> bool:
         """True if steps are padded and computed in static input buffers, if they fit."""
         return self.cuda_graph_impl != GRAPH_IMPLS[0]
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """True if the weights of linear layers are quantized."""
+        return self.cpu_weight_quantization != WEIGHT_QUANTIZATIONS[0]
 
     @property
     def graph_sizes(self) -> int:

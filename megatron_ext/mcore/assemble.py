@@ -8,6 +8,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
@@ -174,6 +175,11 @@ def _build_controller(
 ) -> InferenceController:
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
+    if batching.quantizes_weights and not packs_weights:
+        raise ConfigError(
+            f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
+            "its owner uses as well; leave it out, or load the model here"
+        )
     compile_operators(model, batching)
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
     plan = plan_engine(

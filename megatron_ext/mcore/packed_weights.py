@@ -13,10 +13,10 @@ embeddings, which rows are read of, and all weights of an attached model keep th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import ConfigError
@@ -26,7 +26,7 @@ from megatron_ext.mcore.weight_changes import weights_version
 from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.linear import LINEAR, LinearBackend, Packable, choice_identity, choose
+from megatron_ext.ops.linear import INT8, LINEAR, LinearBackend, Packable, choice_identity, choose
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class PackedWeights:
             embeddings are.
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
         with_experts: Whether experts of MoE layers may be packed; `mcore.layers.dense_moe` reads their parameters.
+        quantizes: Quantize every weight to int8, whatever the operators' backend.
     """
 
     def __init__(
@@ -68,16 +69,19 @@ class PackedWeights:
         operators: str | None = None,
         *,
         with_experts: bool = True,
+        quantizes: bool = False,
     ) -> None:
         self._model = model
         keeps_originals = samples_of(model) is not None
         with preferring(operators):
             self._slots = [
-                slot for slot in _slots(model, keeps_originals, with_experts) if slot.backend.pack is not None
+                slot
+                for slot in _slots(model, keeps_originals, with_experts, _quantized if quantizes else choose)
+                if slot.backend.pack is not None
             ]
-        chosen = {id(slot.layer) for slot in self._slots}
+        chosen = {id(slot.layer): slot.backend for slot in self._slots}
         for layer in _packable(model):
-            if id(layer) not in chosen:
+            if layer.packed_by is not chosen.get(id(layer)):
                 layer.unpack()
         self._marks = weights_version(model)
         self._operators = operators
@@ -87,7 +91,10 @@ class PackedWeights:
         """Text that equals another rank's if both choose alike; empty if nothing is packed. See `choice_identity`."""
         kinds = {(slot.backend, slot.weight.dtype) for slot in self._slots}
         return ", ".join(
-            sorted(choice_identity(one, dtype, is_forced=one.name == self._operators) for one, dtype in kinds)
+            sorted(
+                choice_identity(one, dtype, is_forced=one is INT8 or one.name == self._operators)
+                for one, dtype in kinds
+            )
         )
 
     @property
@@ -142,16 +149,20 @@ class PackedWeights:
 def pack_weights(
     model: HybridModel, batching: BatchingConfig, parallel_context: ParallelContext | None = None
 ) -> tuple[PackedWeights, str]:
-    """Pack the weights of a model's linear layers if all ranks choose alike; every rank calls this.
+    """Pack, or quantize, the weights of a model's linear layers if all ranks choose alike; every rank calls this.
 
     Returns:
         The packed weights, and what results depend on because of them, equal on all ranks; empty if nothing is packed.
 
     Raises:
-        ConfigError: There is no memory for it on a rank, or the requested backend cannot pack the model's weights.
+        ConfigError: There is no memory for it on a rank, or the requested backend cannot pack the model's weights; or
+            they are to be quantized, which is impossible on a rank, or on CPUs that differ.
     """
     operators = backend_selection.preferred(batching.operator_backend)
-    packed = PackedWeights(model, operators, with_experts=not batching.has_input_buffers)
+    quantizes = batching.quantizes_weights
+    if quantizes:
+        backend_selection.check_quantization(next(model.parameters()).device)
+    packed = PackedWeights(model, operators, with_experts=not batching.has_input_buffers, quantizes=quantizes)
 
     def identity() -> str:
         packed.check_memory(platform.available_memory(next(model.parameters()).device))
@@ -160,6 +171,11 @@ def pack_weights(
     identities = [identity()] if parallel_context is None else parallel_context.ask_all(identity)
     different = sorted(set(identities) - {""})
     if len(different) > 1:
+        if quantizes:
+            raise ConfigError(
+                f"--cpu-weight-quantization int8: the ranks' CPUs differ ({'; '.join(different)}); start all ranks on "
+                "equal ones, or leave it out"
+            )
         if parallel_context is not None and parallel_context.is_driver:
             logger.warning("no weights are packed, since the ranks' CPUs differ: %s", "; ".join(different))
         packed, different = PackedWeights(model, LINEAR.names[-1]), []
@@ -189,7 +205,25 @@ def _packable(model: nn.Module) -> Iterator[Packable]:
     return (module for module in model.modules() if isinstance(module, Packable))
 
 
-def _slots(model: HybridModel, keeps_originals: bool, with_experts: bool) -> Iterator[_Slot]:
+def make_writable(model: nn.Module, names: Container[str]) -> None:
+    """Give parameters memory for new values, which are then written completely; their old values are given up.
+
+    Args:
+        model: Model with packed layers.
+        names: Names of the parameters.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, Packable) and f"{name}.weight" in names:
+            layer.make_writable()
+
+
+def _quantized(_: object) -> LinearBackend:
+    return INT8
+
+
+def _slots(
+    model: HybridModel, keeps_originals: bool, with_experts: bool, choose: Callable[[Tensor], LinearBackend]
+) -> Iterator[_Slot]:
     """Yield the layers with a weight of their own, and the output layer with the embedding that it shares."""
     for name, layer in model.named_modules():
         if not isinstance(layer, Packable) or (".experts." in name and not with_experts):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops import triton
+from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.activation import ACTIVATION
 from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
@@ -38,6 +38,22 @@ def check(wanted: str, device: torch.device) -> None:
     problem = triton.problem(device) if wanted == triton.NAME else onednn.problem() if wanted == onednn.NAME else None
     if problem is not None:
         raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
+
+
+def check_quantization(device: torch.device) -> None:
+    """Check that this machine can compute with quantized weights.
+
+    Args:
+        device: Device of the model.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    problem = f"the model is on {device.type}" if device.type != "cpu" else None
+    if problem is None and not cpp.are_used():
+        problem = "the C++ operators are not available here, see the line about them above"
+    if problem is not None:
+        raise ConfigError(f"--cpu-weight-quantization int8: {problem}; leave it out")
 
 
 def preferred(wanted: str) -> str | None:

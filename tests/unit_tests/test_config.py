@@ -142,6 +142,7 @@ REFUSED = [
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
     (BatchingConfig, {"operator_backend": "cuda"}, ["'cuda'", "auto, reference, triton"]),
+    (BatchingConfig, {"cpu_weight_quantization": "int4"}, ["'int4'", "none or int8"]),
     (BatchingConfig, {"cuda_graph_impl": "graphs"}, ["'graphs'", "none, local"]),
     (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),
     (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),

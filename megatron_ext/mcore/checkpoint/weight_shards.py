@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.packed_weights import unpack_weights
+from megatron_ext.mcore.packed_weights import make_writable, unpack_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -107,9 +107,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     They can be read, and written under `torch.no_grad`, until the next step: packed weights are unpacked first. While
     an engine runs only its thread may call this; `saved_tensors` has names and shapes for any thread.
+
+    Raises:
+        ConfigError: The weights are quantized.
     """
     unpack_weights(model)
     return saved_tensors(model)
+
+
+def writable_tensors(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
+    """Return those of a model's checkpoint tensors that are about to be written completely, by name.
+
+    Packed and quantized weights among them are given up: they are packed again, from what is written, before the next
+    step. May be called as `model_tensors`.
+    """
+    make_writable(model, names)
+    return {name: tensor for name, tensor in saved_tensors(model).items() if name in names}
 
 
 def zero_padding(target: Tensor, shard: ShardSpec) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors, writable_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
@@ -114,7 +114,7 @@ class NewWeights:
     def write(self) -> None:
         """Copy the weights into the model, between two of its steps; this cannot fail. The caller empties the cache."""
         with torch.no_grad():
-            for name, target in model_tensors(self.model).items():
+            for name, target in writable_tensors(self.model, self.tensors).items():
                 target.copy_(self.tensors[name])
 
 

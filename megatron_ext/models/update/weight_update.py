@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import writable_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shape
@@ -38,16 +38,16 @@ def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, par
     Raises:
         ConfigError: A name is unknown or missing, or a shape or type is wrong. Nothing has been written.
     """
-    targets = model_tensors(model)
+    targets = saved_tensors(model)
     with torch.no_grad():
         tensors = naming.sorted_out(read_named_tensors(given))
         recipes = naming.recipes({name: tuple(target.shape) for name, target in targets.items()}, tensors)
         _require_names(recipes, tensors, partial=partial)
         chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(tensors)}
         _require_shapes(chosen, tensors)
-        ready = [(targets[name], _made(recipe, tensors, targets[name])) for name, recipe in chosen.items()]
-        for target, tensor in ready:
-            target.copy_(tensor)
+        ready = {name: _made(recipe, tensors, targets[name]) for name, recipe in chosen.items()}
+        for name, target in writable_tensors(model, ready).items():
+            target.copy_(ready[name])
 
 
 def _made(recipe: Recipe, tensors: Mapping[str, Tensor], target: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ rows. `table.py` says which weights are packed on which CPUs; `--operator-backen
     packed(x, bias)                           # F.linear(x, weight, bias), within the rounding of sums in another order
     packed.dense()                            # the weight, to the bit
 
+`INT8` quantizes weights, an approximation that only `--cpu-weight-quantization` chooses.
+
 Letters: o outputs, i inputs of a layer.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.linear import cpp, onednn, reference, table
+from megatron_ext.ops.linear.cpp import INT8
 from megatron_ext.ops.linear.packable import Packable, PackableLinear
 from megatron_ext.ops.linear.packed import PackedWeight
 from megatron_ext.ops.linear.reference import LinearBackend
@@ -56,4 +59,4 @@ def choice_identity(backend: LinearBackend, dtype: torch.dtype, *, is_forced: bo
     return f"{backend.name} {table.instruction_sets(dtype)[0]} {dtype} {'all' if row is None else row.limits}"
 
 
-__all__ = ["LINEAR", "LinearBackend", "Packable", "PackableLinear", "PackedWeight", "choice_identity", "choose"]
+__all__ = ["INT8", "LINEAR", "LinearBackend", "Packable", "PackableLinear", "PackedWeight", "choice_identity", "choose"]

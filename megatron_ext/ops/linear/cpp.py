@@ -1,4 +1,8 @@
-"""Linear layers in C++ with weights of 16 bits, which stay so in memory, on CPUs; the kernels are in `kernels.cpp`."""
+"""Linear layers in C++ with weights of 16 bits or int8, which stay so in memory, on CPUs; kernels are in `kernels.cpp`.
+
+Weights of int8 are quantized here: symmetric, with a scale in fp32 for each output and group of 128 inputs. That is an
+approximation, so it is a backend of its own, which no table chooses.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.linear import table
 from megatron_ext.ops.linear.reference import LinearBackend
 
 DTYPES: Final = (torch.bfloat16, torch.float16)
+INT8_NAME: Final = "int8"
+_LARGEST: Final = 127
+_PANELS_AT_ONCE: Final = 32  # quantized in fp32, which needs memory
 
 
 def takes(weight: Tensor) -> bool:
@@ -53,4 +61,58 @@ class PanelWeight:
             )
 
 
+class Int8Weight:
+    """Weight in int8, in panels of outputs: a number times the scale of its output and group of inputs.
+
+    Args:
+        weight: [o, i], of any floating-point type; it is not kept.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        size, group = int(cpp.kernels().linear_panel()), int(cpp.kernels().linear_block())
+        outputs, inputs = weight.shape
+        panels, groups = -(-outputs // size), -(-inputs // group)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._panels = torch.empty(panels, inputs, size, dtype=torch.int8)
+            self._scales = torch.empty(panels, groups, size)
+            for first in range(0, panels, _PANELS_AT_ONCE):
+                here = slice(first, first + _PANELS_AT_ONCE)
+                rows = weight.detach()[first * size : here.stop * size].float()
+                rows = F.pad(rows, (0, -inputs % group, 0, -rows.shape[0] % size))
+                rows = rows.view(-1, size, groups, group)
+                scales = rows.abs().amax(-1) / _LARGEST
+                divisors = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+                numbers = (rows / divisors).round_().clamp_(-_LARGEST, _LARGEST).flatten(2)[..., :inputs]
+                self._panels[here].copy_(numbers.transpose(1, 2))
+                self._scales[here].copy_(scales.transpose(1, 2))
+        self._outputs, self._group = outputs, group
+        self._product = cpp.kernels().linear
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PackedWeight`."""
+        return self._product(x, self._panels, self._scales, self._outputs, bias)
+
+    def dequantized(self) -> Tensor:
+        """Return the approximate weight [o, i] in fp32."""
+        scales = self._scales.repeat_interleave(self._group, dim=1)[:, : self._panels.shape[1]]
+        return (self._panels * scales).transpose(1, 2).flatten(0, 1)[: self._outputs]
+
+    def dense(self) -> Tensor:
+        """Refuse: the original weight is gone.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "the weights of linear layers are quantized to int8, and the originals were not kept: to save, export or "
+            "train them, load the model without --cpu-weight-quantization int8"
+        )
+
+
+def no_weight(_: Tensor) -> bool:
+    """Return False: no weight is quantized unless that is asked for."""
+    return False
+
+
 BACKEND = LinearBackend(cpp.NAME, takes, PanelWeight)
+INT8 = LinearBackend(INT8_NAME, no_weight, Int8Weight)

@@ -236,10 +236,17 @@ int64_t panel() {
   return P;
 }
 
+int64_t block() {
+  return BLOCK;
+}
+
 at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scales,
                    int64_t outputs, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK(weight.dim() == 3 && weight.is_contiguous() && weight.size(2) == P, "the weight is [O / P, I, P]");
   const int64_t inputs = weight.size(1);
+  TORCH_CHECK(!scales || (scales->dim() == 3 && scales->size(0) == weight.size(0) && scales->size(2) == P &&
+                          scales->size(1) == (inputs + BLOCK - 1) / BLOCK),
+              "scales are [O / P, blocks, P]");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == inputs, "x is [..., ", inputs, "], not ", x.sizes());
   at::Tensor flat = x.reshape({-1, inputs});
   if (flat.stride(1) != 1 && inputs > 1) flat = flat.contiguous();
@@ -265,6 +272,7 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::opt
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def("linear_panel() -> int", &megatron_ext::linear::panel);
+  library.def("linear_block() -> int", &megatron_ext::linear::block);
   library.def("linear(Tensor x, Tensor weight, Tensor? scales, int outputs, Tensor? bias) -> Tensor");
 }
 

@@ -27,12 +27,14 @@ class Packable:
         packed_beside: The parameter that `packed` was made of, in a tuple, if that keeps its values (a tied embedding);
             empty if the packed weight has replaced it.
         packed_edits: Edit count of the parameter when it was packed.
+        packed_by: Backend that packed it; None if it is not packed.
     """
 
     weight: nn.Parameter
     packed: PackedWeight | None = None
     packed_beside: tuple[nn.Parameter, ...] = ()  # in a tuple: a module would register a bare parameter
     packed_edits: int = 0
+    packed_by: LinearBackend | None = None
     _is_hooked: bool = False
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,32 +77,49 @@ class Packable:
         weight = self.weight if beside is None else beside
         packed = backend.pack(weight)
         self.packed_beside, self.packed_edits = () if beside is None else (beside,), _edits_of(weight)
-        self.packed = packed
+        self.packed, self.packed_by = packed, backend
         if beside is None:
             weight.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
             self._unpack_for_state_dicts()
 
     def unpack(self) -> None:
-        """Restore the original weight; nothing happens if the layer is not packed."""
+        """Restore the original weight; nothing happens if the layer is not packed.
+
+        Raises:
+            ConfigError: The weight is quantized. It stays so.
+        """
         packed = self.packed
         if packed is not None and not self.packed_beside:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.weight.data = packed.dense() if self.is_current else self.weight.clone()  # filled with one number
         self._forget()
 
+    def make_writable(self) -> None:
+        """Give a packed layer's parameter memory for a new weight, NaN so far; the old weight is given up."""
+        if self.packed is not None and not self.packed_beside:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.weight.data = torch.full(self.weight.shape, torch.nan, dtype=self.weight.dtype)
+            self._forget()
+
     def _unpack_for_state_dicts(self) -> None:
         assert isinstance(self, nn.Module), "a mixin of modules"
         if not self._is_hooked:  # once: torch's loop over hooks allows no removal
             self._is_hooked = True
             self.register_state_dict_pre_hook(_unpack)
-            self.register_load_state_dict_pre_hook(_unpack)
+            self.register_load_state_dict_pre_hook(_expect_weight)
 
     def _forget(self) -> None:
-        self.packed, self.packed_beside = None, ()
+        self.packed, self.packed_by, self.packed_beside = None, None, ()
 
 
 def _unpack(layer: Packable, *_: object) -> None:
     layer.unpack()
+
+
+def _expect_weight(layer: Packable, state: dict[str, object], prefix: str, *_: object) -> None:
+    """Make room for the weight that is about to be loaded; a layer whose weight is not loaded stays packed."""
+    if getattr(state.get(f"{prefix}weight"), "shape", None) == layer.weight.shape:
+        layer.make_writable()
 
 
 class PackableLinear(Packable, nn.Linear):  # type: ignore[misc]  # torch declares a Tensor, and it is a parameter

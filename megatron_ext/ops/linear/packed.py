@@ -14,4 +14,8 @@ class PackedWeight(Protocol):
         """Return the product: [..., i] -> [..., o]; without gradients."""
 
     def dense(self) -> Tensor:
-        """Return the weight in a new tensor [o, i], equal to the original to the bit."""
+        """Return the weight in a new tensor [o, i], equal to the original to the bit.
+
+        Raises:
+            ConfigError: The original cannot be restored from a quantized weight.
+        """

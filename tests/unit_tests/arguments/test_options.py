@@ -60,7 +60,8 @@ OPTIONS = """
 --inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
---operator-backend --pack-weights --no-pack-weights --cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
+--operator-backend --pack-weights --no-pack-weights --cpu-weight-quantization
+--cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
 --moe-enable-routing-replay --no-moe-enable-routing-replay
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching

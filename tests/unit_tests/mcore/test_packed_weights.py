@@ -24,7 +24,7 @@ from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.naming import OwnNames
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.ops.cpp import can_be_built
-from megatron_ext.ops.linear import LINEAR, Packable, cpp, onednn
+from megatron_ext.ops.linear import INT8, LINEAR, Packable, cpp, onednn
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -350,6 +350,108 @@ class TestUpdates:
         kept = [layer.packed for layer in layers(model)]
         packed.refresh()
         assert all(layer.packed is before for layer, before in zip(layers(model), kept, strict=True))
+
+
+@pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
+class TestQuantized:
+    """Engines with `--cpu-weight-quantization int8`."""
+
+    INT8 = BatchingConfig(cpu_weight_quantization="int8")
+
+    @staticmethod
+    def driver(model: nn.Module, config: ModelConfig, quantization: str = "int8") -> CachingDriver:
+        return CachingDriver(model, config, cpu_weight_quantization=quantization, packs_weights=True)
+
+    @classmethod
+    def log_probs(cls, driver: CachingDriver, request_id: int = 0) -> Tensor:
+        driver.add(request_id, PROMPT, num_tokens_to_generate=1, return_log_probs=True, skip_prompt_log_probs=False)
+        driver.run()
+        return torch.tensor(driver.records[request_id].prompt_log_probs)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_log_probs_are_near(self, kind):
+        """Every linear layer is quantized, experts and a tied output layer too; the embedding is not."""
+        config = KINDS[kind]
+        exact = self.log_probs(self.driver(build_slow_decay(config), config, "none"))
+        model = build_slow_decay(config)
+        driver = self.driver(model, config)
+        assert {layer.packed_by for layer in layers(model)} == {INT8}
+        assert driver.engine.controller.chosen_operators()["int8"] == ("linear",)
+        expected = dict(build_slow_decay(config).named_parameters())["embedding.word_embeddings.weight"]
+        assert torch.equal(model.embedding.word_embeddings.weight, expected)
+        error = (self.log_probs(driver) - exact).abs()
+        assert 0 < error.mean() < 0.15
+        assert error.max() < 0.8
+
+    def test_a_cache_of_quantized_weights_has_other_roots(self):
+        plans = {
+            self.driver(build_slow_decay(CONFIGS["hybrid"]), CONFIGS["hybrid"], one).context.plan.fingerprint
+            for one in ("none", "int8")
+        }
+        assert len(plans) == 2
+
+    @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED], ids=["own", "tied"])
+    @pytest.mark.parametrize("write", [by_update, by_disk, by_state_dict])
+    def test_new_weights_are_quantized_anew(self, config, write):
+        """As in an engine that was built with them, to the bit."""
+        new = build_slow_decay(config, seed=6)
+        values = contents(new)
+        model = build_slow_decay(config)
+        driver = self.driver(model, config)
+        before = self.log_probs(driver)
+        write(model, values)
+        after = self.log_probs(driver, 1)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, self.log_probs(self.driver(new, config)))
+
+    def test_an_update_of_some_tensors_leaves_the_others(self):
+        config = CONFIGS["hybrid"]
+        model = build_slow_decay(config)
+        pack_weights(model, self.INT8)
+        kept = [layer.packed for layer in layers(model)]
+        name = next(name for name, one in model.named_modules() if isinstance(one, Packable))
+        new = contents(build_slow_decay(config, seed=6))[f"{name}.weight"]
+        update_weights(model, OwnNames(), {f"{name}.weight": new}, partial=True)
+        assert [layer.packed is before for layer, before in zip(layers(model), kept, strict=True)] == [
+            False,
+            *[True] * (len(kept) - 1),
+        ]
+        assert torch.equal(model.get_submodule(name).weight, new)
+
+    def test_saving_is_refused(self, tmp_path):
+        """Nothing writes degraded weights, or a model without them."""
+        model = build_slow_decay(CONFIGS["hybrid"])
+        pack_weights(model, self.INT8)
+        for save in (
+            lambda: save_checkpoint(tmp_path / "saved", model, CONFIGS["hybrid"]),
+            lambda: model_tensors(model),
+            model.state_dict,
+        ):
+            with pytest.raises(ConfigError, match=r"quantized to int8.*without --cpu-weight-quantization"):
+                save()
+        assert not list(tmp_path.glob("saved/*.safetensors"))
+
+    def test_an_engine_of_exact_weights_needs_the_model_again(self):
+        model = build_slow_decay(CONFIGS["hybrid"])
+        pack_weights(model, self.INT8)
+        with pytest.raises(ConfigError, match="quantized"):
+            pack_weights(model, BatchingConfig())
+
+    def test_a_callers_model_is_refused(self):
+        model = build_slow_decay(CONFIGS["hybrid"])
+        with pytest.raises(ConfigError, match=r"--cpu-weight-quantization int8.*owner"):
+            Driver(model, CONFIGS["hybrid"], cpu_weight_quantization="int8")
+
+    def test_without_our_kernels_it_is_refused(self, monkeypatch):
+        monkeypatch.setattr(packed_weights.backend_selection.cpp, "are_used", lambda: False)
+        with pytest.raises(ConfigError, match="--cpu-weight-quantization int8: the C"):
+            pack_weights(build_slow_decay(CONFIGS["hybrid"]), self.INT8)
+
+    def test_ranks_of_different_cpus_are_refused(self):
+        with pytest.raises(ConfigError, match=r"CPUs differ.*OTHER"):
+            pack_weights(
+                build_slow_decay(CONFIGS["hybrid"]), self.INT8, TestRanks.context("int8 OTHER torch.float32 all")
+            )
 
 
 class TestKeptOriginals:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.cpp import can_be_built
-from megatron_ext.ops.linear import LINEAR, PackableLinear, choice_identity, choose, cpp, onednn, reference, table
+from megatron_ext.ops.linear import INT8, LINEAR, PackableLinear, choice_identity, choose, cpp, onednn, reference, table
 from megatron_ext.ops.linear.table import MIB, Row, row_for
 
 BOUND = 8 * torch.finfo(torch.float32).eps  # times the sum of the absolute products
@@ -133,6 +133,76 @@ def test_rows_have_the_same_bits_however_they_are_batched(dtype, outputs, inputs
             assert torch.equal(multiply(x[:rows]), whole[:rows]), rows
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_compiler
+class TestInt8:
+    SHAPES = pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (97, 61), (64, 512), (300, 1100)])
+
+    @SHAPES
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_each_number_is_within_half_a_step(self, outputs, inputs, dtype):
+        """A step is the largest number of an output's group of 128 inputs, divided by 127."""
+        weight = numbers(outputs, inputs, dtype=dtype)
+        weight[0, : inputs // 2] *= 1000
+        found = cpp.Int8Weight(weight).dequantized()
+        assert found.shape == weight.shape
+        for first in range(0, inputs, 128):
+            exact, group = weight[:, first : first + 128].float(), found[:, first : first + 128]
+            steps = exact.abs().amax(1, keepdim=True) / 127
+            assert ((group - exact).abs() <= 0.5001 * steps).all()
+
+    @SHAPES
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @torch.inference_mode()
+    def test_products_are_those_of_the_quantized_weight(self, outputs, inputs, dtype):
+        """Within the bound of products in fp32, for any number of rows."""
+        multiply, bias = cpp.Int8Weight(numbers(outputs, inputs)), numbers(outputs)
+        for rows in (1, 2, 5, 17, 64):
+            x = numbers(rows, inputs, seed=1, dtype=dtype)
+            assert_within_bound(multiply(x, bias), x, multiply.dequantized(), bias)
+
+    @torch.inference_mode()
+    def test_rows_have_the_same_bits_however_they_are_batched(self):
+        multiply, x = cpp.Int8Weight(numbers(300, 1100)), numbers(300, 1100, seed=1)
+        whole = multiply(x)
+        for rows in (*range(1, 27), 97, 260):
+            assert torch.equal(multiply(x[:rows]), whole[:rows]), rows
+
+    def test_zeros_and_numbers_that_are_not_finite(self):
+        """Zeros stay zeros; an infinite number makes its output NaN, and no other one."""
+        weight = numbers(5, 40)
+        weight[1], weight[3, 7] = 0, torch.inf
+        found = cpp.Int8Weight(weight)(torch.ones(1, 40))[0]
+        assert found[1] == 0
+        assert found.isnan().tolist() == [False, False, False, True, False]
+
+    def test_the_original_is_gone(self):
+        """A layer refuses whatever needs its weight, and stays as it is."""
+        layer = PackableLinear(40, 24)
+        layer.pack(INT8)
+        x = numbers(3, 40)
+        with torch.inference_mode():
+            before = layer(x)
+        for use in (layer.unpack, layer.state_dict, lambda: layer(x)):
+            with pytest.raises(ConfigError, match="--cpu-weight-quantization int8"):
+                use()
+        with torch.inference_mode():
+            assert torch.equal(layer(x), before)
+
+    def test_a_state_dict_replaces_it(self):
+        """Only with a weight of the right shape; without one the layer keeps its weight."""
+        layer = PackableLinear(40, 24)
+        layer.pack(INT8)
+        packed = layer.packed
+        layer.load_state_dict({"bias": torch.zeros(24)}, strict=False)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            layer.load_state_dict({"weight": torch.zeros(24, 41)}, strict=False)
+        assert layer.packed is packed
+        new = numbers(24, 40, seed=5)
+        layer.load_state_dict({"weight": new}, strict=False)
+        assert layer.packed is None
+        assert torch.equal(layer.weight, new)
 
 
 @needs_compiler

@@ -20,7 +20,8 @@ from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
 from megatron_ext.models.build import build_model
-from megatron_ext.ops.linear import Packable, onednn
+from megatron_ext.ops.cpp import can_be_built
+from megatron_ext.ops.linear import INT8, Packable, onednn
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_states_close
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -98,6 +99,16 @@ def sight_packed_share(config: ModelConfig, whole: Whole) -> Sighted:
     return sighted
 
 
+def sight_quantized_share(config: ModelConfig, whole: Whole) -> Sighted:
+    """Observe one rank of two that has quantized its part of the weights."""
+    platform.initialize(TP_2)
+    model = build_model(config, device=CPU)
+    fill(model, whole)
+    sighted = sight(config, model, cpu_weight_quantization="int8", packs_weights=True)
+    assert {layer.packed_by for layer in model.modules() if isinstance(layer, Packable)} == {INT8}
+    return sighted
+
+
 def sections(mixer: RecurrentMixer) -> tuple[int, ...]:
     """Channels of what a mixer convolves, each shared by the ranks."""
     if isinstance(mixer, Mamba2Mixer):
@@ -148,6 +159,21 @@ def test_two_ranks_with_packed_weights_equal_one():
     expected = sight(config, model)
     for rank, own in enumerate(run_ranks(sight_packed_share, 2, config, whole_parameters(model), deadline=120.0)):
         assert_right_share(rank, own, expected, model)
+
+
+@pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
+def test_two_ranks_with_quantized_weights_agree():
+    """With each other to the bit, and nearly with exact weights: scales differ from those of whole weights."""
+    config = MODELS["hybrid"]
+    model = build_slow_decay(config)
+    expected = sight(config, model).logits
+    first, second = run_ranks(sight_quantized_share, 2, config, whole_parameters(model), deadline=120.0)
+    assert first.logits.keys() == second.logits.keys()
+    assert all(torch.equal(logits, second.logits[who]) for who, logits in first.logits.items())
+    for request in {request for request, _ in expected}:
+        key = min(key for key in expected if key[0] == request)  # after the prompt; tokens may differ later on
+        error = (first.logits[key] - expected[key]).norm() / expected[key].norm()
+        assert 0 < error < 0.1
 
 
 def test_the_comparison_of_states_can_fail():
