@@ -36,7 +36,7 @@ MODULES = {  # in the order in which their cases run
     "latency": ("latency.prefixes", "latency.steps"),
     "throughput": ("throughput.kinds", "throughput.speculation", "throughput.ranks", "throughput.threads"),
     "serving": ("serving.streams", "serving.text"),
-    "operators": ("operators.cpu", "operators.linear"),
+    "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),
     "simulation": (
         "simulation.host",
