@@ -393,7 +393,7 @@ class TestQuantized:
     @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED], ids=["own", "tied"])
     @pytest.mark.parametrize("write", [by_update, by_disk, by_state_dict])
     def test_new_weights_are_quantized_anew(self, config, write):
-        """As in an engine that was built with them, to the bit."""
+        """Results equal those of an engine that was built with them, to the bit."""
         new = build_slow_decay(config, seed=6)
         values = contents(new)
         model = build_slow_decay(config)
