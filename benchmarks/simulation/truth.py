@@ -146,9 +146,8 @@ class EngineReplay(Replay):
             self.end(record.request_id, record.skipped_prefill_token_count)
             self._ended()
 
-    def fast_forward(self) -> bool:
-        """Take no steps at once."""
-        return False
+    def rest(self) -> None:
+        """Let no request rest: the engine computes all of them."""
 
 
 def build_core(loaded: LoadedModel, policy: str, memory: Memory) -> EngineCore:

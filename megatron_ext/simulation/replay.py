@@ -20,7 +20,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Sequence as RequestSequence
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.simulation.fast_forward import fast_forward, uniform_steps
+from megatron_ext.simulation.fast_forward import RestingDecodes
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.trace import Turn, by_session, common_tokens, packed
 
@@ -74,7 +74,8 @@ class Replay:
         slots: int | None,
         machine: Machine | None = None,
     ) -> None:
-        self.scheduler = Scheduler(limits, policy, b"simulation", slots)
+        self.scheduler, self.limits = Scheduler(limits, policy, b"simulation", slots), limits
+        self.resting = RestingDecodes(self.scheduler, self._next_tokens)
         self.outcome = Outcome([turn.prompt_length for turn in turns])
         self.outcome.skipped = [0] * len(turns)
         self.outcome.ttft = [None] * len(turns)
@@ -90,14 +91,18 @@ class Replay:
 
     def run(self) -> Outcome:
         """Run the whole trace."""
-        queues = self.scheduler.queues
-        while self.coming or len(queues):
-            if not len(queues):
+        queues, resting = self.scheduler.queues, self.resting
+        while self.coming or len(queues) or len(resting):
+            if not len(queues) and not len(resting):
                 self.now = max(self.now, self.coming[0][0])
             while self.coming and self.coming[0][0] <= self.now:
                 self.submit(heappop(self.coming)[1])
-            if len(queues) and not self.fast_forward():
+            resting.wake(self.outcome.steps)
+            if len(queues):
                 self.step()
+                self.rest()
+            elif len(resting):
+                self.leap()
         self.outcome.seconds = self.now
         self.outcome.statistics = self.statistics()
         return self.outcome
@@ -118,7 +123,7 @@ class Replay:
     def take(self, place: int) -> bool:
         """Hand a turn to the scheduler, unless it can never be served; return whether it can."""
         request = self._request(place)
-        is_admissible = check_admissible(request, self.scheduler.limits) is None
+        is_admissible = check_admissible(request, self.limits) is None
         if is_admissible:
             self.scheduler.add(request)
         return is_admissible
@@ -140,37 +145,34 @@ class Replay:
 
     def step(self) -> None:
         """Schedule and commit one step, and advance the time."""
-        scheduler, limits = self.scheduler, self.scheduler.limits
+        scheduler, limits = self.scheduler, self.limits
         plan = scheduler.schedule()
         for request, _ in plan.failures:
             self.end(request.request_id, request.skipped_prefill_tokens)
-        if not plan.chunks:
+        if not plan.chunks and not len(self.resting):
             return
         step = scheduler.describe(plan)
-        self.now += self.machine.seconds(plan.chunks, limits.costs)
+        self.now += self.machine.seconds(plan.chunks, limits.costs, len(self.resting), self.resting.positions)
         self.outcome.steps += 1
+        self.resting.leap(1)
         for request in scheduler.commit(step, self._sample(plan.chunks)):
             self.end(request.request_id, request.skipped_prefill_tokens)
 
-    def fast_forward(self) -> bool:
-        """Take all uniform steps before the next event or arrival at once.
+    def rest(self) -> None:
+        """Let requests rest that only decode in the next step."""
+        self.resting.rest(self.outcome.steps)
 
-        Returns:
-            Whether there were any.
-        """
-        scheduler, running = self.scheduler, self.scheduler.queues.running
-        max_steps = uniform_steps(scheduler)
-        if max_steps < 1:
-            return False
+    def leap(self) -> None:
+        """Take all steps at once before a resting request wakes or another one arrives."""
+        max_steps = self.resting.first_step - self.outcome.steps
         count, arrival = 0, self.coming[0][0] if self.coming else math.inf
-        for seconds in self.machine.decoding([one.computed_end for one in running], scheduler.limits.costs):
+        for seconds in self.machine.decoding(len(self.resting), self.resting.positions, self.limits.costs):
             if count == max_steps or arrival <= self.now:
                 break
             self.now += seconds
             count += 1
         self.outcome.steps += count
-        fast_forward(scheduler, {one.request_id: self._next_tokens(one, count) for one in running})
-        return True
+        self.resting.leap(count)
 
     def _next_tokens(self, request: Request, count: int) -> Sequence[int]:
         known = request.generated_count

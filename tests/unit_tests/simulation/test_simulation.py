@@ -227,9 +227,21 @@ class Leaps(Replay):
 class Walk(Replay):
     """Every step by itself."""
 
-    def fast_forward(self) -> bool:
-        """Never."""
-        return False
+    def rest(self) -> None:
+        """Let no request rest."""
+
+
+def leap_and_walk(turns: list[Turn], limits, policy: str, slots: int | None) -> tuple[Outcome, Outcome, int]:
+    """Check that a replay equals one step by step; return both outcomes, and the steps planned by the first."""
+    leaps, walks = (kind(turns, limits, EvictionPolicyName(policy), slots) for kind in (Leaps, Walk))
+    leaping, walking = leaps.run(), walks.run()
+    leaps.scheduler.check()
+    assert leaping.statistics == walking.statistics
+    assert leaping.skipped == walking.skipped
+    assert leaping.steps == walking.steps
+    assert leaping.ttft == pytest.approx(walking.ttft)
+    assert leaping.seconds == pytest.approx(walking.seconds)
+    return leaping, walking, leaps.planned
 
 
 @pytest.mark.parametrize("name", ["agents", "chat", "mixed", "rl"])
@@ -240,22 +252,27 @@ def test_steps_that_are_alike_are_taken_at_once(name: str, policy: str):
     batch = Batch(max_requests=6, max_tokens=512)
     limits, slots = limits_of(HYBRID, Settings(0.6, 0.5, 64, policy), batch)
     limits = dataclasses.replace(limits, total_blocks=70)
-    leaps, walks = (kind(turns, limits, EvictionPolicyName(policy), slots) for kind in (Leaps, Walk))
-    leaping, walking = leaps.run(), walks.run()
-    leaps.scheduler.check()
-    assert leaping.statistics == walking.statistics
-    assert leaping.skipped == walking.skipped
-    assert leaping.steps == walking.steps
-    assert leaping.ttft == pytest.approx(walking.ttft)
-    assert leaping.seconds == pytest.approx(walking.seconds)
+    leaping, walking, planned = leap_and_walk(turns, limits, policy, slots)
     counters, use = leaping.statistics.counters, leaping.statistics.use
     assert use.blocks_evicted or counters.lost_slot_tokens or policy == "ref_zero" or name == "rl", "nothing was short"
-    assert leaps.planned < 0.6 * walking.steps, "it hardly leaps"
+    assert planned < 0.6 * walking.steps, "it hardly leaps"
+
+
+def test_requests_pause_in_the_same_steps():
+    """SI-3: where blocks are few, resting requests run on before any has to pause."""
+    ids = Ids()
+    turns = [Turn(i, 0.1 * i, (ids.take(100 + 10 * i),), ids.take(300 + 20 * i)) for i in range(12)]
+    limits, slots = limits_of(HYBRID, ROOMY, Batch(max_requests=6, max_tokens=512))
+    leaping, walking, planned = leap_and_walk(turns, dataclasses.replace(limits, total_blocks=20), "lru", slots)
+    assert leaping.statistics.counters.pauses > 3
+    assert leaping.statistics.counters.preemptions > 3
+    assert planned < 0.9 * walking.steps
 
 
 def test_a_leap_over_the_end_of_a_block_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    alike = fast_forward._alike
-    monkeypatch.setattr(fast_forward, "_alike", lambda request, size: alike(request, size) and alike(request, size) + 1)
+    uniform = fast_forward.uniform_steps
+    longer = lambda request, size: uniform(request, size) and uniform(request, size) + 1  # noqa: E731
+    monkeypatch.setattr(fast_forward, "uniform_steps", longer)
     with pytest.raises((AssertionError, IndexError)):
         test_steps_that_are_alike_are_taken_at_once("chat", "lru")
 
