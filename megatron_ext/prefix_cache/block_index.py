@@ -183,11 +183,6 @@ class BlockIndex:
         """Return the number of indexed children of `block`."""
         return self._children.get(self._hash_of[block], 0)
 
-    def childless(self, blocks: Iterable[BlockId]) -> list[BlockId]:
-        """Return the blocks without indexed children among indexed `blocks`, in their order."""
-        hash_of, children = self._hash_of, self._children
-        return [block for block in blocks if hash_of[block] not in children]
-
     def parent(self, block: BlockId) -> BlockId | None:
         """Return the parent of `block`; None for the first block of a sequence."""
         parent = self._parents[self._hash_of[block]]

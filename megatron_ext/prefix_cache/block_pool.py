@@ -56,20 +56,26 @@ class BlockPool:
         references, unused = self._references, []
         for block in blocks:
             left = references[block] - 1
-            assert left >= 0, f"block {block} released more often than taken"
             references[block] = left
-            if not left:
+            if left <= 0:
+                assert not left, f"block {block} released more often than taken"
                 unused.append(block)
         self.evictable.update(unused)
         return unused
 
-    def retain(self, blocks: Sequence[BlockId]) -> None:
-        """Add a reference to each of these blocks, which are in use or evictable."""
-        references, evictable = self._references, self.evictable
+    def retain(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Add a reference to each of these blocks, which are in use or evictable.
+
+        Returns:
+            Those that were evictable, in their order.
+        """
+        references = self._references
+        unused = [block for block in blocks if not references[block]]
+        assert self.evictable.issuperset(unused), f"some of {unused} are free"
         for block in blocks:
-            assert references[block] or block in evictable, f"block {block} is free"
             references[block] += 1
-        evictable.difference_update(blocks)
+        self.evictable.difference_update(unused)
+        return unused
 
     def free(self, blocks: Sequence[BlockId]) -> None:
         """Move evictable blocks to the free list."""

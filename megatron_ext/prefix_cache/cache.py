@@ -127,9 +127,7 @@ class PrefixCache:
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
         assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
-        evictable = self.pool.evictable
-        self._policy.reuse([block for block in blocks if block in evictable])
-        self.pool.retain(blocks)
+        self._policy.reuse(self.pool.retain(blocks))
 
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""

@@ -5,8 +5,9 @@ runs of blocks:
 
 - `keeps_unused`: whether a block stays cached that is not in use and that no request waits for.
 - `hold(blocks)`: make cached blocks evictable. They are no longer in use, and stay cached because of `keeps_unused`, or
-  because a waiting request wants them. Blocks of one sequence come from its end to its start.
-- `reuse(blocks)`: take evictable blocks out of the order: they are in use again.
+  because a waiting request wants them. They are blocks of one sequence, from its end to its start.
+- `reuse(blocks)`: take evictable blocks out of the order: they are in use again. They are blocks of one sequence, from
+  its start to its end.
 - `evict(count, limit)`: return the evictable blocks to evict now, in order, each after all its cached children; the
   cache removes them from the index at once. They are fewer than `count` if the next one's priority exceeds `limit`.
 - `next_priority()`: return the priority of the block that `evict` would return first, on the scale of `SnapshotOrder`.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counting
 from typing import Protocol
@@ -40,10 +41,10 @@ class EvictionPolicy(Protocol):
 
     keeps_unused: bool
 
-    def hold(self, blocks: Iterable[BlockId]) -> None:
+    def hold(self, blocks: Sequence[BlockId]) -> None:
         """Make cached blocks evictable, which are no longer in use."""
 
-    def reuse(self, blocks: Iterable[BlockId]) -> None:
+    def reuse(self, blocks: Sequence[BlockId]) -> None:
         """Take blocks out of the order: they are in use again."""
 
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
@@ -89,7 +90,7 @@ class LeafFirstLru:
         self._times: dict[BlockId, int] = {}
         self._queue: OrderedDict[int, BlockId] = OrderedDict()  # by time
 
-    def hold(self, blocks: Iterable[BlockId]) -> None:
+    def hold(self, blocks: Sequence[BlockId]) -> None:
         """Make cached blocks evictable, as the most recently used."""
         times, queue = self._times, self._queue
         assert times.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
@@ -97,7 +98,7 @@ class LeafFirstLru:
             times[block] = time
             queue[time] = block
 
-    def reuse(self, blocks: Iterable[BlockId]) -> None:
+    def reuse(self, blocks: Sequence[BlockId]) -> None:
         """Take blocks out of the queue: they are in use again."""
         times, queue = self._times, self._queue
         for block in blocks:

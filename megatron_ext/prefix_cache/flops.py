@@ -25,7 +25,7 @@ saves about as much per block). A leaf without a snapshot has its age alone: it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.costs import EntryCosts
@@ -199,20 +199,22 @@ class FlopsBlocks:
         self._leaves: AgedQueue[BlockId] = AgedQueue()
         self._age = Age() if age is None else age
 
-    def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Make cached blocks evictable, as used at the current age."""
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        """Make cached blocks evictable, as used at the current age; all but the first are parents of others."""
         held = dict.fromkeys(blocks, self._age.value)
         assert self._ages.keys().isdisjoint(held), f"one of {list(held)} made evictable twice"
         self._ages.update(held)
-        for block in self._index.childless(held):
-            self._leaves.put(block, self._key(block))
+        for leaf in blocks[:1]:
+            if not self._index.children(leaf):
+                self._leaves.put(leaf, self._key(leaf))
 
-    def reuse(self, blocks: Iterable[BlockId]) -> None:
-        """Take blocks out of the order: they are in use again."""
+    def reuse(self, blocks: Sequence[BlockId]) -> None:
+        """Take blocks out of the order: they are in use again; all but the last are parents of others."""
         ages = self._ages
         for block in blocks:
             del ages[block]
-            self._leaves.discard(block)
+        for leaf in blocks[-1:]:
+            self._leaves.discard(leaf)
 
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
         """Evict up to `count` leaves, each time the one of lowest priority; its parent may become a leaf."""

@@ -11,10 +11,9 @@ from megatron_ext.prefix_cache.eviction import EvictionPolicy, LeafFirstLru, Ref
 
 
 def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
-    """A fresh one, for three sequences of one block."""
+    """A fresh one, for a sequence of the blocks 2, 1, 3."""
     index = BlockIndex()
-    for block in (1, 2, 3):
-        index.add([bytes([block])], [block], None)
+    index.add([b"a", b"b", b"c"], [2, 1, 3], None)
     return build_policies(name, index, EntryCosts()).blocks
 
 
@@ -35,9 +34,13 @@ class TestContract:
     def test_reused_blocks_are_not_evicted(self, name):
         policy = build_policy(name)
         policy.hold([3, 1, 2])
-        policy.reuse([1, 3])
-        assert list(policy) == [2]
-        assert policy.evict(1) == [2]
+        policy.reuse([2, 1])
+        assert list(policy) == [3]
+        policy.check()
+        policy.reuse([3])
+        policy.check()
+        policy.hold([3])
+        assert policy.evict(1) == [3]
 
     def test_clear(self, name):
         policy = build_policy(name)
