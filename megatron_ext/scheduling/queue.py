@@ -1,4 +1,4 @@
-"""Request queues: waiting, running and paused, always in order of arrival."""
+"""Request queues: waiting, running, paused and resting, always in order of arrival."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RequestQueue:
 
 
 class _Queue(Protocol):
-    """Common interface of the three queues."""
+    """Common interface of the queues."""
 
     def add(self, request: Request) -> None: ...
 
@@ -49,10 +49,11 @@ class _Queue(Protocol):
 
 
 class Queues:
-    """Queues of the living requests; each request is in exactly one of the three.
+    """Queues of the living requests; each request is in exactly one of them.
 
     Waiting requests own nothing. Running ones own blocks and a running state slot, and are considered in each step.
-    Paused ones keep what they own but cannot grow: no block is free for their next token.
+    Paused ones keep what they own but cannot grow: no block is free for their next token. Resting ones decode, and keep
+    what they own, without being considered; only the simulator lets requests rest.
 
     Args:
         pins: Receives the blocks that waiting requests are to find cached.
@@ -62,15 +63,17 @@ class Queues:
         self.waiting = WaitingQueue(pins)
         self.running = RequestQueue()
         self.paused = RequestQueue()
+        self.resting = RequestQueue()
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all living requests."""
         yield from self.running
         yield from self.paused
+        yield from self.resting
         yield from self.waiting
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.paused)
+        return len(self.waiting) + len(self.running) + len(self.paused) + len(self.resting)
 
     def move(self, request: Request, target: _Queue) -> None:
         """Move `request` from its queue to `target`."""
@@ -79,7 +82,7 @@ class Queues:
 
     def discard(self, request: Request) -> None:
         """Remove `request` from its queue."""
-        queues: Iterable[_Queue] = (self.waiting, self.running, self.paused)
+        queues: Iterable[_Queue] = (self.waiting, self.running, self.paused, self.resting)
         for queue in queues:
             if request in queue:
                 queue.remove(request)

@@ -1,9 +1,9 @@
 """Fast forward: decoding requests to which nothing happens for some steps but another token.
 
 Used by the simulator, which knows the tokens in advance. In these *uniform* steps of a request it does not begin or
-end, fills no block and needs none, so the scheduler would only append its token. Such a request *rests*: it is kept out
-of the queue of running requests, in favor of limits that are as much smaller, until its next other step. Steps without
-other requests than resting ones are taken at once.
+end, fills no block and needs none, so the scheduler would only append its token. Such a request *rests*: until its
+next other step it is in the queue of resting requests, not in that of running ones, and the scheduler's limits are as
+much smaller. Steps without other requests than resting ones are taken at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RestingDecodes:
         for request in queues.running:
             count = uniform_steps(request, limits.block_size)
             if count:
-                queues.running.remove(request)
+                queues.move(request, queues.resting)
                 heappush(self._resting, (step + count, request.arrival, step, request))
                 self.positions += request.computed_end
         self._limit()
@@ -87,7 +87,7 @@ class RestingDecodes:
         last = math.inf if self._scheduler.cache.available_count == 0 else step
         if not self._resting or self._resting[0][0] > last:
             return
-        queue, counters = self._scheduler.queues.running, self._scheduler.counters
+        queues, counters = self._scheduler.queues, self._scheduler.counters
         while self._resting and self._resting[0][0] <= last:
             _, _, since, request = heappop(self._resting)
             sequence, new = request.sequence, self._answers(request, step - since)
@@ -95,7 +95,7 @@ class RestingDecodes:
             request.timeline.step_count += len(new)
             counters.prefill_tokens += sequence.advance(sequence.computed_end + len(new))
             self.positions -= sequence.computed_end
-            queue.add(request)
+            queues.move(request, queues.running)
         self._limit()
 
     def _limit(self) -> None:

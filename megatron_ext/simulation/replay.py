@@ -92,13 +92,13 @@ class Replay:
     def run(self) -> Outcome:
         """Run the whole trace."""
         queues, resting = self.scheduler.queues, self.resting
-        while self.coming or len(queues) or len(resting):
-            if not len(queues) and not len(resting):
+        while self.coming or len(queues):
+            if not len(queues):
                 self.now = max(self.now, self.coming[0][0])
             while self.coming and self.coming[0][0] <= self.now:
                 self.submit(heappop(self.coming)[1])
             resting.wake(self.outcome.steps)
-            if len(queues):
+            if len(queues) > len(resting):
                 self.step()
                 self.rest()
             elif len(resting):
