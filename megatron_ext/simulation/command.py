@@ -20,7 +20,8 @@ from megatron_ext.simulation.cached_models import MODELS, CachedModel
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.running import ask_server
+from megatron_ext.simulation.running import RunningServer, ask_server
+from megatron_ext.simulation.server_advice import comparisons, settings_of
 from megatron_ext.simulation.sweep import (
     DEFAULT,
     DEFAULT_STATE_SHARE,
@@ -28,6 +29,7 @@ from megatron_ext.simulation.sweep import (
     PLACEMENTS,
     SPACING,
     Batch,
+    Point,
     Settings,
     advise,
     grid,
@@ -73,13 +75,29 @@ def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
     """Simulate a server's recent requests with its own memory and settings, and with others for comparison."""
     key = None if arguments.api_key_file is None else read_text(arguments.api_key_file, _LONGEST_KEY).strip()
     server = ask_server(arguments.server, key, arguments.requests)
-    shares = arguments.state_share or server.shares()
+    if arguments.advise:
+        _advise_server(arguments, console, server)
+        return
+    memories, shares = arguments.memory_gib or server.memories(), arguments.state_share or server.shares()
     sizes, own = sorted({server.settings.block_size, *arguments.block_size}), server.settings
     policies, modes = sorted({own.policy, *arguments.policy}), sorted({own.mode, *arguments.mode})
     axes = (sizes, policies, modes, arguments.placement, arguments.spacing)
-    settings = grid(arguments.memory_gib or server.memories(), shares, *axes)
+    settings = grid(memories, shares, *axes)
     run = _Run(arguments, console, server.model, server.batch, settings, own)
     run.write(run.simulate(server.turns, arguments.plots))
+
+
+def _advise_server(arguments: argparse.Namespace, console: Console, server: RunningServer) -> None:
+    """Compare a server's settings with others, in three lines."""
+    memories, shares = arguments.memory_gib or server.memories(), arguments.state_share or server.shares()
+    found = comparisons(server, memories, shares, arguments.policy)
+    run = _Run(arguments, console, server.model, server.batch, settings_of(found), server.settings)
+    points = run.points(server.turns)
+    by_settings, sizes = {point.settings: point for point in points}, describe(server.turns)
+    lines = {one.subject: one.line(by_settings) for one in found}
+    for line in lines.values():
+        console.print(line, markup=False, soft_wrap=True)
+    run.write(results(sizes, points, [], dataclasses.asdict(run.machine)) | {"advice": lines})
 
 
 @dataclass(frozen=True)
@@ -108,13 +126,18 @@ class _Run:
         given = self.arguments
         return Machine(given.flops, given.bandwidth, given.parameter_bytes, given.step_overhead)
 
-    def simulate(self, turns: Sequence[Turn], plots: Path | None) -> dict[str, object]:
-        """Simulate a trace under all settings, print a table and advice, draw, and return the results for JSON."""
-        console, points = self.console, []
+    def points(self, turns: Sequence[Turn]) -> list[Point]:
+        """Simulate a trace under all settings; a terminal shows the progress."""
+        points: list[Point] = []
         for point in sweep(turns, self.model, self.settings, self.batch, self.machine):
             points.append(point)
-            if len(self.settings) > 1 and console.is_terminal:
-                console.print(f"{len(points)} of {len(self.settings)}: {point.wall_seconds:.1f} s", style="dim")
+            if len(self.settings) > 1 and self.console.is_terminal:
+                self.console.print(f"{len(points)} of {len(self.settings)}: {point.wall_seconds:.1f} s", style="dim")
+        return points
+
+    def simulate(self, turns: Sequence[Turn], plots: Path | None) -> dict[str, object]:
+        """Simulate a trace under all settings, print a table and advice, draw, and return the results for JSON."""
+        console, points = self.console, self.points(turns)
         advice, sizes = advise(points, self.given) if self.arguments.advise else [], describe(turns)
         console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
         console.print(table_of(points))
@@ -233,7 +256,12 @@ def _parser() -> argparse.ArgumentParser:
         "--spacing", type=_list_of(_count), default=[SPACING], help="minimum number of blocks between those"
     )
     _add_machine(parser)
-    parser.add_argument("--advise", action="store_true", help="print the settings that skip the most tokens")
+    parser.add_argument(
+        "--advise",
+        action="store_true",
+        help="print the settings that skip the most tokens; with --server, compare its memory, "
+        "split and policy with others, in three lines; the block size, mode and placement stay as they are",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all results as JSON")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots to this folder; needs matplotlib")
     return parser

@@ -16,7 +16,7 @@ from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.simulation.cached_models import KnownModel
 from megatron_ext.simulation.formats import read_requests
-from megatron_ext.simulation.sweep import GIB, Batch, Settings
+from megatron_ext.simulation.sweep import GIB, PLACEMENTS, Batch, Settings
 from megatron_ext.simulation.trace import Turn
 
 TIMEOUT = 60.0  # seconds
@@ -44,7 +44,7 @@ class RunningServer:
     def shares(self) -> list[float]:
         """Shares of the memory for snapshots to simulate."""
         own = self.settings.state_share
-        return sorted({own, *SHARES}) if self.model.known.state_bytes else [0.0]
+        return sorted({own, *SHARES}) if self.model.known.state_bytes else [own]
 
     def memories(self) -> list[float]:
         """Memory sizes to simulate, in GiB."""
@@ -81,6 +81,7 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
         costs.block_size,
         EvictionPolicyName(set_["policy"]).value,
         str(set_["mode"]),
+        "off" if set_.get("provisional_slots") == 0 else PLACEMENTS[0],
     )
     names = [field.name for field in dataclasses.fields(Batch)]
     batch = Batch(**{name: set_[name] for name in names})

@@ -228,7 +228,7 @@ def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[
         best = max(here, key=lambda point: (point.skipped_tokens, -point.ttft_p50))
         given = min(here, key=lambda point: _distance(point.settings, given_settings))
         gain = max(1, best.skipped_tokens) / max(1, given.skipped_tokens)
-        advice.append(Advice(best, _flags(best), gain, given))
+        advice.append(Advice(best, flags_of(best), gain, given))
     return advice
 
 
@@ -243,7 +243,7 @@ def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, in
     )
 
 
-def _flags(point: Point) -> tuple[str, ...]:
+def flags_of(point: Point) -> tuple[str, ...]:
     """Return the flags with numbers of blocks and slots, which do not depend on other contents of a buffer."""
     prefix, settings = "--inference-dynamic-batching", point.settings
     flags = [

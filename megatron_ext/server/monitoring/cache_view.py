@@ -71,6 +71,7 @@ class CacheView:
         return {
             "policy": policy,
             "mode": "align" if limits.aligned_chunks else "kernel",
+            "provisional_slots": limits.opportunistic.max_slots,
             "max_requests": limits.max_requests,
             "max_tokens": limits.max_tokens,
             "max_prefills": limits.max_prefills,

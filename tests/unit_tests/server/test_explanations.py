@@ -175,14 +175,24 @@ class TestTheRecentPast:
         check_error(closed.http.get("/prefix_cache/trace"), 401)
 
     def test_advice_from_a_server(self, closed, tmp_path, capsys):
-        """SI-4."""
+        """SI-4: three lines say what the server's requests would have skipped with other settings, and with its own."""
         self.serve_some(closed)
         (tmp_path / "key").write_text("key\n")
         (tmp_path / "wrong").write_text("wrong\n")
-        url = ["--server", str(closed.http.base_url).rstrip("/"), "--advise", "--block-size", "16"]
-        command.simulate([*url, "--api-key-file", str(tmp_path / "key")], Console(width=140))
-        said = capsys.readouterr().out
-        assert "--inference-dynamic-batching-block-size 16" in said
+        url = ["--server", str(closed.http.base_url).rstrip("/"), "--advise"]
+        output = tmp_path / "advice.json"
+        command.simulate([*url, "--api-key-file", str(tmp_path / "key"), "--output", str(output)], Console(width=140))
+        said, found = capsys.readouterr().out.splitlines(), json.loads(output.read_text())
+        assert [line.split(":")[0] for line in said] == ["memory", "split", "policy"]
+        own = found["points"][0]
+        assert (own["blocks"], own["slots"]) == (200, 16)
+        assert all(f"skips {own['skipped_tokens']:,} tokens" in line.split(";")[0] for line in said)
+        for point in found["points"][1:]:
+            changed = [name for name in own["settings"] if point["settings"][name] != own["settings"][name]]
+            subject = {"memory_gib": "memory", "state_share": "split", "policy": "policy"}[changed[0]]
+            assert len(changed) == 1
+            assert f"{point['skipped_tokens']:,} tokens ({point['skipped_share']:.1%})" in found["advice"][subject]
+        assert list(found["advice"].values()) == said
         with pytest.raises(command.ConfigError, match="answers 401"):
             command.simulate([*url, "--api-key-file", str(tmp_path / "wrong")], Console())
 
@@ -202,3 +212,10 @@ class TestTheRecentPast:
         assert (found.settings.policy, found.settings.mode, found.settings.state_share) == ("flops", "align", 1 / 11)
         assert found.model.costs(64).block_bytes == 640
         assert found.batch.max_requests == 2
+
+    def test_a_server_without_opportunistic_snapshots(self, serve):
+        cache = CacheConfig(snapshot_slots=16, explain_prefix_cache=True, provisional_slots=0)
+        server = serve(tiny_engine(cache=cache), api_key="key")
+        ask(server, FIRST)
+        running = ask_server(str(server.http.base_url).rstrip("/"), "key")
+        assert running.settings.placement == "off"
