@@ -123,20 +123,21 @@ class BlockIndex:
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
         """Remove `blocks`, each after its children, and return their block hashes."""
-        return [self._remove(block) for block in blocks]
-
-    def _remove(self, block: BlockId) -> BlockHash:
-        block_hash = self._hash_of[block]
-        children = self._children.get(block_hash, 0)
-        assert not children, f"block {block} has {children} cached children"
-        del self._hash_of[block], self._blocks[block_hash], self._depths[block_hash]
-        self._hits.pop(block_hash, None)
-        parent = self._parents.pop(block_hash)
-        if parent is not None:
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
-        return block_hash
+        hash_of, children, hits = self._hash_of, self._children, self._hits
+        removed = []
+        for block in blocks:
+            block_hash = hash_of.pop(block)
+            assert block_hash not in children, f"block {block} has {children[block_hash]} cached children"
+            del self._blocks[block_hash], self._depths[block_hash]
+            if hits:
+                hits.pop(block_hash, None)
+            parent = self._parents.pop(block_hash)
+            if parent is not None:
+                children[parent] -= 1
+                if not children[parent]:
+                    del children[parent]
+            removed.append(block_hash)
+        return removed
 
     def move(self, old: BlockId, new: BlockId) -> None:
         """Note that the contents of the block `old`, if it is indexed, are in `new` now."""

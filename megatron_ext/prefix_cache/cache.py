@@ -148,11 +148,13 @@ class PrefixCache:
 
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
         """Record the hashes of blocks that are about to be evicted, and of their snapshots."""
-        for block_hash in map(self._index.hash_of, blocks):
-            self.ghosts.on_block_removed(block_hash)
-            states = self.states
-            if states is not None and states.find(block_hash) is not None and not states.is_provisional(block_hash):
-                self.ghosts.on_snapshot_removed_with_block(block_hash)
+        block_hashes = list(map(self._index.hash_of, blocks))
+        self.ghosts.on_blocks_removed(block_hashes)
+        states = self.states
+        if states is not None:
+            for block_hash in states.among(block_hashes):
+                if not states.is_provisional(block_hash):
+                    self.ghosts.on_snapshot_removed_with_block(block_hash)
 
     def want(self, block_hash: BlockHash) -> None:
         """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""
@@ -238,7 +240,7 @@ class PrefixCache:
     def _forget(self, blocks: Iterable[BlockId]) -> None:
         block_hashes = self._index.remove(blocks)
         if self.states is not None:
-            for block_hash in block_hashes:
+            for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
         if self.cached_token_ids is not None:
             for block_hash in block_hashes:

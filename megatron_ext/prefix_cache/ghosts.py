@@ -58,11 +58,13 @@ class _Given:
         self._max = max_hashes
         self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def note(self, block_hash: BlockHash, now: int) -> None:
-        self.block_hashes.pop(block_hash, None)
-        self.block_hashes[block_hash] = now
-        if len(self.block_hashes) > self._max:
-            self.block_hashes.popitem(last=False)
+    def note(self, block_hashes: Iterable[BlockHash], now: int) -> None:
+        noted, max_ = self.block_hashes, self._max
+        for block_hash in block_hashes:
+            noted[block_hash] = now
+            noted.move_to_end(block_hash)
+            if len(noted) > max_:
+                noted.popitem(last=False)
 
 
 class Ghosts:
@@ -81,18 +83,18 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._blocks.block_hashes) + len(self._snapshots.block_hashes)
 
-    def on_block_removed(self, block_hash: BlockHash) -> None:
-        """Record the eviction of a block."""
-        self._blocks.note(block_hash, self._now)
+    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Record the eviction of blocks."""
+        self._blocks.note(block_hashes, self._now)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was evicted, or found no slot."""
-        self._snapshots.note(block_hash, self._now)
+        self._snapshots.note((block_hash,), self._now)
         self._with_blocks.discard(block_hash)
 
     def on_snapshot_removed_with_block(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was dropped with its evicted block: more slots would not have kept it."""
-        self._snapshots.note(block_hash, self._now)
+        self._snapshots.note((block_hash,), self._now)
         self._with_blocks.add(block_hash)
         if len(self._with_blocks) > self._max:
             self._with_blocks.intersection_update(self._snapshots.block_hashes)

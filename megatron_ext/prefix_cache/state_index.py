@@ -153,6 +153,11 @@ class StateIndex:
         """Return the slot of the snapshot of `block_hash`, which is being taken."""
         return self._reserved[block_hash][0]
 
+    def among(self, block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Return those of `block_hashes` that have a visible snapshot, in their order."""
+        visible = self._visible
+        return [block_hash for block_hash in block_hashes if block_hash in visible]
+
     def visible(self) -> KeysView[BlockHash]:
         """Return the keys of the snapshots that can be found."""
         return self._visible.keys()

@@ -59,7 +59,7 @@ def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slo
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ghosts, "on_block_removed", lambda self, block_hash: None)
+    monkeypatch.setattr(Ghosts, "on_blocks_removed", lambda self, block_hashes: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     lru = EvictionPolicyName.LRU
     with pytest.raises(AssertionError):
@@ -82,7 +82,7 @@ def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPa
 def test_only_so_much_is_remembered():
     ghosts = Ghosts(3)
     for i in range(10):
-        ghosts.on_block_removed(bytes([i]))
+        ghosts.on_blocks_removed([bytes([i])])
         ghosts.on_snapshot_removed(bytes([i]))
     assert len(ghosts) == 6
     assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
