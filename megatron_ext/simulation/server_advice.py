@@ -51,23 +51,24 @@ class Comparison:
 
 
 def comparisons(
-    server: RunningServer, memories: Iterable[float], shares: Iterable[float], policies: Iterable[str]
+    server: RunningServer, memories: Iterable[float], shares: Iterable[float | None], policies: Iterable[str]
 ) -> list[Comparison]:
     """Return the comparisons with a server's settings: of memory, split and policy.
 
     Args:
         server: The server.
         memories: Memory sizes to compare with, in GiB.
-        shares: Shares of the memory for snapshots; without effect if there are no recurrent layers.
+        shares: Shares of the memory for snapshots; None if blocks and snapshots share it all. Without effect if there
+            are no recurrent layers.
         policies: Names of eviction policies.
     """
     own = server.settings
     by_memory = [dataclasses.replace(own, memory_gib=one) for one in memories]
-    by_share = [dataclasses.replace(own, state_share=one) for one in shares]
+    by_share = [dataclasses.replace(own, state_share=one) for one in shares]  # type: ignore[arg-type]
     by_policy = [dataclasses.replace(own, policy=one) for one in policies]
     return [
         Comparison("memory", _memory, own, _without(own, by_memory)),
-        Comparison("split", _split, own, _without(own, by_share), ("-block-count", "-mamba-gb")),
+        Comparison("split", _split, own, _without(own, by_share), ("-block-count", "-mamba-gb", "-buffer-size-gb")),
         Comparison("policy", _policy, own, _without(own, by_policy), ("-eviction-policy",)),
     ]
 
@@ -86,6 +87,8 @@ def _memory(settings: Settings) -> str:
 
 
 def _split(settings: Settings) -> str:
+    if settings.state_share is None:
+        return "a moving border"
     return f"{settings.state_share:.2g} of it for snapshots"
 
 

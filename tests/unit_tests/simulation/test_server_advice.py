@@ -69,6 +69,15 @@ def test_flags_of_what_is_worth_it(advised):
     assert found[2].line(equal).endswith("keep it")
 
 
+def test_a_moving_border_is_named(advised):
+    """Without a share, blocks and snapshots share the memory."""
+    _, points, _ = advised
+    split = comparisons(build_server(), [], [None, 0.5], [])[1]
+    own, moving = points[split.own], split.others[0]
+    found = points | {moving: dataclasses.replace(own, settings=moving)}
+    assert f"; a moving border skips {own.skipped_tokens:,} tokens" in split.line(found)
+
+
 def test_a_model_without_recurrent_layers_has_no_split():
     server = build_server("llama-3-8b", 0.0)
     split = comparisons(server, [8.0], server.shares(), ["lru"])[1]
