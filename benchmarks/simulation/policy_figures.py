@@ -1,7 +1,7 @@
 """Table and plot of the results of `simulation.policies`, for docs/policies.md.
 
-Run: `python -m benchmarks.simulation.policy_figures FILE.jsonl docs/images/policies.svg`; the table goes to the
-standard output.
+Run: `python -m benchmarks.simulation.policy_figures FILE.jsonl docs/images/policies_recorded.svg`; the table goes to
+the standard output. `policies_recorded.jsonl` has the results that the document shows.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib.figure import Figure
 
     mpl.rcParams["svg.hashsalt"] = "policies"  # equal figures give equal files
+    mpl.rcParams["svg.fonttype"] = "none"
     rows = {key: shares for key, shares in by_row(cells).items() if not key[1]}
     traces = list(dict.fromkeys(key[0] for key in rows))
     drawn = Figure(figsize=(4.5 * len(traces), 4), layout="constrained")
