@@ -39,6 +39,10 @@ class AgedQueue(Generic[Item]):
     def _put_at(self, item: Item, place: tuple[float, int]) -> None:
         self._places[item] = place
         heappush(self._heap, (*place, item))
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Rebuild the heap if more than half of it is stale."""
         if len(self._heap) > 2 * len(self._places) + _SPARE:
             self._heap = [(*place, item) for item, place in self._places.items()]
             heapify(self._heap)
@@ -46,6 +50,7 @@ class AgedQueue(Generic[Item]):
     def discard(self, item: Item) -> None:
         """Remove `item` if it is in the queue."""
         self._places.pop(item, None)
+        self._tidy()
 
     def rename(self, old: Item, new: Item) -> None:
         """Put `new` in the place of `old`."""
@@ -56,6 +61,7 @@ class AgedQueue(Generic[Item]):
         item, key = self.first(key_now)
         heappop(self._heap)
         del self._places[item]
+        self._tidy()
         return item, key
 
     def first(self, key_now: Callable[[Item], float] | None = None) -> tuple[Item, float]:
@@ -85,4 +91,4 @@ class AgedQueue(Generic[Item]):
     def check(self) -> None:
         """Assert that every item is in the heap, and that the heap has few stale entries."""
         assert {(*place, item) for item, place in self._places.items()} <= set(self._heap), "an item has no place"
-        assert len(self._heap) <= 2 * len(self._places) + _SPARE + 1, "stale places pile up"
+        assert len(self._heap) <= 2 * len(self._places) + _SPARE, "stale places pile up"
