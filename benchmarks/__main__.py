@@ -44,6 +44,7 @@ MODULES = {  # in the order in which their cases run
         "simulation.scale",
         "simulation.truth",
         "simulation.policies",
+        "simulation.border",
     ),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }

@@ -15,6 +15,15 @@ from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 
 logger = logging.getLogger(__name__)
 
+SLAB_COUNTS = (
+    "slabs_total",
+    "slabs_of_blocks",
+    "slabs_of_snapshots",
+    "slabs_retyped",
+    "blocks_moved",
+    "snapshots_moved",
+)
+
 
 @dataclass(frozen=True)
 class EngineStatistics:
@@ -97,7 +106,7 @@ class EngineStatistics:
             "provisional_taken": use.provisional_taken,
             "provisional_consumed": use.provisional_consumed,
             "provisional_given_up": use.provisional_given_up,
-        }
+        } | ({name: getattr(use, name) for name in SLAB_COUNTS} if use.slabs_total else {})
 
     def prefix_cache_lost(self) -> dict[str, int] | None:
         """Return the `prefix_cache_lost` object of a run's counts (SI-6); None if caching is off."""

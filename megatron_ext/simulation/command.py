@@ -24,7 +24,6 @@ from megatron_ext.simulation.running import RunningServer, ask_server
 from megatron_ext.simulation.server_advice import comparisons, settings_of
 from megatron_ext.simulation.sweep import (
     DEFAULT,
-    DEFAULT_STATE_SHARE,
     MODES,
     PLACEMENTS,
     SPACING,
@@ -60,7 +59,7 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
     if arguments.trace is not None:
         model = model.reaching(arguments.max_sequence_length or longest_request(turns))
-    memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [DEFAULT_STATE_SHARE]
+    memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [None]
     axes = (arguments.block_size, arguments.policy, arguments.mode, arguments.placement, arguments.spacing)
     run = _Run(arguments, console, model, batch, grid(memories, shares, *axes), DEFAULT)
     content = run.simulate(turns, arguments.plots)
@@ -208,10 +207,12 @@ def _positive(text: str) -> float:
     return number
 
 
-def _share(text: str) -> float:
+def _share(text: str) -> float | None:
+    if text == "any":
+        return None
     number = float(text)
     if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1")
+        raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1, or any")
     return number
 
 
@@ -238,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state-share",
         type=_list_of(_share),
-        help=f"share of the memory for snapshots; default: {DEFAULT_STATE_SHARE}, with --server its own and others",
+        help="share of the memory for snapshots, or any: blocks and snapshots share it all; default: any, with "
+        "--server its own and others",
     )
     parser.add_argument("--block-size", type=_list_of(_count), default=[64], help="tokens")
     policies = [policy.value for policy in EvictionPolicyName]

@@ -41,10 +41,12 @@ class RunningServer:
     settings: Settings
     batch: Batch
 
-    def shares(self) -> list[float]:
+    def shares(self) -> list[float | None]:
         """Shares of the memory for snapshots to simulate."""
         own = self.settings.state_share
-        return sorted({own, *SHARES}) if self.model.known.state_bytes else [own]
+        if not self.model.known.state_bytes:
+            return [0.0]
+        return [None, *sorted({*SHARES, *(() if own is None else (own,))})]
 
     def memories(self) -> list[float]:
         """Memory sizes to simulate, in GiB."""
@@ -75,9 +77,10 @@ def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
     geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
     of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes
     memory = geometry["blocks"] * costs.block_bytes + of_states
+    is_shared = geometry.get("slabs") is not None  # then either of them would fill the memory
     settings = Settings(
-        memory / GIB,
-        of_states / memory,
+        max(memory - of_states, of_states) / GIB if is_shared else memory / GIB,
+        None if is_shared else of_states / memory,
         costs.block_size,
         EvictionPolicyName(set_["policy"]).value,
         str(set_["mode"]),

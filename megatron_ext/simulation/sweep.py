@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
@@ -22,6 +25,8 @@ GIB = 1024**3
 MODES = ("kernel", "align")
 PLACEMENTS = ("learned", "even", "off")  # placements of opportunistic checkpoints
 SPACING = OpportunisticRules().spacing
+ROOMY = 1000  # slabs for which a memory surely has room
+DEFAULT_STATE_SHARE = 0.2  # of a split: a quarter of the buffer, on top of it
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Settings:
 
     Attributes:
         memory_gib: Memory of blocks and snapshot slots together; running states are separate, and equal for all points.
-        state_share: Share of it for snapshots; without effect if there are no recurrent layers.
+        state_share: Share of it for snapshots; None if blocks and snapshots share it all, as by default in an engine.
+            Without effect if there are no recurrent layers.
         block_size: Tokens of a block.
         policy: Name of the eviction policy.
         mode: See `SnapshotMode`.
@@ -39,7 +45,7 @@ class Settings:
     """
 
     memory_gib: float
-    state_share: float
+    state_share: float | None
     block_size: int
     policy: str
     mode: str = MODES[0]
@@ -68,7 +74,7 @@ class Point:
     """Result of one point."""
 
     settings: Settings
-    blocks: int
+    blocks: int  # the most, and of slots, if both share the memory
     slots: int | None
     requests: int
     refused: int
@@ -97,7 +103,7 @@ class Point:
 
 def grid(
     memories: Sequence[float],
-    shares: Sequence[float],
+    shares: Sequence[float | None],
     block_sizes: Sequence[int],
     policies: Sequence[str],
     modes: Sequence[str],
@@ -115,7 +121,8 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         ConfigError: The memory is smaller than a block, or a step is too small for `align`.
     """
     costs = model.costs(settings.block_size)
-    total, share = settings.memory_gib * GIB, settings.state_share if costs.state_bytes else 0.0
+    total, share = settings.memory_gib * GIB, _share(settings.state_share) if costs.state_bytes else 0.0
+    slabs = slabs_of(costs, int(total)) if settings.state_share is None and costs.state_bytes else None
     slots = int(total * share / costs.state_bytes) if costs.state_bytes else None
     blocks = int((total - (slots or 0) * costs.state_bytes) / costs.block_bytes)
     if blocks < 1:
@@ -125,7 +132,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         )
     limits = SchedulerLimits(
         block_size=settings.block_size,
-        total_blocks=blocks,
+        total_blocks=blocks if slabs is None else slabs.blocks,
         paused_blocks=None,
         max_requests=batch.max_requests,
         max_tokens=batch.max_tokens,
@@ -135,10 +142,30 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         max_prefills=batch.max_prefills,
         costs=costs,
         opportunistic=settings.opportunistic if slots and settings.mode != "align" else OpportunisticRules(),
+        slabs=slabs,
     )
     if limits.aligned_chunks:
         check_aligned(limits)
-    return limits, slots
+    return limits, slots if slabs is None else slabs.snapshot_slots
+
+
+def _share(share: float | None) -> float:
+    """Return the share for snapshots of a split; where slabs are impossible, that of an engine."""
+    return DEFAULT_STATE_SHARE if share is None else share
+
+
+def slabs_of(costs: EntryCosts, memory: int) -> SlabLayout | None:
+    """Return the slabs in so many bytes, as an engine plans them; None if it splits the memory instead.
+
+    The dummy block and slots beside those of snapshots, which an engine adds, are left out as in a split.
+    """
+    block, record = aligned(costs.block_bytes), aligned(costs.state_bytes)
+    layout = plan_slabs([ArenaBudget(ROOMY * (block + record), block, record, 0, 0)])
+    if layout is None:
+        return None
+    slab = ArenaBudget(0, block, record, 0, 0).slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab)
+    slabs = memory // slab
+    return dataclasses.replace(layout, slabs=slabs) if slabs >= MIN_SLABS else None
 
 
 def run_point(turns: Sequence[Turn], model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Point:
@@ -210,8 +237,7 @@ class Advice:
     given: Point
 
 
-DEFAULT_STATE_SHARE = 0.2  # a quarter of the buffer, on top of it
-DEFAULT = Settings(0.0, DEFAULT_STATE_SHARE, 64, EvictionPolicyName.LRU.value)
+DEFAULT = Settings(0.0, None, 64, EvictionPolicyName.LRU.value)
 
 
 def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[Advice]:
@@ -220,7 +246,7 @@ def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[
     Args:
         points: Points of a sweep.
         given_settings: Settings of comparison, or the closest ones of the same memory. By default those of the package:
-            blocks of 64 tokens, `lru`, `kernel`, a fifth of the memory for snapshots.
+            blocks of 64 tokens, `lru`, `kernel`, one memory for blocks and snapshots.
     """
     advice = []
     for memory in sorted({point.settings.memory_gib for point in points}):
@@ -232,31 +258,31 @@ def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[
     return advice
 
 
-def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, int, int, float]:
+def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, bool, int, int, float]:
     return (
+        (settings.state_share is None) != (given.state_share is None),
         settings.policy != given.policy,
         settings.mode != given.mode,
         settings.placement != given.placement,
         abs(settings.spacing - given.spacing),
         abs(settings.block_size - given.block_size),
-        abs(settings.state_share - given.state_share),
+        abs(_share(settings.state_share) - _share(given.state_share)),
     )
 
 
 def flags_of(point: Point) -> tuple[str, ...]:
-    """Return the flags with numbers of blocks and slots, which do not depend on other contents of a buffer."""
+    """Return the flags; a split has numbers of blocks and slots, which do not depend on other contents of a buffer."""
     prefix, settings = "--inference-dynamic-batching", point.settings
+    is_split = point.slots is None or settings.state_share is not None
     flags = [
         f"{prefix}-block-size {settings.block_size}",
-        f"{prefix}-block-count {point.blocks}",
+        f"{prefix}-block-count {point.blocks}" if is_split else f"{prefix}-buffer-size-gb {settings.memory_gib:.4g}",
         f"{prefix}-prefix-caching-eviction-policy {settings.policy}",
     ]
+    if point.slots is not None and settings.state_share is not None:
+        flags.append(f"{prefix}-prefix-caching-mamba-gb {settings.memory_gib * settings.state_share:.4g}")
     if point.slots is not None:
-        states = settings.memory_gib * settings.state_share
-        flags += [
-            f"{prefix}-prefix-caching-mamba-gb {states:.4g}",
-            f"{prefix}-prefix-caching-mamba-mode {settings.mode}",
-        ]
+        flags.append(f"{prefix}-prefix-caching-mamba-mode {settings.mode}")
     if point.slots is not None and settings.placement == "off":
         flags.append(f"{prefix}-prefix-caching-provisional-slots 0")
     return tuple(flags)

@@ -19,7 +19,7 @@ def table_of(points: Sequence[Point]) -> Table:
         one = point.settings
         table.add_row(
             f"{one.memory_gib:g}",
-            "-" if point.slots is None else f"{one.state_share:g}",
+            "-" if point.slots is None else share_text(one.state_share),
             str(one.block_size),
             one.mode,
             one.policy,
@@ -36,13 +36,19 @@ def table_of(points: Sequence[Point]) -> Table:
     return table
 
 
+def share_text(share: float | None) -> str:
+    """Return the share of the memory for snapshots as text."""
+    return "any share" if share is None else f"{share:g}"
+
+
 def lines_of(advice: Sequence[Advice]) -> list[str]:
     """Return the lines of the advice: the curve, a line for each memory size, and the flags."""
     lines = []
     for one in advice:
         best, given = one.best, one.given
         usual = (
-            f"{given.settings.policy}, blocks of {given.settings.block_size}, {given.settings.state_share:g} for states"
+            f"{given.settings.policy}, blocks of {given.settings.block_size}, "
+            f"{share_text(given.settings.state_share)} for states"
         )
         lines.append(
             f"{best.settings.memory_gib:g} GiB: {best.skipped_share:.3f} of prompt tokens skipped, {one.gain:.2f} of "
@@ -77,7 +83,7 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
     lines: dict[str, list[Point]] = {}
     for point in points:
         one = point.settings
-        share = "" if point.slots is None else f", {one.state_share:g} for states"
+        share = "" if point.slots is None else f", {share_text(one.state_share)} for states"
         lines.setdefault(f"{one.policy}, {one.mode}, blocks of {one.block_size}{share}{_placement(one)}", []).append(
             point
         )

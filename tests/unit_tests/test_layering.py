@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text"},
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
-    "simulation": {"config", "errors", "files", *DECIDING},
+    "simulation": {"config", "errors", "files", "memory", *DECIDING},
     "memory": {"config", "errors", "ops", "prefix_cache", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},

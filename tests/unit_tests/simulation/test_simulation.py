@@ -277,6 +277,27 @@ def test_a_leap_over_the_end_of_a_block_would_be_seen(monkeypatch: pytest.Monkey
         test_steps_that_are_alike_are_taken_at_once("chat", "lru")
 
 
+def test_a_moving_border_has_the_memory_of_a_split():
+    """HY-5: slabs fill the memory, with either kind; a split needs a share."""
+    costs = HYBRID.costs(64)
+    limits, slots = limits_of(HYBRID, Settings(4.0, None, 64, "lru"), Batch())
+    assert limits.slabs is not None
+    assert (limits.total_blocks, slots) == (limits.slabs.blocks, limits.slabs.snapshot_slots)
+    for filled in (limits.total_blocks * costs.block_bytes, slots * costs.state_bytes):
+        assert 0.9 * 4 * GIB < filled <= 4 * GIB
+    assert limits_of(HYBRID, Settings(4.0, 0.5, 64, "lru"), Batch())[0].slabs is None
+
+
+def test_a_moving_border_skips_as_much_as_a_good_split():
+    turns = GENERATORS["chat"](Size(requests=60))
+    splits = [
+        run_point(turns, HYBRID, Settings(2.0, share, 64, "lru"), Batch(), Machine()) for share in (0.3, 0.6, 0.9)
+    ]
+    moving = run_point(turns, HYBRID, Settings(2.0, None, 64, "lru"), Batch(), Machine())
+    assert moving.skipped_tokens >= 0.95 * max(point.skipped_tokens for point in splits)
+    assert min(point.skipped_tokens for point in splits) < 0.8 * moving.skipped_tokens
+
+
 def test_advice_is_the_best_point_of_each_memory():
     """SI-4: compared with what is nearest to the defaults."""
     settings = grid([1.0, 3.0], [0.2, 0.6], [64, 256], ["lru", "flops"], ["kernel"])
