@@ -12,7 +12,7 @@ import dataclasses
 import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, settings
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -117,7 +117,6 @@ class SlabMachine(HybridMachine):
             self.follow_suspend()
 
 
-SlabMachine.TestCase.settings = settings(
-    max_examples=60, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
-)
-TestSlabs = SlabMachine.TestCase
+def test_random_requests_in_slabs():
+    lives = settings(max_examples=60, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON)
+    run_state_machine_as_test(SlabMachine, settings=lives)
