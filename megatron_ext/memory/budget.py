@@ -22,7 +22,7 @@ FASTEST_CHUNK = {"cpu": 64}  # tokens, by device type, if smaller than the usual
 # Maximum bytes, outside the pools, of a piece of log-probs: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 
-SHARES_MEMORY = False  # whether blocks and snapshots share an arena by default; see `shares_memory`
+SHARES_MEMORY = True  # whether blocks and snapshots share an arena by default; see `shares_memory`
 
 _LEFT_OUT = ("draft_states", "draft_model", "slabs", "slab_bytes", "apart_slots")  # fields in JSON only if set
 

@@ -212,7 +212,7 @@ class Scheduler:
         """Replace the blocks in block tables that were moved."""
         if not moves:
             return
-        for request in [*self.queues.running, *self.queues.paused]:
+        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
             table = request.sequence.block_table
             if not moves.keys().isdisjoint(table):
                 request.sequence.block_table = tuple([moves.get(block, block) for block in table])
@@ -342,7 +342,7 @@ class Scheduler:
 
     def suspend(self) -> None:
         """Requeue all requests with their tokens before the pools lose their contents."""
-        for request in [*self.queues.running, *self.queues.paused]:
+        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
             self._requeue(request)
         self._reset_cache()
 

@@ -64,7 +64,7 @@ def comparisons(
     """
     own = server.settings
     by_memory = [dataclasses.replace(own, memory_gib=one) for one in memories]
-    by_share = [dataclasses.replace(own, state_share=one) for one in shares]  # type: ignore[arg-type]
+    by_share = [dataclasses.replace(own, state_share=one) for one in shares]
     by_policy = [dataclasses.replace(own, policy=one) for one in policies]
     return [
         Comparison("memory", _memory, own, _without(own, by_memory)),
