@@ -264,7 +264,8 @@ CACHE = FlagGroup(
         ),
         Flag(
             "snapshot_buffer_gb",
-            "GiB for snapshots of recurrent states; 0: no snapshots; default: a quarter of the buffer, on top of it",
+            "GiB for snapshots of recurrent states; 0: no snapshots; default: blocks and snapshots share "
+            "the buffer and a quarter more",
             name=f"{_BATCHING}-prefix-caching-mamba-gb",
         ),
         Flag(

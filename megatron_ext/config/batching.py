@@ -146,7 +146,7 @@ class CacheConfig:
 
     enable_prefix_caching: bool = True
     eviction_policy: str = EvictionPolicyName.LRU.value
-    snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
+    snapshot_buffer_gb: float | None = None  # GiB; default: one memory with the blocks, a quarter larger
     snapshot_slots: int | None = None  # exact number of slots, in place of a size in GB
     snapshot_mode: str = SnapshotMode.KERNEL.value
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
