@@ -16,7 +16,7 @@ from benchmarks.gpu.work import LARGE, OWN, QUICK, SMALL, WORK, Prompt, Work, fi
 from benchmarks.measuring import Phases, synchronize
 from benchmarks.models import Engine, engine, loaded_model
 from megatron_ext.config import CacheConfig, ModelConfig, RequestParams
-from megatron_ext.engine import async_scheduling, replica
+from megatron_ext.engine import async_scheduling
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
@@ -42,7 +42,7 @@ PHASES: dict[str, tuple[object, str]] = {
     "rest of the step": (EngineCore, "step"),
     "plan": (Scheduler, "schedule"),
     "plan_next": (AsyncPlanner, "plan_next"),  # instead of a plan, where a step is launched ahead of tokens
-    "describe": (replica, "describe_step"),
+    "describe": (Scheduler, "describe"),
     "describe ahead": (async_scheduling, "describe_ahead"),
     "write and send": (CudaGraphRunner, "_send"),
     "launch": (CudaGraphRunner, "launch"),

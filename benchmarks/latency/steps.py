@@ -14,7 +14,6 @@ from benchmarks.cases import Figure, Run, case
 from benchmarks.measuring import Phases, timed
 from benchmarks.models import NEMOTRON_SHAPED, TINY, Engine, engine, pair, prompts, random_model
 from megatron_ext.config import RequestParams
-from megatron_ext.engine import replica as replica_module
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.result import StepResult
@@ -57,7 +56,7 @@ def decode_context(run: Run, rounds: int = 6, contexts: tuple = (128, 2_048, 8_1
 COMPUTE = (InferenceController, "compute_step")
 HOST = {
     "plan": (Scheduler, "schedule"),
-    "describe": (replica_module, "describe_step"),
+    "describe": (Scheduler, "describe"),
     "stage": (InferenceContext, "stage"),
     "commit": (Scheduler, "commit"),
     "output": (EngineCore, "report"),

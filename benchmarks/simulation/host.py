@@ -15,7 +15,6 @@ from megatron_ext.prefix_cache.hash_chain import HASH_BYTES
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 
 FEW, DECODING = 10, 4  # waiting requests where planning is cheapest; requests that run beside those that wait
@@ -94,7 +93,7 @@ def path_seconds(length: int, block_size: int, pool: int) -> tuple[float, float]
 
 def commit(scheduler: Scheduler, plan: StepPlan) -> None:
     """Commit a plan as if the step had been computed; every request due a token gets token 0."""
-    message = describe_step(plan.chunks, scheduler.limits.block_size)
+    message = scheduler.describe(plan)
     scheduler.commit(message, {one.request_id: 0 for one in message.chunks if one.sampling is not None})
 
 

@@ -94,7 +94,7 @@ class StatePool:
 
 
 def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, target_rows: Sequence[int]) -> None:
-    """Copy the states of whole rows in all layers with one operation.
+    """Copy the states of whole rows in all layers, on a device with one operation.
 
     Args:
         source: Pool to copy from.
@@ -103,6 +103,9 @@ def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, targe
         target_rows: Distinct rows of the target.
     """
     device = source.conv.device
+    if device.type == "cpu":
+        state_copy.copy_known_rows(((source.conv, target.conv), (source.ssm, target.ssm)), rows, target_rows)
+        return
     index = to_device(torch.tensor([rows, target_rows], dtype=torch.int64), device)
     copy_rows(source, index[0], target, index[1])
 

@@ -69,13 +69,17 @@ class Wiring:
         places = [(space, name) for space in spaces for name in space]
         places += [(vars(one), "packed") for one in modules if isinstance(one, Packable)]
         self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
-        self._held = list(map(dict.get, self._spaces, self._names))
+        self._held: list[object] | None = list(map(dict.get, self._spaces, self._names))
         self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+
+    def release(self) -> None:
+        """Keep nothing alive; it is not current until the next `renew`."""
+        self._held = None
 
     @property
     def is_current(self) -> bool:
         """True if nothing has been replaced since the last `renew`."""
-        return all(map(is_, map(dict.get, self._spaces, self._names), self._held))
+        return self._held is not None and all(map(is_, map(dict.get, self._spaces, self._names), self._held))
 
     @property
     def has_hooks(self) -> bool:
@@ -168,8 +172,9 @@ class RecordedSteps:
         self.problem = ""  # why no step can be recorded
 
     def forget(self) -> None:
-        """Drop all records, after pools or weights have been replaced."""
+        """Drop all records and what they keep alive, after pools or weights have been replaced."""
         self._sizes.clear()
+        self._wiring.release()
         self._staged = None
 
     def check(self) -> None:

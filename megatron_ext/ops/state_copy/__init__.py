@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.state_copy import reference, triton
-from megatron_ext.ops.state_copy.reference import PoolPair
+from megatron_ext.ops.state_copy.reference import PoolPair, copy_known_rows
 
 STATE_COPY = Backends("state_copy", triton.BACKEND, reference.BACKEND)
 
@@ -27,4 +27,4 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
         STATE_COPY.choose(convolutions[0]).copy(convolutions, recurrences, rows, target_rows)
 
 
-__all__ = ["STATE_COPY", "PoolPair", "copy_rows"]
+__all__ = ["STATE_COPY", "PoolPair", "copy_known_rows", "copy_rows"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,18 +23,14 @@ class CopyBackend:
     copy: Callable[[PoolPair, PoolPair, Tensor, Tensor], None]
 
 
+def copy_known_rows(pools: Sequence[PoolPair], rows: Sequence[int], target_rows: Sequence[int]) -> None:
+    """Copy rows whose numbers are known on the host, on a CPU: one by one, without temporaries."""
+    for row, target_row in zip(rows, target_rows, strict=True):
+        for source, target in pools:
+            target[:, target_row] = source[:, row]
+
+
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
-    """Copy rows: on a CPU row by row, without temporaries; elsewhere in fixed shapes."""
-    if rows.device.type == "cpu":
-        for row, target_row in zip(rows.tolist(), target_rows.tolist(), strict=True):
-            if row >= 0 and target_row >= 0:
-                for source, target in (convolutions, recurrences):
-                    target[:, target_row] = source[:, row]
-    else:
-        _copy_in_fixed_shapes(convolutions, recurrences, rows, target_rows)
-
-
-def _copy_in_fixed_shapes(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
     """Copy rows; padding repeats the first real pair, or rewrites row 0 with its own content if there is no pair."""
     is_pair = (rows >= 0) & (target_rows >= 0)
     chosen = torch.arange(len(rows), device=rows.device).where(is_pair, is_pair.int().argmax())

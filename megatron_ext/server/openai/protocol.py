@@ -251,15 +251,16 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
         return self
 
-    @model_validator(mode="after")
-    def _chooses_given_tools(self) -> ChatRequest:
-        given = {tool.function.name for tool in self.tools or ()}
-        if self.tool_choice.mode == "required" and not given:
-            raise ValueError("tool_choice asks for a call, and there are no tools; give some or leave it out")
-        unknown = [name for name in self.tool_choice.names or () if name not in given]
+    @field_validator("tool_choice")
+    @classmethod
+    def _chooses_given_tools(cls, value: ToolChoice, info: ValidationInfo) -> ToolChoice:
+        given = {tool.function.name for tool in info.data.get("tools") or ()}
+        if value.mode == "required" and not given:
+            raise ValueError("asks for a call, and there are no tools; give some or leave it out")
+        unknown = [name for name in value.names or () if name not in given]
         if unknown:
-            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not in tools")
-        return self
+            raise ValueError(f"names {unknown[0]!r}, which is not in tools")
+        return value
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

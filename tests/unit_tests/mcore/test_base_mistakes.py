@@ -10,7 +10,7 @@ import pytest
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_ext.config import BatchingConfig
+from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling import planner
@@ -250,7 +250,8 @@ class TestSmallPools:
     def test_the_budget_pays_for_one_live_state_a_request_and_blocks_of_keys_and_values(self, get_oracle):
         batching = BatchingConfig(buffer_size_gb=0.01, block_size=16, max_requests=5)
         model = get_oracle("hybrid").model
-        engine = build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=next(model.parameters()).dtype)
+        dtype, split = next(model.parameters()).dtype, CacheConfig(snapshot_slots=4)
+        engine = build_engine(model, HYBRID, PieceTokenizer(97), batching, split, dtype=dtype)
         geometry, context = engine.geometry, engine.context
         # Two layers of each kind: 2 key heads of 12; 48 + 2 * 2 * 16 channels, window 4; 4 heads of 12 x 16.
         assert geometry.block_bytes == 2 * 2 * 16 * 2 * 12 * 4

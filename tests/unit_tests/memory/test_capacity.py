@@ -87,11 +87,12 @@ def test_a_stage_without_a_resource_has_no_say():
 
 
 def test_the_least_room_counts():
-    batching = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
+    """In a split; the same of an arena's slabs is tested in test_arena.py."""
+    batching, split = BatchingConfig(max_requests=4, buffer_size_gb=0.01), CacheConfig(snapshot_slots=4)
     larger = dataclasses.replace(BOTH, attention_layers=4)
-    blocks = [plan_all([shape], batching)[0].limits.total_blocks for shape in (BOTH, larger)]
+    blocks = [plan_all([shape], batching, split)[0].limits.total_blocks for shape in (BOTH, larger)]
     assert blocks[0] > blocks[1]
-    assert [plan.limits.total_blocks for plan in plan_all([BOTH, larger], batching)] == [blocks[1]] * 2
+    assert [plan.limits.total_blocks for plan in plan_all([BOTH, larger], batching, split)] == [blocks[1]] * 2
 
 
 def test_exact_numbers_are_kept():

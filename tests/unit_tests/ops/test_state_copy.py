@@ -97,7 +97,7 @@ def test_fixed_shapes_of_the_reference(rows: list[int]) -> None:
     """CU-2: on a device the reference reads no row number back, in pools of any layout."""
     pools, targets = Pools(torch.bfloat16, torch.float32, in_arena=(False, True)), [1, 0, -1, 3, 4]
     wanted = pools.expected(rows, targets)
-    reference._copy_in_fixed_shapes(*pools.pairs, torch.tensor(rows).to(DEVICE), torch.tensor(targets).to(DEVICE))
+    reference.copy_rows(*pools.pairs, torch.tensor(rows).to(DEVICE), torch.tensor(targets).to(DEVICE))
     assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
 
 

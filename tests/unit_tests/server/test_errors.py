@@ -62,7 +62,7 @@ REFUSED = [
         CHAT,
         {"messages": HELLO, "tool_choice": "required"},
         400,
-        ["tool_choice", "'auto' and 'none' are"],
+        ["tool_choice", "there are no tools"],
         "tool_choice",
     ),
     (CHAT, {"messages": HELLO, "echo": True}, 400, ["echo"], "echo"),

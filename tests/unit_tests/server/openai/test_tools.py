@@ -258,8 +258,12 @@ def function(**fields: object) -> dict:
     ("fields", "named", "param"),
     [
         ({"tool_choice": "maybe"}, "auto, none, required", "tool_choice"),
-        ({"tool_choice": "required", "tools": []}, "there are no tools", None),
-        ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "'time', which is not in tools", None),
+        ({"tool_choice": "required", "tools": []}, "there are no tools", "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            "'time', which is not in tools",
+            "tool_choice",
+        ),
         ({"tool_choice": {"type": "function"}}, "needs the name", "tool_choice"),
         (
             {"tool_choice": "required", "response_format": {"type": "regex", "regex": "a"}},
