@@ -151,6 +151,7 @@ def _too_large() -> object:
 
 def _memory_of(size: int) -> int:
     """Let the device have so many bytes; how many it had."""
+    gc.collect()  # engines of other lives
     before: int = torch.cuda.mem_get_info()[1]
     torch.ops.pretended.set_total(size)
     return before

@@ -31,7 +31,7 @@ ROTARY = "frequencies of rotary embeddings, which upstream moves with the first 
 WAITS = {
     (TO_HOST, "megatron_ext/runner/step_output.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
-    ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
+    ("copy to the device that waits", "megatron_ext/mcore/controller.py:_run_model"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
 }
@@ -51,7 +51,7 @@ FAULTS = {
     "one after the other": "True",
     "too large": "--inference-dynamic-batching-block-count 2",
     "buffer of the default": "--inference-dynamic-batching-buffer-size-gb 6.",
-    "engine: index on the host": DEVICES,
+    "engine: index on the host": "index_copy_(): self, index and source expected to be in the same device",
     "engine: wait in a step": "waits: _local_scalar_dense",
     "engine: wait in a program": CAPTURING,
     "engine: places written early": "Error: ",

@@ -80,20 +80,20 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
     """Make one rank schedule something else in its fifth step."""
     import torch
 
-    from megatron_ext.parallel import worker
+    from megatron_ext.scheduling.scheduler import Scheduler
 
     if torch.distributed.get_rank() == 1:
-        describe, steps = worker.describe_step, []
+        describe, steps = Scheduler.describe, []
 
-        def describe_differently(chunks, block_size):
-            step = describe(chunks, block_size)
+        def describe_differently(self, plan):
+            step = describe(self, plan)
             steps.append(step)
             if len(steps) == 5:
                 first = dataclasses.replace(step.chunks[0], running_slot=99)
                 step = dataclasses.replace(step, chunks=(first, *step.chunks[1:]))
             return step
 
-        worker.describe_step = describe_differently
+        Scheduler.describe = describe_differently
     live(parallel, CONFIG, whole, SCRIPT)
 
 

@@ -63,8 +63,11 @@ def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evict_newest(self: LeafFirstLru, count: int) -> list[BlockId]:
-        return [self._evictable.popitem(last=True)[0] for _ in range(count)]
+    def evict_newest(self: LeafFirstLru, count: int, _limit: float = 0.0) -> list[BlockId]:
+        blocks = [self._queue.popitem(last=True)[1] for _ in range(count)]
+        for block in blocks:
+            del self._times[block]
+        return blocks
 
     monkeypatch.setattr(LeafFirstLru, "evict", evict_newest)
 
