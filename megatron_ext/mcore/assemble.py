@@ -23,6 +23,7 @@ from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
+from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
@@ -175,7 +176,7 @@ def _build_controller(
 ) -> InferenceController:
     device = next(model.parameters()).device
     backend_selection.check(batching.operator_backend, device)
-    if batching.quantizes_weights and not packs_weights:
+    if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
         raise ConfigError(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
             "its owner uses as well; leave it out, or load the model here"

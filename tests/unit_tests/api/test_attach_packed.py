@@ -177,6 +177,17 @@ def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tokens_of(engine) == expected_of(model)
 
 
+@pytest.mark.parametrize("packs", [False, True, None], ids=str)
+def test_quantized_weights_are_refused(packs: bool | None) -> None:
+    """The caller's weights would not be those that compute; the model is left as it was."""
+    model = models.build("hybrid")
+    before = models.snapshot(model)
+    chosen = {"cpu_weight_quantization": "int8", "pack_weights": packs, "operator_backend": "auto"}
+    with pytest.raises(ConfigError, match="cpu-weight-quantization"):
+        attach_engine(model, None, **SETTINGS | chosen)
+    assert before["attributes"] == models.snapshot(model)["attributes"]
+
+
 def test_a_setting_without_effect_is_logged(attach, caplog: pytest.LogCaptureFixture) -> None:
     """The table leaves small weights to `F.linear`."""
     with caplog.at_level(logging.WARNING):
