@@ -152,7 +152,7 @@ class ToolChoice:
         """Convert a JSON value: a mode, a function to call, or OpenAI's list of allowed tools.
 
         Raises:
-            ValueError: The value is none of these.
+            ValueError: The value has another form.
         """
         if value is None:
             return cls()

@@ -83,7 +83,7 @@ def format_named(name: str) -> ToolCallFormat:
     """Return the format of a name.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: The name is not known.
     """
     found = next((one for one in FORMATS if one.name == name), None)
     if found is None:

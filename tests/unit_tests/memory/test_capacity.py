@@ -87,7 +87,7 @@ def test_a_stage_without_a_resource_has_no_say():
 
 
 def test_the_least_room_counts():
-    """In a split; the same of an arena's slabs is tested in test_arena.py."""
+    """Splits only; test_arena.py tests the same of slabs."""
     batching, split = BatchingConfig(max_requests=4, buffer_size_gb=0.01), CacheConfig(snapshot_slots=4)
     larger = dataclasses.replace(BOTH, attention_layers=4)
     blocks = [plan_all([shape], batching, split)[0].limits.total_blocks for shape in (BOTH, larger)]

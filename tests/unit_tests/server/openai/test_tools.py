@@ -153,7 +153,7 @@ class TestGuided:
         assert answer[1][0][0] == "clock"
 
     def test_strict_only_where_a_call_is_made(self, says, embedded, stream):
-        """With a strict tool free text is free; what is not a call of its schema cannot be generated."""
+        """Free text stays free beside a strict tool; a call against its schema cannot be generated."""
         assert ask(says("No <tool> at all. "), stream=stream, tools=[FORECAST]) == [("No <tool> at all. ", [], "stop")]
         form = ChatRequest.model_validate({"messages": QUESTION, "tools": [FORECAST]})
         chat = embedded.serving.chat

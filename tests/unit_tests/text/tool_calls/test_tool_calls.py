@@ -151,7 +151,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("at", [0.2, 0.5, 0.8, 0.95])
     def test_a_call_that_breaks_off(self, name, at):
-        """What was certain stays, however the text came; nothing is raised."""
+        """Certain parts stay, however the text came; nothing is raised."""
         text = written(name, [("weather", ARGUMENTS["all"]), ("time-now", {})])
         text = text[: int(at * len(text))]
         for ending in ("", " <>>"):
@@ -202,7 +202,7 @@ def grammars() -> Grammars:
 
 
 def is_accepted(grammars: Grammars, guidance: Guidance, name: str, text: str) -> bool:
-    """Whether a grammar accepts a whole text."""
+    """Return whether a grammar accepts a whole text."""
     form = ResponseFormat(LARK, grammar_of(guidance, formats.format_named(name), lambda _: None))
     matcher, tokenizer = grammars.matcher(form), grammars._given
     try:
@@ -273,7 +273,7 @@ class TestGrammars:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
 def test_thinking_within_a_budget(grammars, inside):
-    """At the budget only the marker that ends thinking is allowed, token by token; then the answer is free."""
+    """Only the closing marker is allowed at the budget, token by token; then the answer is free."""
     guidance = Guidance(thinking="</think>", thinking_opening="<think>", has_begun_thinking=inside)
     budget = ThinkingBudget(6, "</think>", None if inside else "<think>")
     source = grammar_of(guidance, formats.HERMES, lambda _: None)
@@ -304,7 +304,7 @@ def test_thinking_within_a_budget(grammars, inside):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prescribed_text_has_the_tokens_of_the_next_prompt(grammars, name):
-    """Of all ways to spell what the grammar prescribes only that of the tokenizer is allowed."""
+    """Prescribed text can be generated in the tokenizer's own tokens only."""
     schema = {"type": "object", "properties": {"level": {"enum": ["low", "high"]}}, "required": ["level"]}
     guidance = Guidance((Function("note", schema),), must_call=True, is_parallel=False)
     source = grammar_of(guidance, formats.format_named(name), lambda _: None)
