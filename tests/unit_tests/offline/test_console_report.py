@@ -98,7 +98,7 @@ def test_geometry_of_several_ranks():
 
 
 def test_geometry_of_an_arena():
-    """EX-6: numbers of blocks and snapshots are maxima; in JSON the slabs are left out where there are none."""
+    """EX-6: numbers of blocks and snapshots are maxima; JSON omits slabs of a fixed split."""
     layout = SlabLayout(slabs=100, blocks_per_slab=3, snapshots_per_slab=2)
     sizes = {"slabs": layout, "slab_bytes": 600_000, "apart_slots": 5, "blocks": 300, "snapshot_slots": 200}
     arena = dataclasses.replace(HYBRID, **sizes)

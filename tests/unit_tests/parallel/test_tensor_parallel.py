@@ -163,7 +163,7 @@ def test_two_ranks_with_packed_weights_equal_one():
 
 @pytest.mark.skipif(not can_be_built(), reason="there is no C++ compiler")
 def test_two_ranks_with_quantized_weights_agree():
-    """With each other to the bit, and nearly with exact weights: scales differ from those of whole weights."""
+    """Ranks agree to the bit, and nearly with exact weights: scales differ from those of whole weights."""
     config = MODELS["hybrid"]
     model = build_slow_decay(config)
     expected = sight(config, model).logits
