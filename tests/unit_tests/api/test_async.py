@@ -21,9 +21,10 @@ from megatron_ext import (
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.api.conftest import SMALL
+from tests.unit_tests.support.holding import held_steps
 
 GREEDY = RequestParams(num_tokens_to_generate=12)
-LONG = RequestParams(num_tokens_to_generate=900, ignore_eos=True)
+LONG = RequestParams(num_tokens_to_generate=200, ignore_eos=True)
 PROMPTS = ["The import statement", "A list is", [5, 6, 7, 8], "What does a generator do?"]
 
 
@@ -96,11 +97,12 @@ class TestParts:
     """Parts of a stream."""
 
     async def test_a_part_comes_before_the_end(self, engine):
-        stream = engine.stream(PROMPTS[0], LONG)
-        first = await anext(stream)
-        assert (len(first.tokens) >= 1, first.finish_reason, stream.record) == (True, None, None)
-        assert engine.statistics().running == 1
-        await stream.aclose()
+        with held_steps(engine._client):
+            stream = engine.stream(PROMPTS[0], LONG)
+            first = await anext(stream)
+            assert (len(first.tokens) >= 1, first.finish_reason, stream.record) == (True, None, None)
+            assert engine.statistics().running == 1
+            await stream.aclose()
 
     async def test_the_record_comes_with_the_end(self, engine, expected):
         stream = engine.stream(PROMPTS[0], GREEDY)
@@ -164,16 +166,18 @@ class TestLeaving:
     def test_nothing_else_is_asked(self, engine):
         """TE-6: the next step finds out by itself that nothing waits for a request any more."""
         request = EngineRequest((5, 6, 7), LONG)
-        engine._client.submit([request]).result()
-        engine._client.abort([request])
+        with held_steps(engine._client):
+            engine._client.submit([request]).result()
+            engine._client.abort([request])
         assert request.record.result().status is Status.ABORTED
 
     async def test_closing(self, engine):
-        stream = engine.stream(PROMPTS[0], LONG)
-        await anext(stream)
-        assert not owns_nothing(engine)  # the control
-        await stream.aclose()
-        assert owns_nothing(engine)
+        with held_steps(engine._client):
+            stream = engine.stream(PROMPTS[0], LONG)
+            await anext(stream)
+            assert not owns_nothing(engine)  # the control
+            await stream.aclose()
+            assert owns_nothing(engine)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
@@ -189,29 +193,31 @@ class TestLeaving:
                 begun.set()
                 await engine.generate_async(PROMPTS[0], LONG)
 
-        task = asyncio.create_task(work())
-        await begun.wait()
-        while owns_nothing(engine):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert owns_nothing(engine)
+        with held_steps(engine._client):
+            task = asyncio.create_task(work())
+            await begun.wait()
+            while owns_nothing(engine):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert owns_nothing(engine)
 
     @pytest.mark.parametrize("turns", range(6))
     async def test_cancelling_at_any_moment(self, engine, turns):
         """Cancelling also works between the call and the engine's first look at it."""
-        tasks = [
-            asyncio.create_task(engine.generate_async(PROMPTS[0], LONG)),
-            asyncio.create_task(parts_of(engine, PROMPTS[1], LONG)),
-        ]
-        for _ in range(turns):
-            await asyncio.sleep(0.001 * turns)
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(end) for end in ends} == {asyncio.CancelledError}
-        assert owns_nothing(engine)
+        with held_steps(engine._client, requests=1, tokens=100):
+            tasks = [
+                asyncio.create_task(engine.generate_async(PROMPTS[0], LONG)),
+                asyncio.create_task(parts_of(engine, PROMPTS[1], LONG)),
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0.001 * turns)
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {type(end) for end in ends} == {asyncio.CancelledError}
+            assert owns_nothing(engine)
 
     def test_a_loop_that_ends(self, engine):
         """`asyncio.run` cancels what is left."""
@@ -278,7 +284,7 @@ class TestErrors:
                 await coroutine
 
     async def test_closed(self):
-        with load_engine(**SMALL) as engine:
+        with load_engine(**SMALL) as engine, held_steps(engine._client):
             stream = engine.stream(PROMPTS[0], LONG)
             await anext(stream)
             waiting = asyncio.create_task(engine.generate_async(PROMPTS[0], LONG))

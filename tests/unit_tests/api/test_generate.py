@@ -21,6 +21,7 @@ from megatron_ext.config import SourceConfig
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from tests.unit_tests.api.conftest import SMALL
+from tests.unit_tests.support.holding import PATIENCE, held_steps
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + "When it fails", "A list is", [5, 6, 7, 8], SHARED + "Packages are"]
@@ -108,11 +109,11 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
 
     original = engine._client.submit
     monkeypatch.setattr(engine._client, "submit", submit)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, RequestParams(num_tokens_to_generate=500, ignore_eos=True))
+    with held_steps(engine._client), pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, RequestParams(num_tokens_to_generate=50, ignore_eos=True))
     statistics = engine.statistics()
     assert (statistics.running, statistics.waiting, statistics.use.blocks_in_use) == (0, 0, 0)
-    assert [request.record.result(10).status for request in requests] == [Status.ABORTED] * 4
+    assert [request.record.result(PATIENCE).status for request in requests] == [Status.ABORTED] * 4
 
 
 class TestCache:
@@ -152,16 +153,17 @@ class TestSuspended:
 
     def test_requests_in_flight_continue(self, engine, load):
         """PY-5: requests in flight wait for the resume, and give the same tokens."""
-        long = RequestParams(num_tokens_to_generate=200, ignore_eos=True)
+        long = RequestParams(num_tokens_to_generate=50, ignore_eos=True)
         expected = engine.generate(PROMPTS, long)
         other = load()
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(other.generate, PROMPTS, long)
-            while not other.statistics().running:
-                pass
-            other.suspend()
-            assert not waiting.done()
-            other.resume()
+            with held_steps(other._client):
+                waiting = threads.submit(other.generate, PROMPTS, long)
+                while not other.statistics().running:
+                    pass
+                other.suspend()
+                assert not waiting.done()
+                other.resume()
             found = waiting.result()
         assert [one.generated_tokens for one in found] == [one.generated_tokens for one in expected]
         assert sum(one.recomputed_token_count for one in found) > 0
@@ -172,15 +174,15 @@ class TestClosed:
 
     def test_everything_ends(self):
         with load_engine(**SMALL) as engine:
-            with ThreadPoolExecutor(1) as threads:
+            with ThreadPoolExecutor(1) as threads, held_steps(engine._client):
                 waiting = threads.submit(
-                    engine.generate, PROMPTS, RequestParams(num_tokens_to_generate=900, ignore_eos=True)
+                    engine.generate, PROMPTS, RequestParams(num_tokens_to_generate=50, ignore_eos=True)
                 )
                 while not engine.statistics().running:
                     pass
                 engine.close()
                 with pytest.raises(EngineClosed, match=r"^the engine was closed before this request had ended"):
-                    waiting.result(10)
+                    waiting.result(PATIENCE)
             engine.close()  # once more does nothing
             assert not [one for one in threading.enumerate() if one.name.startswith("engine") and one in _of(engine)]
             for call in (engine.statistics, engine.suspend, lambda: engine.generate("A list is")):

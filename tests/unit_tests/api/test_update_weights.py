@@ -13,11 +13,12 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.native.directory import CONFIG_FILE
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.ops.linear import Packable, onednn
+from tests.unit_tests.support.holding import held_steps
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
 PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
-LONG = RequestParams(num_tokens_to_generate=300, ignore_eos=True)
+LONG = RequestParams(num_tokens_to_generate=100, ignore_eos=True)
 needs_onednn = pytest.mark.skipif(onednn.problem() is not None, reason=f"{onednn.problem()}")
 
 Outcomes = list[tuple[tuple[int, ...], tuple[float, ...]]]
@@ -102,13 +103,14 @@ def test_while_requests_run(new, fresh, load):
     """PY-6: running requests go on, later requests find none of their blocks, and other requests are not affected."""
     engine = load()
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(engine.generate, PROMPTS, LONG)
-        while not engine.statistics().running:
-            pass
-        engine.update_weights(new)
-        assert not running.done()
-        found = outcomes(engine)
-        assert [len(record.generated_tokens) for record in running.result()] == [300] * 3
+        with held_steps(engine._client, tokens=30):
+            running = threads.submit(engine.generate, PROMPTS, LONG)
+            while not engine.statistics().running:
+                pass
+            engine.update_weights(new)
+            found = outcomes(engine)
+            assert not running.done()
+        assert [len(record.generated_tokens) for record in running.result()] == [100] * 3
     assert_equal(found, outcomes(fresh))
     assert_equal(outcomes(engine), outcomes(fresh))
 

@@ -81,7 +81,7 @@ def tokens(server: LiveServer, **fields: object) -> dict:
 
 def started(server: LiveServer, client: httpx.Client, **fields: object) -> tuple[Iterator[str], str]:
     """The lines to come of a stream that has begun, and its id."""
-    body = {"prompt": [5, 6], "temperature": 0, "max_tokens": 400, "stream": True} | fields
+    body = {"prompt": [5, 6], "temperature": 0, "max_tokens": 40, "stream": True} | fields
     headers = {"Authorization": f"Bearer {KEY}"}
     stream = client.send(client.build_request("POST", "/v1/completions", json=body, headers=headers), stream=True)
     lines = stream.iter_lines()
@@ -138,10 +138,11 @@ class TestWhoMayAsk:
 class TestSleep:
     def test_requests_in_flight_wait_and_go_on(self, server):
         """SE-5: tokens equal those without the suspend; meanwhile the pools are gone and new requests are refused."""
-        expected = tokens(server, prompt=[5, 6], max_tokens=400)["choices"][0]["text"]
+        expected = tokens(server, prompt=[5, 6], max_tokens=40)["choices"][0]["text"]
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-            stream, _ = started(server, client)
-            assert ask(server, "POST", "/sleep").json() == {"is_sleeping": True}
+            with server.held():
+                stream, _ = started(server, client)
+                assert ask(server, "POST", "/sleep").json() == {"is_sleeping": True}
             assert ask(server, "POST", "/sleep?level=1", json={}).json() == {"is_sleeping": True}
             assert ask(server, "GET", "/is_sleeping").json() == {"is_sleeping": True}
             assert server.engine.is_suspended
@@ -155,7 +156,7 @@ class TestSleep:
             assert not server.engine.is_suspended
             ended = "".join(stream)
         assert "[DONE]" in ended
-        assert tokens(server, prompt=[5, 6], max_tokens=400)["choices"][0]["text"] == expected
+        assert tokens(server, prompt=[5, 6], max_tokens=40)["choices"][0]["text"] == expected
         server.check_idle()
         assert server.metric("step_failures_total") == 0
 
@@ -166,8 +167,9 @@ class TestSleep:
         """The shutdown does not wait for requests that no step will serve."""
         napping = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True, shutdown_timeout=0.2)
         with httpx.Client(base_url=napping.url, timeout=PATIENCE) as client:
-            stream, _ = started(napping, client, max_tokens=1900)
-            ask(napping, "POST", "/sleep")
+            with napping.held():
+                stream, _ = started(napping, client)
+                ask(napping, "POST", "/sleep")
             napping.stop()
             assert "shutting down" in "".join(stream)
 
@@ -191,9 +193,10 @@ class TestAbort:
     def test_one_answer_by_its_id(self, server):
         """SE-5, EX-8: the aborted request's client gets an error, its memory is free, and its neighbour goes on."""
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-            stream, name = started(server, client, max_tokens=1900, ignore_eos=True)
-            other, _ = started(server, client, max_tokens=30, ignore_eos=True)
-            assert ask(server, "POST", "/abort", json={"request_id": name}).json() == {"aborted": 1}
+            with server.held():
+                stream, name = started(server, client, ignore_eos=True)
+                other, _ = started(server, client, ignore_eos=True)
+                assert ask(server, "POST", "/abort", json={"request_id": name}).json() == {"aborted": 1}
             assert "an administrator has ended this request" in "".join(stream)
             assert "[DONE]" in "".join(other)
         server.wait_until(lambda: not server.engine.has_unfinished_requests())
@@ -203,12 +206,13 @@ class TestAbort:
 
     def test_all(self, server):
         found: list[httpx.Response] = []
-        body = {"prompt": [1, 2], "max_tokens": 1900, "n": 2, "ignore_eos": True}
+        body = {"prompt": [1, 2], "max_tokens": 40, "n": 2, "ignore_eos": True}
         waiting = threading.Thread(target=lambda: found.append(ask(server, "POST", "/v1/completions", json=body)))
-        waiting.start()
-        server.wait_until(lambda: server.serving.requests.living == 2)
-        assert ask(server, "POST", "/abort", json={"abort_all": True}).json() == {"aborted": 2}
-        waiting.join(PATIENCE)
+        with server.held():
+            waiting.start()
+            server.wait_until(lambda: server.serving.requests.living == 2)
+            assert ask(server, "POST", "/abort", json={"abort_all": True}).json() == {"aborted": 2}
+            waiting.join(PATIENCE)
         assert check_error(found[0], 503)["code"] == "request_aborted"
         server.wait_until(lambda: not server.engine.has_unfinished_requests())
         server.check_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -49,8 +50,9 @@ def test_64_clients_a_third_of_which_leave(tiny):
         async with tiny.async_client() as api:
             return await asyncio.gather(*(talk(api, client) for client in range(CLIENTS)))
 
-    texts = asyncio.run(talk_all())
-    tiny.check_idle()
+    with tiny.held(requests=1, tokens=200):
+        texts = asyncio.run(talk_all())
+        tiny.check_idle()
     for client, text in enumerate(texts):
         assert text == (None if client % 3 == 0 else alone[client].generated_text), client
     assert tiny.metric("requests_total", outcome="aborted") - aborted == len(range(0, CLIENTS, 3))
@@ -61,15 +63,15 @@ def test_a_client_that_leaves_frees_its_request(tiny, stream):
     """EX-8: thousands of tokens are never generated, and the request's blocks are free."""
     generated = tiny.metric("tokens_generated_total")
     body = {"prompt": make_prompt(30, seed=77), "max_tokens": 2000, "stream": stream, "ignore_eos": True}
-    with httpx.Client(base_url=tiny.url, timeout=PATIENCE) as client:
+    with tiny.held(), httpx.Client(base_url=tiny.url, timeout=PATIENCE) as client:
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200
                 next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=0.3)
-    tiny.check_idle()
+                client.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE, read=0.3))
+        tiny.check_idle()
     assert tiny.metric("tokens_generated_total") - generated < 1900
 
 
@@ -79,8 +81,11 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
     server = serve(tiny_engine(max_requests=2), max_waiting_requests=1)
     body = {"prompt": [1, 2, 3], "max_tokens": 1500, "stream": True, "temperature": 0}
     api = server.client()
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-        held = [client.send(client.build_request("POST", "/v1/completions", json=body), stream=True) for _ in range(2)]
+    with contextlib.ExitStack() as holding, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        begin = client.build_request("POST", "/v1/completions", json=body)
+        holding.enter_context(server.held())
+        running = [client.send(begin, stream=True) for _ in range(2)]
+        holding.enter_context(server.held(requests=2))  # even if a third one waits
         waiting = threading.Thread(target=lambda: server.http.post("/v1/completions", json=body | {"max_tokens": 1}))
         waiting.start()
         server.wait_until(lambda: server.serving.requests.living == 3)
@@ -93,7 +98,7 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
             api.completions.create(model="tiny", prompt=[1], stream=stream)
         assert caught.value.response.headers["retry-after"] == "60", "TE-6: the wait is bounded"
         server.wait_until(lambda: server.metric("requests_waiting") == 1)
-        for response in held:
+        for response in running:
             response.close()
     waiting.join(PATIENCE)
     assert server.metric("requests_rejected_total") == 2
@@ -151,9 +156,10 @@ class TestEngineThatFails:
         assert failing.metric("step_failures_total") >= 3
 
     def test_a_stream_that_has_begun_ends_with_the_error(self, failing):
-        stream = failing.client().completions.create(model="tiny", prompt=[5, 6], max_tokens=1900, stream=True)
-        next(iter(stream))
-        failing.failures = 3
+        with failing.held():
+            stream = failing.client().completions.create(model="tiny", prompt=[5, 6], max_tokens=40, stream=True)
+            next(iter(stream))
+            failing.failures = 3
         with pytest.raises(openai.APIError, match="MemoryError"):
             for _ in stream:
                 pass
@@ -244,12 +250,13 @@ def test_the_cache_is_described_while_a_step_takes_long(serve):
 class TestTheEnd:
     def test_running_requests_finish(self, serve):
         server = serve(tiny_engine(), shutdown_timeout=PATIENCE)
-        stream = server.client().completions.create(
-            model="tiny", prompt=[5, 6], max_tokens=200, stream=True, stream_options={"include_usage": True}
-        )
-        next(iter(stream))
-        server._server.should_exit = True
-        assert list(stream)[-1].usage.completion_tokens == 200
+        with server.held():
+            stream = server.client().completions.create(
+                model="tiny", prompt=[5, 6], max_tokens=40, stream=True, stream_options={"include_usage": True}
+            )
+            next(iter(stream))
+            server.begin_shutdown()
+        assert list(stream)[-1].usage.completion_tokens == 40
         server.stop()
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -262,10 +269,11 @@ class TestTheEnd:
             seen.append(server.http.post("/v1/completions", json=body))
 
         talking = threading.Thread(target=talk)
-        talking.start()
-        server.wait_until(lambda: server.serving.requests.living == 1 and server.metric("requests_running") == 1)
-        server._server.should_exit = True
-        talking.join(PATIENCE)
+        with server.held():
+            talking.start()
+            server.wait_until(lambda: server.serving.requests.living == 1 and server.metric("requests_running") == 1)
+            server._server.should_exit = True
+            talking.join(PATIENCE)
         (response,) = seen
         assert "shutting down" in response.text
         assert response.status_code == (200 if stream else 503)

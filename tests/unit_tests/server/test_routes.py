@@ -73,9 +73,10 @@ def test_answers_of_simple_routes(tiny):
 
 
 def test_load_counts_requests_in_progress(tiny):
-    body = {"prompt": [1, 2], "max_tokens": 1900, "stream": True, "n": 3, "ignore_eos": True}
-    with tiny.http.stream("POST", "/v1/completions", json=body) as stream:
-        next(stream.iter_lines())
+    body = {"prompt": [1, 2], "max_tokens": 30, "stream": True, "n": 3, "ignore_eos": True}
+    with tiny.held(), tiny.http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()  # a closed iterator closes the connection
+        next(lines)
         load = tiny.http.get("/load").json()
         assert (load["server_load"], load["running"]) == (3, 3)
     tiny.check_idle()

@@ -91,11 +91,18 @@ def test_tokens_are_those_of_run_inference(both, stream):
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
-    """The tool in a process of its own, its URL, and what it printed before that."""
-    command = [sys.executable, "tools/run_server.py", *TINY, "--port", "0", "--shutdown-timeout", "20"]
+    """The tool in a process of its own, its URL, and what it printed before that; see `held_server`."""
+    tool = [sys.executable, "-m", "tests.unit_tests.support.held_server"]
+    command = [*tool, *TINY, "--port", "0", "--shutdown-timeout", str(PATIENCE)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     lines = []
     for line in process.stdout:
@@ -114,22 +121,28 @@ class TestProcess:
         process, url, lines = started
         assert any("64 blocks of 16 tokens" in line for line in lines)
         assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
-        body = {"prompt": [1, 2], "max_tokens": 400, "stream": True, "stream_options": {"include_usage": True}}
+        body = {"prompt": [1, 2], "max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
             events = response.iter_lines()
             next(events)
             process.send_signal(signal.SIGTERM)
+            log = ""
+            while "shutdown begins" not in log:
+                line = process.stderr.readline()
+                assert line, log
+                log += line
+            print(file=process.stdin, flush=True)
             rest = [line for line in events if line]
         assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 40
         assert process.wait(PATIENCE) == 0
-        log = process.stderr.read()
+        log += process.stderr.read()
         assert "Traceback" not in log
         time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.server\.\w+: "
         assert re.findall(r"startup: start: (\w+)", log) == [*PHASES, "ready"]
         for line in (
             r"shutdown begins: 1 requests",
-            r"cmpl-\w+ POST .* generated=400 ",
+            r"cmpl-\w+ POST .* generated=40 ",
             r"shutdown ends: 1 requests fin",
         ):
             assert re.search(time + line, log, re.MULTILINE), log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +21,9 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.server.run import bind, build_server
 from megatron_ext.server.serving import Serving
+from tests.unit_tests.support.holding import PATIENCE, held_steps
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
-
-PATIENCE = 30.0  # seconds until a test gives up; nothing is measured
 
 
 @dataclass
@@ -66,6 +66,17 @@ class LiveServer:
         return asyncio.run_coroutine_threadsafe(self.serving.requests.call(function, *arguments), self.loop).result(
             PATIENCE
         )
+
+    def held(
+        self, requests: int | None = None, tokens: int = 1
+    ) -> contextlib.AbstractContextManager[contextlib.ExitStack]:
+        """Block during which requests in progress stay in progress; see `held_steps`."""
+        return held_steps(self.serving.requests.client, requests, tokens)
+
+    def begin_shutdown(self) -> None:
+        """Begin to stop, as after a signal, and wait until new connections are refused."""
+        self._server.should_exit = True
+        self.wait_until(lambda: not any(one.is_serving() for one in self._server.servers))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
