@@ -19,6 +19,7 @@ from megatron_ext import LoadedEngine, attach_engine
 from megatron_ext.apis import MegatronAsyncLLM, MegatronLLM, SamplingParams, ServeConfig, http_frontend, llm_base
 from megatron_ext.errors import ConfigError, EngineClosed, EngineSuspended
 from tests.unit_tests.apis.conftest import SMALL, Config, tokenizer
+from tests.unit_tests.support.holding import PATIENCE
 from tests.unit_tests.support.megatron_models import PROMPT
 
 GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=6)
@@ -255,7 +256,7 @@ class TestServer:
             async with start_async() as llm:
                 await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
                 url = llm._runtime._frontend.url
-                async with httpx.AsyncClient() as client:
+                async with httpx.AsyncClient(timeout=PATIENCE) as client:
                     asked = [client.post(f"{url}/v1/completions", json=self.body()) for _ in range(2)]
                     one, *found = await asyncio.gather(llm.generate(PROMPT, GREEDY), *asked)
                 with pytest.raises(RuntimeError, match="runs already"):
@@ -273,10 +274,10 @@ class TestServer:
         url = llm._runtime._frontend.url
         llm.pause()
         llm.suspend()
-        assert httpx.post(f"{url}/v1/completions", json=self.body()).status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json=self.body(), timeout=PATIENCE).status_code == 503
         llm.resume()
         llm.unpause()
-        assert httpx.post(f"{url}/v1/completions", json=self.body()).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=self.body(), timeout=PATIENCE).status_code == 200
 
     def test_blocking_until_shutdown(self, start, monkeypatch):
         llm, listening = start(use_coordinator=True), threading.Event()
@@ -285,8 +286,8 @@ class TestServer:
             sock.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             serving = pool.submit(llm.serve, ServeConfig(sock=sock))
-            assert listening.wait(60)
-            assert httpx.get(f"{url}/v1/models").status_code == 200
+            assert listening.wait(PATIENCE)
+            assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 200
             assert not serving.done()
             llm.shutdown()
             serving.result()

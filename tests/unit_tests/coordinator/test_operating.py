@@ -312,7 +312,7 @@ async def test_requests_end_before_the_coordinator_does(ends: bool):
         """End the request after the coordinator has begun to end: it accepts no connections any more."""
         with contextlib.suppress(httpx.TransportError):
             while True:
-                async with httpx.AsyncClient() as other:
+                async with httpx.AsyncClient(timeout=PATIENCE) as other:
                     await other.get(f"{url}/health")
         may_end.set()
 

@@ -234,7 +234,7 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
 
     def step() -> None:
         begun.set()
-        submitted.wait(30)
+        submitted.wait(60)
         engine.host_work()
         notes.append("step ends")
 
@@ -247,7 +247,7 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
         return name
 
     running = thread.submit(step)
-    begun.wait(30)
+    begun.wait(60)
     first = thread.submit_requests(take, ("first",), between_steps)
     cancelled = thread.submit_requests(take, ("cancelled",), between_steps)
     assert cancelled.cancel()

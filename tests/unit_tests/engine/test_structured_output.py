@@ -13,7 +13,7 @@ from megatron_ext.engine.structured_output import IDLE_WAIT, WAIT_SHARE, Job, Ma
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import LIMITS, add, request_of
 
-PATIENCE = 30.0  # seconds until a test gives up; nothing is measured
+PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
 REGEX = {"type": "regex", "regex": "[ab]*"}
 
 

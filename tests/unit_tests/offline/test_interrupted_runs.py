@@ -242,16 +242,33 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
     assert not Path(f"{output}.partial.jsonl").exists()
 
 
+# `tools/run_inference.py`, whose tenth step waits until the process may read a line.
+HELD = """
+import runpy, sys
+from megatron_ext.engine.client import EngineClient
+step, steps = EngineClient.step, []
+def held(client):
+    steps.append(client)
+    if len(steps) == 10:
+        sys.stdin.readline()
+    return step(client)
+EngineClient.step = held
+sys.argv[0] = "tools/run_inference.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.long
 def test_a_process_of_its_own(tmp_path):
     """Sent by another process while requests run; a launcher's second signal follows at once. One line, no stack."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    lines = [{"token_ids": [1, 2, 3], "num_tokens_to_generate": n} for n in (1, 4000, 4000)]
+    lines = [{"token_ids": [1, 2, 3], "num_tokens_to_generate": n} for n in (1, 100, 100)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, "--hybrid-override-pattern", "*-"]
-    command[command.index("8")] = "200"
+    command = [sys.executable, "-c", HELD, *TINY, "--hybrid-override-pattern", "*-"]
     process = subprocess.Popen(
         [*command, "--prompt-file", str(prompts), "--output-path", str(output)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -261,7 +278,7 @@ def test_a_process_of_its_own(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate()
+    _, errors = process.communicate(b"\n")
     assert process.returncode == 130, errors
     lines = [line for line in errors.decode().splitlines() if "start: " not in line]
     weights, told = lines

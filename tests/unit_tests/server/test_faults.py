@@ -17,7 +17,7 @@ from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.text_stream import TextStream
 from tests.priority import TestPriority
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -57,7 +57,7 @@ def ask_all(server: LiveServer, prompts: list[list[int]], **fields: object) -> l
     """Several clients at once: what each was sent."""
 
     async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
             posts = [client.post("/v1/completions", json=body(prompt, **fields)) for prompt in prompts]
             return [answer.text for answer in await asyncio.gather(*posts)]
 

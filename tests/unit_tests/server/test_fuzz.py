@@ -87,7 +87,7 @@ def test_the_description_is_the_servers(target):
 def test_described_requests(target, operation, mode, data):
     """SE-6: bodies and parameters made from the description, those that it allows and others; answers conform to it."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
-    case.call_and_validate(base_url=target.url, checks=CONFORMS, timeout=30)
+    case.call_and_validate(base_url=target.url, checks=CONFORMS, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_described_requests_of_administrators(governed, operation, mode, data):
     """SE-5, SE-6: requests of administrators work both suspended and awake."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
     headers = {"Authorization": f"Bearer {KEY}"}
-    case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=30, headers=headers)
+    case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=60, headers=headers)
 
 
 VALUES = st.recursive(

@@ -237,7 +237,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve):
     asking.start()
     assert begun.wait(PATIENCE)
     for _ in range(3):
-        answer = httpx.get(f"{server.url}/prefix_cache", timeout=5).json()
+        answer = httpx.get(f"{server.url}/prefix_cache", timeout=PATIENCE / 2).json()
         assert answer["hottest_prefixes"] == before["hottest_prefixes"]
     assert server.serving.requests.living == 1, "the step goes on"
     go_on.set()

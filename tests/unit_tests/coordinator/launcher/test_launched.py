@@ -43,7 +43,7 @@ async def main():
     launcher.start(Fleet(Router(RoutingConfig()), 5.0))
     await launcher.all_ready()
     print("pids", *launcher.pids.values(), flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 asyncio.run(main())
 """
 

@@ -290,21 +290,24 @@ class TestTexts:
         """Python's lock is not kept; the ids are those of the tokenizer's plain call."""
         tokenizer = embedded.serving.tokenizer
         text = " ".join(f"number {i} of many" for i in range(40_000))
-        inside, turns = threading.Event(), []
+        is_over, turns = threading.Event(), [0]
 
         def other() -> None:
-            inside.wait(PATIENCE)
-            while inside.is_set():
-                turns.append(1)
-                time.sleep(0.001)
+            while not is_over.wait(0.001):
+                turns[0] += 1
 
         thread = threading.Thread(target=other)
         thread.start()
-        inside.set()
-        ids = tokenizer.tokenize(text)
-        inside.clear()
+        most = 0
+        for _ in range(20):  # the system may have let neither thread run for a while
+            before = turns[0]
+            ids = tokenizer.tokenize(text)
+            most = max(most, turns[0] - before)
+            if most > 5:
+                break
+        is_over.set()
         thread.join(PATIENCE)
-        assert len(turns) > 5
+        assert most > 5
         assert ids[:1000] == tokenizer._backend.wrapped.encode(text[:20_000]).ids[:1000]
 
 

@@ -11,7 +11,7 @@ from megatron_ext.config.hosts import HostName, parse_host
 from megatron_ext.errors import ConfigError
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 
 PROMPT = make_prompt(40, seed=3)
 BODY = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
@@ -64,7 +64,7 @@ class TestHosts:
 
     def test_without_a_host_or_with_two_nothing_is_told(self, tiny):
         for hosts in ([], ["localhost", "evil.example"]):
-            connection = http.client.HTTPConnection("127.0.0.1", port(tiny), timeout=30)
+            connection = http.client.HTTPConnection("127.0.0.1", port(tiny), timeout=PATIENCE)
             connection.putrequest("GET", "/prefix_cache", skip_host=True)
             for host in hosts:
                 connection.putheader("Host", host)
