@@ -290,6 +290,12 @@ CACHE = FlagGroup(
             "explain_prefix_cache",
             "Explain for each request why it skipped no more: where it diverged from the cache, or what was evicted",
         ),
+        Flag(
+            "audit_interval",
+            "Compute every N-th hit once more without the cache, when there is time, and compare what was cached; "
+            "0: never",
+            name="--prefix-cache-audit",
+        ),
     ),
 )
 

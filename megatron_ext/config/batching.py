@@ -151,6 +151,7 @@ class CacheConfig:
     snapshot_mode: str = SnapshotMode.KERNEL.value
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
+    audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
 
     def __post_init__(self) -> None:
         budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
@@ -168,6 +169,10 @@ class CacheConfig:
             guesses is None or 0 <= guesses <= MAX_UNITS,
             f"--inference-dynamic-batching-prefix-caching-provisional-slots {guesses} must be between 0 (none) and "
             f"{MAX_UNITS}",
+        )
+        require(
+            0 <= self.audit_interval <= MAX_UNITS,
+            f"--prefix-cache-audit {self.audit_interval} must be between 0 (no audits) and {MAX_UNITS}",
         )
         names = [policy.value for policy in EvictionPolicyName]
         require(

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputProcessor, InputSettings
@@ -46,8 +47,9 @@ class EngineStep:
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """Scheduled chunks of all replicas."""
-        return [chunk for part in self.parts for chunk in part.plan.chunks]
+        """Scheduled chunks of callers' requests in all replicas."""
+        chunks = [chunk for part in self.parts for chunk in part.plan.chunks]
+        return [chunk for chunk in chunks if chunk.request.submission.audit is None]
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """True if a step would compute or report anything."""
-        return bool(self.output)
+        return bool(self.output) or any(replica.audit.has_work for replica in self.replicas)
 
     def waiting(self) -> Sequence[Request]:
         """Return requests that wait for admission, and ended ones that the next step will report."""
@@ -254,7 +256,7 @@ class EngineCore:
         """
         for part in step.parts:
             if part.result is not None:
-                self.output.take([chunk.request for chunk in part.plan.chunks], part.result)
+                self.output.take(requests_of(part), part.result)
         ended = list(self.output.ended)
         records = self.output.report()
         for replica in self.replicas:
@@ -346,7 +348,10 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """Return current sizes and counters, summed over all replicas."""
-        parts = [EngineStatistics.of(replica.scheduler) for replica in self.replicas]
+        parts = [
+            EngineStatistics.of(replica.scheduler, audit=replica.audit.counts if replica.audit.is_on else None)
+            for replica in self.replicas
+        ]
         return EngineStatistics.total(parts, ended=self.output.reported_count, steps=self.step_count)
 
     def step_counts(self) -> StepCounts:
@@ -359,6 +364,11 @@ class EngineCore:
             discarding=sum(one.discarding_count for one in ahead),
         )
 
+    def audit_findings(self) -> list[AuditFinding]:
+        """Return the wrong entries that audits of the prefix cache found, the oldest first; only the last few."""
+        found = [finding for replica in self.replicas for finding in replica.audit.findings]
+        return sorted(found, key=attrgetter("wall_time"))
+
     def hottest(self, count: int) -> list[CachedPrefix]:
         """Return the `count` cached prefixes from which most requests resumed, the hottest first."""
         found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
@@ -369,10 +379,17 @@ class EngineCore:
         for replica in self.replicas:
             replica.scheduler.check()
         queued = [request for replica in self.replicas for request in replica.scheduler.queues]
+        queued = [request for request in queued if request.submission.audit is None]
         known = {id(request) for request in self.output.requests()}
         assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
         if self._choice is not None:
             self._choice.check(queued)
+
+
+def requests_of(part: ReplicaStep) -> list[Request]:
+    """Return the callers' requests of a replica's step."""
+    requests = [chunk.request for chunk in part.plan.chunks]
+    return [request for request in requests if request.submission.audit is None]
 
 
 def active_requests(step: EngineStep) -> list[Request]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
+from megatron_ext.engine.cache_audit import CacheAudit
 from megatron_ext.engine.error_isolation import ErrorIsolation, describe
 from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.in_flight_step import InFlightStep
@@ -53,6 +54,7 @@ class Replica:
 
     Attributes:
         structured: Structured outputs of the requests.
+        audit: Audits of the prefix cache.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Replica:
         self._in_flight: InFlightStep | None = None  # the next step, if it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
+        self.audit = CacheAudit(scheduler)
         self._routing = RoutingRecorder(scheduler.limits.block_size)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
@@ -100,12 +103,15 @@ class Replica:
     def prepare(self, share: float, *, is_idle: bool) -> None:
         """Wait for masks within bounds; pass those that are ready, and the drafts, to the scheduler (SE-10).
 
+        An audit of the cache begins here, too, so that the commands to other ranks include it.
+
         Args:
             share: Share of the maximum wait that this replica may use.
             is_idle: True if no replica has other work.
         """
         if self._in_flight is not None:
             return
+        self.audit.begin()
         self.structured.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
         ready = self.structured.take()
         for request, error in ready.errors:
@@ -140,7 +146,9 @@ class Replica:
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
-        self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
+        ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
+        self._output.ended += [request for request in ended if request.submission.audit is None]
+        self.audit.take(result.differences.values())
         with self._error_isolation.guard("the record of routing indices"):
             self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
         self._last_seconds = time.perf_counter() - planned
@@ -154,6 +162,7 @@ class Replica:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self._output.ended += [request for request, _ in plan.failures]
+        self.audit.note_hits(plan.admissions)
         return plan
 
     def _take_off(self, plan: StepPlan) -> InFlightStep:
@@ -189,12 +198,14 @@ class Replica:
     def weights_changed(self) -> None:
         """Invalidate everything cached with the old weights."""
         self.ahead.land()
+        self.audit.forget()
         self.scheduler.weights_changed()
 
     def suspend(self) -> None:
         """Requeue all requests and forget cached blocks before the pools are freed."""
         self.ahead.land()
         self.ahead.drop()
+        self.audit.forget()
         self.scheduler.suspend()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from megatron_ext.scheduling.audit import Differences
 from megatron_ext.scheduling.record import TopN
 from megatron_ext.scheduling.routing_indices import RoutingIndices
 
@@ -33,6 +34,7 @@ class StepResult:
         target_scores: Scores of the target tokens, if requested.
         graph_rows: Rows of the CUDA graph that computed the step, dummy requests included; None for an eager step.
         routing: Routing indices of each chunk's tokens, if they are recorded.
+        differences: Differences between cached entries and those that audits have computed.
     """
 
     tokens: dict[int, int]
@@ -43,6 +45,7 @@ class StepResult:
     target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
     graph_rows: int | None = None
     routing: dict[int, RoutingIndices] = field(default_factory=dict)
+    differences: dict[int, Differences] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
         """Return the result for some of the requests only."""
@@ -55,6 +58,7 @@ class StepResult:
             target_scores=_only(self.target_scores, names),
             graph_rows=self.graph_rows,
             routing=_only(self.routing, names),
+            differences=_only(self.differences, names),
         )
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.engine.cache_audit import AuditCounts
 from megatron_ext.prefix_cache.cache_use import CacheUse
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
@@ -39,6 +40,7 @@ class EngineStatistics:
         use: Use of blocks and snapshot slots.
         counters: Copy of the counters.
         speculation: Draft statistics; None without speculation.
+        audit: Counts of audits; None if no hits are audited.
     """
 
     running: int
@@ -50,14 +52,17 @@ class EngineStatistics:
     use: CacheUse
     counters: Counters
     speculation: SpeculationUse | None = None
+    audit: AuditCounts | None = None
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0) -> EngineStatistics:
+    def of(
+        cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: AuditCounts | None = None
+    ) -> EngineStatistics:
         """Read the statistics of one replica, in the engine's thread."""
         queues = scheduler.queues
         return cls(
-            running=len(queues.running),
-            waiting=len(queues.waiting),
+            running=sum(request.submission.audit is None for request in queues.running),
+            waiting=sum(request.submission.audit is None for request in queues.waiting),
             paused=len(queues.paused),
             ended=ended,
             steps=steps,
@@ -65,12 +70,14 @@ class EngineStatistics:
             use=scheduler.cache.use(),
             counters=dataclasses.replace(scheduler.counters),
             speculation=scheduler.drafts.by_position.use() if scheduler.limits.max_drafts else None,
+            audit=None if audit is None else dataclasses.replace(audit),
         )
 
     @classmethod
     def total(cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int) -> EngineStatistics:
         """Return the sum over replicas that step together."""
         uses = [part.speculation for part in parts if part.speculation is not None]
+        audits = [part.audit for part in parts if part.audit is not None]
         return cls(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
@@ -81,6 +88,7 @@ class EngineStatistics:
             use=CacheUse.total([part.use for part in parts]),
             counters=Counters.total(part.counters for part in parts),
             speculation=SpeculationUse.total(uses) if uses else None,
+            audit=AuditCounts.total(audits) if audits else None,
         )
 
     def prefix_cache(self) -> dict[str, int] | None:
@@ -88,25 +96,30 @@ class EngineStatistics:
         if not self.is_caching:
             return None
         use, counters = self.use, self.counters
-        return {
-            "blocks_total": use.blocks_total,
-            "blocks_cached": use.blocks_cached,
-            "blocks_evictable": use.blocks_evictable,
-            "blocks_in_use": use.blocks_in_use,
-            "slots_total": use.slots_total,
-            "slots_used": use.slots_used,
-            "hits": counters.hits,
-            "blocks_evicted": use.blocks_evicted,
-            "slots_evicted": use.slots_evicted,
-            "snapshots_taken": use.snapshots_taken,
-            "snapshots_skipped": use.snapshots_skipped,
-            "snapshots_replaced": use.snapshots_replaced,
-            "coordination_waits": counters.coordination_waits,
-            "provisional_slots": use.provisional_slots,
-            "provisional_taken": use.provisional_taken,
-            "provisional_consumed": use.provisional_consumed,
-            "provisional_given_up": use.provisional_given_up,
-        } | ({name: getattr(use, name) for name in SLAB_COUNTS} if use.slabs_total else {})
+        audit = {} if self.audit is None else dataclasses.asdict(self.audit) | {"tokens": counters.audit_tokens}
+        return (
+            {
+                "blocks_total": use.blocks_total,
+                "blocks_cached": use.blocks_cached,
+                "blocks_evictable": use.blocks_evictable,
+                "blocks_in_use": use.blocks_in_use,
+                "slots_total": use.slots_total,
+                "slots_used": use.slots_used,
+                "hits": counters.hits,
+                "blocks_evicted": use.blocks_evicted,
+                "slots_evicted": use.slots_evicted,
+                "snapshots_taken": use.snapshots_taken,
+                "snapshots_skipped": use.snapshots_skipped,
+                "snapshots_replaced": use.snapshots_replaced,
+                "coordination_waits": counters.coordination_waits,
+                "provisional_slots": use.provisional_slots,
+                "provisional_taken": use.provisional_taken,
+                "provisional_consumed": use.provisional_consumed,
+                "provisional_given_up": use.provisional_given_up,
+            }
+            | ({name: getattr(use, name) for name in SLAB_COUNTS} if use.slabs_total else {})
+            | {f"audit_{name}": value for name, value in audit.items()}
+        )
 
     def prefix_cache_lost(self) -> dict[str, int] | None:
         """Return the `prefix_cache_lost` object of a run's counts (SI-6); None if caching is off."""

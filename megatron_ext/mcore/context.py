@@ -14,6 +14,7 @@ from megatron_ext.mcore.layers.layer_map import LayerPlaces
 from megatron_ext.mcore.versions import Context
 from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
+from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
@@ -26,6 +27,7 @@ from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
+from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
@@ -233,6 +235,11 @@ class InferenceContext(Context):
     def clear_step(self) -> None:
         """Discard the step after its end."""
         self.step = self._rotation = self.scored_states = None
+
+    def compare(self, comparisons: Sequence[Comparison]) -> dict[int, Differences]:
+        """Compare cached entries with those that a step's audits have computed; by request id."""
+        dtype = self.params_dtype
+        return {one.request_id: compare_entries(self.allocated, one, dtype) for one in comparisons}
 
     @property
     def staged(self) -> ModelInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from megatron_ext.engine.executor import Computed, Computing
@@ -9,6 +10,7 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.ops.backends import preferring
+from megatron_ext.scheduling.audit import Differences
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
@@ -29,12 +31,16 @@ class StepExecutor:
         """Run `compute` with the whole model on this rank."""
         result = self.compute(step)
         assert result is not None, "the last stage is here"
-        return result
+        return dataclasses.replace(result, differences=self.compare(step)) if step.comparisons else result
+
+    def compare(self, step: ScheduledStep) -> dict[int, Differences]:
+        """Compare cached entries with those that audits have just computed, in the layers of this rank."""
+        return self._context.compare(step.comparisons)
 
     def launch(self, step: ScheduledStep) -> Computing:
         """Launch a step, see `Launching.launch`; a step without a bucket is complete when this returns."""
         fixed = self._context.cuda_graph_runner
-        bucket = None if fixed is None else fixed.find(step)
+        bucket = None if fixed is None or step.comparisons else fixed.find(step)
         if fixed is None or bucket is None:
             return Computed(self.execute(step))
         with preferring(self._controller.operators):

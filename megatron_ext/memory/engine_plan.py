@@ -245,6 +245,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
         explains=cache.explain_prefix_cache,
+        audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,
         opportunistic=OpportunisticRules(max_slots=cache.provisional_slots),
     )
 

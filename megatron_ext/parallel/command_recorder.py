@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.parallel.commands import Add, Allow, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
+from megatron_ext.parallel.commands import (
+    Add,
+    Allow,
+    Command,
+    End,
+    Propose,
+    Quarantine,
+    ResetPrefixCache,
+    Suspend,
+    WeightsChanged,
+)
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -71,6 +82,11 @@ class RecordingScheduler(Scheduler):
         """Reset the prefix cache as `Scheduler` does, and record it."""
         super().reset_prefix_cache()
         self.note(ResetPrefixCache())
+
+    def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
+        """Drop a wrong entry as `Scheduler` does, and record it."""
+        self.note(Quarantine(block_hash, states_only))
+        return super().quarantine(block_hash, states_only=states_only)
 
     def weights_changed(self) -> None:
         """Note changed weights as `Scheduler` does, and record it."""

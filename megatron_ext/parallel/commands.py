@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.submission import Submission
@@ -32,6 +33,14 @@ class End:
 @dataclass(frozen=True)
 class ResetPrefixCache:
     """Prefix cache reset: nothing cached before is matched after."""
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Wrong entry of the cache, with all that was computed from it; see `Scheduler.quarantine`."""
+
+    block_hash: BlockHash
+    states_only: bool
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Allow:
     masks: Masks
 
 
-Command = Add | Allow | End | Propose | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
+Command = Add | Allow | End | Propose | Quarantine | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
 
 
 class Action(enum.IntEnum):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.parallel.shared_results import Results
+from megatron_ext.scheduling.audit import Differences
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -14,6 +16,9 @@ class Part(Protocol):
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute the part; return a result on the rank that samples."""
+
+    def compare(self, step: ScheduledStep) -> dict[int, Differences]:
+        """Compare what audits have just computed with cached entries, in the layers of this rank."""
 
     def idle(self) -> None:
         """Take part in other ranks' MoE layers; see `Executor.idle`."""
@@ -33,7 +38,10 @@ class SharedExecutor:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Compute and share a step; see `Executor.execute`."""
-        return self._results.share(step, self._part.compute(step))
+        result = self._results.share(step, self._part.compute(step))
+        if not step.comparisons:
+            return result
+        return dataclasses.replace(result, differences=self._results.merge(step, self._part.compare(step)))
 
     def idle(self) -> None:
         """Idle for one step; see `Executor.idle`."""
@@ -52,7 +60,8 @@ class RemoteExecutor:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Receive the result of a step; see `Executor.execute`."""
-        return self._results.share(step, None)
+        result = self._results.share(step, None)
+        return dataclasses.replace(result, differences=self._results.merge(step, {})) if step.comparisons else result
 
     def idle(self) -> None:
         """Do nothing: an idle step of the other replica has no result."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed import ProcessGroup, broadcast, recv, send
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, recv, send
 
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
@@ -69,6 +70,25 @@ class Results:
             target_scores=target_scores,
             routing=routing,
         )
+
+    def merge(self, step: ScheduledStep, own: Mapping[int, Differences]) -> dict[int, Differences]:
+        """Return the largest differences that any rank of the replica found in a step's comparisons.
+
+        Args:
+            step: The computed step.
+            own: Differences in the layers of this rank, by request id; empty on a rank outside of the replica.
+        """
+        return {one.request_id: self._merge_one(one, own.get(one.request_id)) for one in step.comparisons}
+
+    def _merge_one(self, comparison: Comparison, own: Differences | None) -> Differences:
+        blocks = len(comparison.blocks)
+        row = torch.zeros(blocks + 2, dtype=torch.float64)
+        if own is not None:
+            row[:2] = torch.tensor([own.bound, own.states or 0.0], dtype=torch.float64)
+            row[2 : 2 + len(own.blocks)] = torch.tensor(own.blocks, dtype=torch.float64)
+        all_reduce(row, ReduceOp.MAX, group=self._group)
+        bound, states, *found = row.tolist()
+        return Differences(comparison, tuple(found), states if comparison.states is not None else None, bound)
 
     def _share_tokens(
         self, chunks: Sequence[ScheduledChunk], given: StepResult

@@ -14,6 +14,7 @@ from megatron_ext.parallel.commands import (
     Command,
     End,
     Propose,
+    Quarantine,
     ResetPrefixCache,
     Resume,
     StartAnew,
@@ -97,6 +98,8 @@ class Worker:
             self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
+        elif isinstance(command, Quarantine):
+            self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
         elif isinstance(command, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):

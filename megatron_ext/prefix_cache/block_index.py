@@ -180,6 +180,17 @@ class BlockIndex:
             yield parent
             parent = self._parents[parent]
 
+    def descendants(self, block_hash: BlockHash) -> list[BlockId]:
+        """Return the block of `block_hash`, if it is indexed, and all that continue it, each after its children.
+
+        Looks at all indexed blocks.
+        """
+        found = {block_hash} & self._blocks.keys()
+        for one in sorted(self._depths, key=self._depths.__getitem__):
+            if self._parents[one] in found:
+                found.add(one)
+        return [self._blocks[one] for one in sorted(found, key=self._depths.__getitem__, reverse=True)]
+
     def children(self, block: BlockId) -> int:
         """Return the number of indexed children of `block`."""
         return self._children.get(self._hash_of[block], 0)

@@ -248,6 +248,21 @@ class PrefixCache:
         if self.observer is not None:
             self.observer.on_blocks_removed(block_hashes)
 
+    def continuations(self, block_hash: BlockHash, *, itself: bool) -> list[BlockId]:
+        """Return the cached blocks that continue the one of `block_hash`, and that one; each after its children."""
+        found = self._index.descendants(block_hash)
+        return [one for one in found if itself or self._index.hash_of(one) != block_hash]
+
+    def drop_all(self, blocks: Iterable[BlockId]) -> int:
+        """Drop cached blocks that no request uses, each after its children; return how many were still cached."""
+        dropped = 0
+        for block in blocks:
+            if block in self._policy:  # a policy that keeps nothing may have dropped it on release
+                self._policy.reuse([block])
+                self._drop([block])
+                dropped += 1
+        return dropped
+
     def reset(self) -> None:
         """Forget all contents: no block cached before is matched, and no block begun before is published."""
         self.pool.free(list(self._policy))

@@ -8,11 +8,13 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.async_planning import AsyncPlanner
+from megatron_ext.scheduling.audit import compare_with_cache
 from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.cache_keys import CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
@@ -134,7 +136,9 @@ class Scheduler:
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
-        step = describe_step(plan.chunks, self.limits.block_size, self.cache.changes)
+        size = self.limits.block_size
+        comparisons = compare_with_cache(plan.chunks, self.cache, size) if self.limits.audit_interval else ()
+        step = describe_step(plan.chunks, size, self.cache.changes, comparisons)
         self.cache.changes_told()
         return step
 
@@ -248,7 +252,11 @@ class Scheduler:
         """Mark the requests' tokens up to `ends` as computed, and publish complete blocks."""
         unsettled = self.drafts.unsettled
         for request, end in zip(requests, ends, strict=True):
-            self.counters.prefill_tokens += request.advance(end)
+            computed = request.advance(end)
+            if request.submission.audit is None:
+                self.counters.prefill_tokens += computed
+            else:
+                self.counters.audit_tokens += computed
             self._publish(request)
             self._show_snapshots(request)
             if unsettled and request.request_id in unsettled:
@@ -357,6 +365,30 @@ class Scheduler:
         for request_id in self.pending_blocks.requests():
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
+
+    def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
+        """Drop a cached entry that an audit found to be wrong, and all that was computed from it.
+
+        Requests that use any of it start again with the tokens they have.
+
+        Args:
+            block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
+            states_only: Whether only the snapshot is wrong, and what was computed from it.
+
+        Returns:
+            Number of blocks that were dropped.
+        """
+        blocks = self.cache.continuations(block_hash, itself=not states_only)
+        dropped = set(blocks)
+        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
+            sequence = request.sequence
+            is_from_states = block_hash in sequence.snapshot_plan.used
+            if is_from_states or not dropped.isdisjoint(sequence.block_table):
+                self._requeue(request, EventType.EVICT)
+                self.counters.preemptions += 1
+        if states_only:
+            self._states.drop(block_hash)
+        return self.cache.drop_all(blocks)
 
     def weights_changed(self) -> None:
         """Reset the prefix cache and use new roots of block hashes, since the weights have changed."""

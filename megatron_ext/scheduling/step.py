@@ -14,6 +14,7 @@ from typing import Final
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
+from megatron_ext.scheduling.audit import Comparison
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
@@ -111,11 +112,13 @@ class ScheduledStep:
         chunks: Chunks of the step, at most one per request.
         num_decode: Number of decodes, which come first.
         changes: Changes of the arena before the step, and their order.
+        comparisons: Cached entries to compare, after the step, with what audits have computed.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
     changes: ArenaChanges = NO_CHANGES
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def retyped_slabs(self) -> tuple[int, ...]:
@@ -128,12 +131,17 @@ class ScheduledStep:
         return sum(chunk.length for chunk in self.chunks)
 
 
-def describe_step(chunks: Iterable[Chunk], block_size: int, changes: ArenaChanges = NO_CHANGES) -> ScheduledStep:
+def describe_step(
+    chunks: Iterable[Chunk],
+    block_size: int,
+    changes: ArenaChanges = NO_CHANGES,
+    comparisons: tuple[Comparison, ...] = (),
+) -> ScheduledStep:
     """Return the message of a step whose blocks and slots are allocated; decodes come first."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
-    return ScheduledStep(described, num_decode, changes)
+    return ScheduledStep(described, num_decode, changes, comparisons)
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
+from megatron_ext.scheduling.audit import AuditTarget
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Submission:
         end_ids: Token ids each of which ends generation.
         prompt_text: Text of the prompt, if it was submitted as text.
         bad_words: Bad words of the params as token ids, each in all variants of its beginning.
+        audit: Cached entries to compare with what the request computes; None for a request of a caller.
         processes_logits: Value of `params.processes_logits`, computed once.
     """
 
@@ -31,6 +33,7 @@ class Submission:
     end_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    audit: AuditTarget | None = None
     processes_logits: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

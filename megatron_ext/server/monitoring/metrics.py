@@ -84,6 +84,20 @@ _COUNTERS = (
         "counters.launched_ahead",
     ),
 )
+# of audits of the prefix cache, if there are any
+_AUDIT_COUNTERS = (
+    ("audits_due", "Hits that were to be audited", "audit.due"),
+    ("audits_completed", "Audits that compared all entries of their hit", "audit.completed"),
+    ("audits_left_out_busy", "Hits not audited for want of time", "audit.left_out_busy"),
+    ("audits_left_out_evicted", "Hits not audited because their entries were evicted", "audit.left_out_evicted"),
+    ("audits_left_out_memory", "Hits not audited because they take too many blocks", "audit.left_out_memory"),
+    ("audit_tokens", "Tokens that audits computed", "counters.audit_tokens"),
+    ("audited_blocks", "Blocks that audits compared", "audit.blocks"),
+    ("audited_snapshots", "Snapshots that audits compared", "audit.snapshots"),
+    ("audit_wrong_blocks", "Audits that found a wrong block", "audit.wrong_blocks"),
+    ("audit_wrong_snapshots", "Audits that found a wrong snapshot", "audit.wrong_snapshots"),
+    ("audit_dropped_blocks", "Blocks dropped because of such findings", "audit.dropped_blocks"),
+)
 
 
 class Metrics(Collector):
@@ -165,7 +179,7 @@ class Metrics(Collector):
             return
         for name, text, path in _GAUGES:
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
-        for name, text, path in _COUNTERS:
+        for name, text, path in (*_COUNTERS, *(_AUDIT_COUNTERS if state.audit is not None else ())):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         use = state.speculation
         if use is not None:

@@ -68,7 +68,8 @@ class Life:
         self.driver.step()
 
     def abort(self) -> None:
-        living = [request.request_id for request in self.driver.scheduler.queues]
+        queues = self.driver.scheduler.queues
+        living = [request.request_id for request in queues if request.submission.audit is None]
         if living:
             self.driver.engine.abort_request(self.source.choice(living))
             self.driver.engine.check()

@@ -1,0 +1,253 @@
+"""Audits of the prefix cache while it serves: hits are computed once more without it, and the entries compared (EX-12).
+
+An audit is a request of the engine itself: it neither reads nor writes the cache and generates nothing. It runs while
+no other request lives, or within a share of all prefill tokens, one audit at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+from megatron_ext.config import RequestParams
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.public_hash import public_hash
+from megatron_ext.scheduling.audit import AuditTarget, Differences
+from megatron_ext.scheduling.plan import Admission
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.submission import Submission
+
+logger = logging.getLogger(__name__)
+
+AUDIT_SHARE: Final = 0.02
+"""Share of the prefill tokens that audits may add while other requests live."""
+MAX_DUE: Final = 64
+"""Hits that wait for their audit; when there are more, the one that has waited longest is left out."""
+MAX_FINDINGS: Final = 16
+"""Findings that are kept for reports."""
+_LAST: Final = 2**62  # arrival after that of any other request
+_PARAMS: Final = RequestParams(num_tokens_to_generate=0, enable_prefix_caching=False)
+
+
+@dataclass
+class AuditCounts:
+    """Counts since the engine started.
+
+    Attributes:
+        due: Hits that were to be audited.
+        completed: Audits that compared all entries of their hit.
+        left_out_busy: Hits left out for want of time: other requests lived, and the share was spent.
+        left_out_evicted: Hits left out, or audits ended, because an entry was no longer cached.
+        left_out_memory: Hits left out because an audit would take more than half of the blocks.
+        blocks: Blocks compared.
+        snapshots: Snapshots compared.
+        wrong_blocks: Audits that found a block whose keys or values differ beyond the bound.
+        wrong_snapshots: Audits that found a snapshot whose states differ beyond the bound.
+        dropped_blocks: Blocks that were dropped because they, or what they were computed from, were wrong.
+    """
+
+    due: int = 0
+    completed: int = 0
+    left_out_busy: int = 0
+    left_out_evicted: int = 0
+    left_out_memory: int = 0
+    blocks: int = 0
+    snapshots: int = 0
+    wrong_blocks: int = 0
+    wrong_snapshots: int = 0
+    dropped_blocks: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[AuditCounts]) -> AuditCounts:
+        """Return the sum of the counts of several schedulers."""
+        whole = cls()
+        for part in parts:
+            for one in dataclasses.fields(cls):
+                setattr(whole, one.name, getattr(whole, one.name) + getattr(part, one.name))
+        return whole
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """Cached entry that differs from what was computed without the cache.
+
+    Attributes:
+        kind: "kv" for keys and values of a block, "states" for a snapshot.
+        digest: Public hash of the block, or of the block that the snapshot is at the end of.
+        position: Tokens before the end of that block.
+        difference: Largest difference, over the largest computed value of its layer.
+        bound: Largest difference that rounding explains.
+        dropped_blocks: Blocks dropped with it.
+        wall_time: Seconds since the epoch.
+    """
+
+    kind: str
+    digest: str
+    position: int
+    difference: float
+    bound: float
+    dropped_blocks: int
+    wall_time: float
+
+
+@dataclass
+class _Due:
+    """Hit that waits for its audit."""
+
+    tokens: tuple[int, ...]
+    target: AuditTarget
+
+
+@dataclass
+class CacheAudit:
+    """Audits of one scheduler's hits.
+
+    Args:
+        scheduler: Scheduler whose hits are audited; its limits say how many.
+    """
+
+    scheduler: Scheduler
+    counts: AuditCounts = field(default_factory=AuditCounts)
+    findings: deque[AuditFinding] = field(default_factory=lambda: deque(maxlen=MAX_FINDINGS))
+    _due: deque[_Due] = field(default_factory=deque)
+    _current: Request | None = None
+    _hits: int = 0
+    _names: Iterable[int] = field(default_factory=lambda: count(-1, -1))
+
+    @property
+    def is_on(self) -> bool:
+        """True if hits are audited."""
+        return self.scheduler.limits.audit_interval > 0
+
+    @property
+    def has_work(self) -> bool:
+        """True if an audit is under way, or could begin now."""
+        return self._current is not None or (bool(self._due) and self._may_begin(self._due[0]))
+
+    def note_hits(self, admissions: Sequence[Admission]) -> None:
+        """Note the hits of a step's plan, which has been applied; every `audit_interval`-th one is due."""
+        if not self.is_on:
+            return
+        for admission in admissions:
+            if admission.chunk.start == 0:
+                continue
+            self._hits += 1
+            if self._hits % self.scheduler.limits.audit_interval == 0:
+                self._add(admission)
+
+    def _add(self, admission: Admission) -> None:
+        size, sequence = self.scheduler.limits.block_size, admission.request.sequence
+        end = len(admission.matched) * size
+        self.counts.due += 1
+        if len(admission.matched) > self.scheduler.limits.total_blocks // 2:
+            self.counts.left_out_memory += 1
+            return
+        if len(self._due) == MAX_DUE:
+            self._due.popleft()
+            self.counts.left_out_busy += 1
+        resume = 0 if admission.restore is None else admission.chunk.start
+        hashes = tuple(sequence.block_hashes[: len(admission.matched)])
+        self._due.append(_Due(tuple(sequence.tokens[:end]), AuditTarget(hashes, resume)))
+
+    def begin(self) -> None:
+        """Begin the next audit if there is time; end the present one if others wait and the share is spent."""
+        if self._current is not None:
+            if self._is_alone or self._is_within_share(0):
+                return
+            self._end(self._current)
+            self.counts.left_out_busy += 1
+        while self._due and self._may_begin(self._due[0]):
+            due = self._due.popleft()
+            if not self.scheduler.cache.match(due.target.block_hashes[:1]):
+                self.counts.left_out_evicted += 1
+                continue
+            name = next(iter(self._names))
+            self._current = Request(
+                Submission(name, due.tokens, _PARAMS, arrival=_LAST - name, seed=0, audit=due.target)
+            )
+            self.scheduler.add(self._current)
+            return
+
+    def _may_begin(self, due: _Due) -> bool:
+        return self._is_alone or self._is_within_share(len(due.tokens))
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if no request but the audit lives."""
+        return len(self.scheduler.queues) == (self._current is not None)
+
+    def _is_within_share(self, tokens: int) -> bool:
+        counters = self.scheduler.counters
+        return counters.audit_tokens + tokens <= AUDIT_SHARE * counters.prefill_tokens
+
+    def take(self, differences: Iterable[Differences]) -> None:
+        """Judge what the present audit has compared in the step that was just committed."""
+        for one in differences:
+            if self._current is not None and one.comparison.request_id == self._current.request_id:
+                self._judge(self._current, one)
+        if self._current is not None and self._current.is_ended:
+            self._current = None
+
+    def _judge(self, audit: Request, found: Differences) -> None:
+        comparison, target = found.comparison, audit.submission.audit
+        assert target is not None, "an audit has a target"
+        self.counts.blocks += len(comparison.blocks)
+        self.counts.snapshots += found.states is not None
+        wrong = next((i for i, one in enumerate(found.blocks, comparison.first) if one > found.bound), None)
+        if wrong is not None:
+            self.counts.wrong_blocks += 1
+            self._report(
+                "kv", audit, target.block_hashes[wrong], wrong + 1, found.blocks[wrong - comparison.first], found
+            )
+        elif found.states is not None and found.states > found.bound:
+            self.counts.wrong_snapshots += 1
+            block = target.resume // self.scheduler.limits.block_size
+            self._report("states", audit, target.block_hashes[block - 1], block, found.states, found)
+        elif audit.is_ended:
+            self.counts.completed += 1
+            self._current = None
+        elif not comparison.are_all_cached:
+            self._end(audit)
+            self.counts.left_out_evicted += 1
+
+    def _report(
+        self, kind: str, audit: Request, block_hash: BlockHash, blocks: int, difference: float, found: Differences
+    ) -> None:
+        """End an audit that found a wrong entry: drop the entry and what was computed from it, and say so."""
+        self._end(audit)
+        dropped = self.scheduler.quarantine(block_hash, states_only=kind == "states")
+        self.counts.dropped_blocks += dropped
+        position = blocks * self.scheduler.limits.block_size
+        finding = AuditFinding(kind, public_hash(block_hash), position, difference, found.bound, dropped, time.time())
+        self.findings.append(finding)
+        logger.error(
+            "an audit of the prefix cache found wrong %s at token %d (block hash %s): the largest difference is %.3g "
+            "of the layer's largest value, the bound %.3g; %d blocks are dropped, and requests that use them start "
+            "again. Faulty memory or a defect of an operator are possible causes",
+            "keys or values" if kind == "kv" else "states",
+            position,
+            finding.digest,
+            difference,
+            found.bound,
+            dropped,
+        )
+
+    def _end(self, audit: Request) -> None:
+        if not audit.is_ended:
+            self.scheduler.end(audit, Status.ABORTED)
+        self._current = None
+
+    def forget(self) -> None:
+        """Drop all audits, because the entries are gone."""
+        self.counts.left_out_evicted += len(self._due) + (self._current is not None)
+        self._due.clear()
+        if self._current is not None:
+            self._end(self._current)

@@ -1,0 +1,97 @@
+"""Audits of hits: cached entries to compare with what a request that does not use the cache computes (EX-12)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.state_index import SlotId
+from megatron_ext.scheduling.running_slots import RunningSlot
+
+if TYPE_CHECKING:
+    from megatron_ext.scheduling.chunk import Chunk
+
+
+@dataclass(frozen=True)
+class AuditTarget:
+    """Cached entries that a hit has used.
+
+    Attributes:
+        block_hashes: Hashes of the matched blocks, from the start of the sequence.
+        resume: Position of the snapshot that the hit resumed from; 0 without recurrent layers.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    resume: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cached entries that a step compares with what an audit has computed up to the end of its chunk.
+
+    Attributes:
+        request_id: Id of the audit's request.
+        first: Index of the first pair's block in the sequence.
+        blocks: Pairs of a computed block and the cached one; they end where nothing is cached any more.
+        states: Running state slot and the slot of the snapshot at the end of the chunk; None if there is none.
+        are_all_cached: False if a block that the chunk completed is cached no more.
+    """
+
+    request_id: int
+    first: int
+    blocks: tuple[tuple[BlockId, BlockId], ...]
+    states: tuple[RunningSlot, SlotId] | None
+    are_all_cached: bool
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Result of a comparison: the largest difference over the largest value computed, within any one layer.
+
+    Attributes:
+        comparison: What was compared.
+        blocks: Difference of each pair of blocks.
+        states: Difference of the states; None if they were not compared.
+        bound: Largest difference that rounding explains, for the type of the parameters.
+    """
+
+    comparison: Comparison
+    blocks: tuple[float, ...]
+    states: float | None
+    bound: float
+
+
+def compare_with_cache(chunks: Iterable[Chunk], cache: PrefixCache, block_size: int) -> tuple[Comparison, ...]:
+    """Return the comparisons of a step's audits: with blocks that their chunks complete, and the snapshot there."""
+    found = []
+    for chunk in chunks:
+        target = chunk.request.submission.audit
+        if target is None:
+            continue
+        first, last = chunk.start // block_size, chunk.end // block_size
+        cached = cache.match(target.block_hashes[:last])[first:]
+        computed = chunk.request.sequence.block_table[first:last]
+        found.append(
+            Comparison(
+                request_id=chunk.request.request_id,
+                first=first,
+                blocks=tuple(zip(computed, cached, strict=False)),
+                states=_states(chunk, target, cache, block_size),
+                are_all_cached=len(cached) == last - first,
+            )
+        )
+    return tuple(found)
+
+
+def _states(
+    chunk: Chunk, target: AuditTarget, cache: PrefixCache, block_size: int
+) -> tuple[RunningSlot, SlotId] | None:
+    running = chunk.request.sequence.running_slot
+    if not target.resume or chunk.end != target.resume or cache.states is None or running is None:
+        return None
+    slot = cache.states.find(target.block_hashes[target.resume // block_size - 1])
+    return None if slot is None else (running, slot)
