@@ -1,4 +1,4 @@
-"""Audits of the prefix cache while it serves: hits are computed once more without it, and the entries compared (EX-12).
+"""Audits of the prefix cache while it serves: hits are computed once more without it, and the entries compared (EX-15).
 
 An audit is a request of the engine itself: it neither reads nor writes the cache and generates nothing. It runs while
 no other request lives, or within a share of all prefill tokens, one audit at a time.

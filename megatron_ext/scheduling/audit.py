@@ -1,4 +1,4 @@
-"""Audits of hits: cached entries to compare with what a request that does not use the cache computes (EX-12)."""
+"""Audits of hits: cached entries to compare with what a request that does not use the cache computes (EX-15)."""
 
 from __future__ import annotations
 

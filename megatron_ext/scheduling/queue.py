@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Protocol
 
+from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.prefix_wait.waiting_queue import BlockPins, WaitingQueue
 from megatron_ext.scheduling.request import Request
 
@@ -74,6 +75,19 @@ class Queues:
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.paused) + len(self.resting)
+
+    def holding(self) -> list[Request]:
+        """Return the requests that own blocks."""
+        return [*self.running, *self.paused, *self.resting]
+
+    def follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
+        """Replace the blocks in block tables whose contents were moved, old to new."""
+        if not moves:
+            return
+        for request in self.holding():
+            table = request.sequence.block_table
+            if not moves.keys().isdisjoint(table):
+                request.sequence.block_table = tuple([moves.get(block, block) for block in table])
 
     def move(self, request: Request, target: _Queue) -> None:
         """Move `request` from its queue to `target`."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
+from megatron_ext.scheduling.admission_counts import count_hit, count_lost, note_use
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.audit import compare_with_cache
 from megatron_ext.scheduling.block_hasher import BlockHasher
@@ -111,7 +111,7 @@ class Scheduler:
             self.cache.pin(admission.matched)
             if self.limits.explains:
                 explain_admission(admission, self.cache, self.limits.block_size)
-            self._note_use(admission)
+            note_use(admission, self.cache, self.limits)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -158,7 +158,7 @@ class Scheduler:
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
-            self._count_lost(request, len(matched), admission.chunk.start)
+            count_lost(admission, self.cache, self.limits, self.counters)
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.running_slot = self.running_slots.take()
         sequence.computed_end = admission.chunk.start
@@ -171,32 +171,10 @@ class Scheduler:
         sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         self.counters.skipped_tokens += sequence.ledger.skipped - skipped_before
-        self._count_hit(admission)
+        count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
         request.timeline.note(EventType.ADD_CONTEXT)
-
-    def _note_use(self, admission: Admission) -> None:
-        """Note what an admission uses, before any allocation, so that the snapshot it resumes from goes last."""
-        request, matched = admission.request, admission.matched
-        if request.sequence.ledger.matched_blocks is None and reads_cache(request):
-            self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
-        if admission.restore is not None:
-            self._states.consume(admission.restore.block_hash)
-            request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
-
-    def _count_hit(self, admission: Admission) -> None:
-        start = admission.chunk.start
-        if start > 0:
-            self.counters.hits += 1
-            self.cache.count_hit(admission.matched[self.limits.blocks_for(start) - 1])
-
-    def _count_lost(self, request: Request, matched: int, start: int) -> None:
-        """Count the tokens that a first admission computes because cached entries were evicted."""
-        cache, length = self.cache, len(request.tokens)
-        lost = cache.ghosts.lost(length, request.block_hashes, matched, start, self.limits.block_size, cache.states)
-        if lost is not NOTHING_LOST:
-            self.counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
         """Reserve slots for the snapshots of the step's plan, all at once; those that get no slot are left out."""
@@ -210,16 +188,7 @@ class Scheduler:
                 elif one.rank is Rank.ORDINARY:
                     one.request.sequence.snapshot_plan.used.append(one.block_hash)
         if self.cache.border is not None:
-            self._follow_moves(self.cache.border.take_moves())
-
-    def _follow_moves(self, moves: Mapping[BlockId, BlockId]) -> None:
-        """Replace the blocks in block tables that were moved."""
-        if not moves:
-            return
-        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
-            table = request.sequence.block_table
-            if not moves.keys().isdisjoint(table):
-                request.sequence.block_table = tuple([moves.get(block, block) for block in table])
+            self.queues.follow_moves(self.cache.border.take_moves())
 
     def commit(
         self, step: ScheduledStep, sampled: Mapping[int, int], target_tokens: TokensById = NO_TOKENS
@@ -350,7 +319,7 @@ class Scheduler:
 
     def suspend(self) -> None:
         """Requeue all requests with their tokens before the pools lose their contents."""
-        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
+        for request in self.queues.holding():
             self._requeue(request)
         self._reset_cache()
 
@@ -380,7 +349,7 @@ class Scheduler:
         """
         blocks = self.cache.continuations(block_hash, itself=not states_only)
         dropped = set(blocks)
-        for request in [*self.queues.running, *self.queues.paused, *self.queues.resting]:
+        for request in self.queues.holding():
             sequence = request.sequence
             is_from_states = block_hash in sequence.snapshot_plan.used
             if is_from_states or not dropped.isdisjoint(sequence.block_table):

@@ -1,4 +1,4 @@
-"""EX-12: hits that are computed once more without the cache, and what happens to entries that were wrong."""
+"""EX-15: hits that are computed once more without the cache, and what happens to entries that were wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EX-12, MR-3: audits on several ranks, each of which compares its own layers and heads."""
+"""EX-15, MR-3: audits on several ranks, each of which compares its own layers and heads."""
 
 from __future__ import annotations
 

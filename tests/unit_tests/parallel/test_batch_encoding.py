@@ -13,6 +13,7 @@ from megatron_ext.parallel.commands import (
     Batch,
     End,
     Propose,
+    Quarantine,
     ResetPrefixCache,
     Resume,
     StartAnew,
@@ -58,6 +59,6 @@ def test_commands_that_need_a_second_message(told: str):
     assert batch_encoding.unpack(head, body) == batch
 
 
-def test_every_command_is_small_but_requests_drafts_and_masks():
+def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*batch_encoding._SMALL, Add, Allow, Propose} == {*commands.Command.__args__}
+    assert {*batch_encoding._SMALL, Add, Allow, Propose, Quarantine} == {*commands.Command.__args__}
