@@ -8,10 +8,12 @@ an object with `text` or `token_ids`, as a line of a prompt file.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.errors import ConfigError
@@ -23,6 +25,10 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
+from megatron_ext.text.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from megatron_ext.text.tokenizer import Tokenizer
 
 DONE, BAD_USAGE = 0, 2
 LONGEST_PROMPT = 2**24  # bytes of a file
@@ -52,17 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.block_size < 1:
             raise ConfigError(f"--block-size {arguments.block_size} must be 1 or more")
-        prompts = [read_prompt(path, arguments.tokenizer) for path in (arguments.first, arguments.second)]
-        said = explain_second(prompts[0], prompts[1], arguments.block_size, is_hybrid=not arguments.attention_only)
+        first, _ = read_prompt(arguments.first, arguments.tokenizer)
+        second, tokenizer = read_prompt(arguments.second, arguments.tokenizer)
+        said = explain_second(first, second, arguments.block_size, is_hybrid=not arguments.attention_only)
     except ConfigError as error:
         print(f"explain_prefix.py: error: {error}", file=sys.stderr)
         return BAD_USAGE
-    print(f"{said.skipped} of {len(prompts[1])} tokens are skipped: {said.text()}")
+    is_shown = tokenizer is not None and said.place is not None
+    around = excerpt(second, said.place, tokenizer.detokenize) if is_shown else None
+    print(f"{said.skipped} of {len(second)} tokens are skipped: {said.text(around)}")
+    if said.advice is not None:
+        print(said.advice)
     return DONE
 
 
-def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
-    """Return the token ids of a file.
+def read_prompt(path: Path, tokenizer: Path) -> tuple[tuple[int, ...], Tokenizer | None]:
+    """Return the token ids of a file, and the tokenizer that made them of text, if any.
 
     Raises:
         ConfigError: The file cannot be read, or has no tokens.
@@ -76,17 +87,19 @@ def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
             content = text  # not JSON after all
     if isinstance(content, dict):
         content = content.get("token_ids", content.get("text"))
+    used: Tokenizer | None = None
     if isinstance(content, str):
         from megatron_ext.text.tokenizer import TextTokenizer
 
-        content = TextTokenizer(tokenizer).tokenize(content)
+        used = TextTokenizer(tokenizer)
+        content = used.tokenize(content)
     try:
         tokens = tuple(packed_tokens(content)) if isinstance(content, list) else ()
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: {error}; a prompt is a text or a list of token ids") from error
     if not tokens:
         raise ConfigError(f"{path} has no tokens; a prompt is a text or a list of token ids")
-    return tokens
+    return tokens, used
 
 
 def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: int, *, is_hybrid: bool) -> Explanation:
@@ -109,7 +122,7 @@ def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: 
         plan = scheduler.schedule()
         scheduler.commit(describe_step(plan.chunks, block_size), {place: 0})
     assert request.sequence.ledger.explanation is not None, "it was admitted"
-    return request.sequence.ledger.explanation
+    return dataclasses.replace(request.sequence.ledger.explanation, age=None)  # both were served just now
 
 
 if __name__ == "__main__":

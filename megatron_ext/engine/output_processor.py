@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_ext.engine.error_isolation import ErrorIsolation, describe
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import CheckpointError
+from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -153,6 +154,7 @@ class OutputProcessor:
     def _close(self, output: _Output) -> RequestRecord:
         self.reported_count += 1
         request = output.request
+        note_end(request, output.scheduler.cache, output.scheduler.limits.block_size)
         try:
             record = request.to_record(self._generated_text(request))
         except Exception as error:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.prompt_texts import PromptText
 from megatron_ext.scheduling.record import RequestRecord, TopN
-
-TokenText = Callable[[int], str]
+from megatron_ext.text.excerpt import excerpt
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,14 @@ class RequestEntries:
 
     Attributes:
         prompt_text: Text of `input_prompt`.
-        token_text: Text of one token, the key of its log-prob among the best ones.
+        detokenize: Token ids, and `skip_special_tokens`, to text.
         with_events: Whether entries have the key `events`.
         with_drafts: Whether drafts are counted, i.e. speculation is on.
         with_graphs: Whether steps may be captured; if not, `cuda_graph_request_count_map` is null, as in Megatron.
     """
 
     prompt_text: PromptText
-    token_text: TokenText
+    detokenize: Callable[..., str]
     with_events: bool = False
     with_drafts: bool = False
     with_graphs: bool = False
@@ -68,7 +67,9 @@ class RequestEntries:
                 "accepted_token_count": record.accepted_token_count,
             }
         if record.prefix_cache_explanation is not None:
-            entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
+            place = record.prefix_cache_explanation.place
+            around = None if place is None else excerpt(record.prompt_tokens, place, self.detokenize)
+            entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict(around)
         if self.with_events:
             offset = record.arrival_wall_time - record.events[0].timestamp
             entry["events"] = [event.to_dict() | {"timestamp": event.timestamp + offset} for event in record.events]
@@ -90,7 +91,7 @@ class RequestEntries:
         for position in positions:
             best: dict[str, float] = {}
             for token, log_prob in position.items():
-                text = self.token_text(token)
+                text = self.detokenize([token], skip_special_tokens=False)
                 best[text] = max(log_prob, best.get(text, log_prob))
             named.append(best)
         return named

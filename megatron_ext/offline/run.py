@@ -129,7 +129,7 @@ class _Offline:
         self._prompt_text = PromptTexts(self._vocabulary.detokenize)
         self._entries = RequestEntries(
             self._prompt_text,
-            lambda token: self._vocabulary.detokenize([token], skip_special_tokens=False),
+            self._vocabulary.detokenize,
             with_events=settings.run.output_request_events,
             with_drafts=settings.speculation.is_on,
             with_graphs=settings.batching.has_input_buffers,

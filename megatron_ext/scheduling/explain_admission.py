@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.explanation import Explanation, Why
@@ -19,6 +21,14 @@ def explain_admission(admission: Admission, cache: PrefixCache, block_size: int)
     if ledger.explanation is None:
         matched, start = len(admission.matched), admission.chunk.start
         ledger.explanation = explain(admission.request, cache, matched, start, block_size)
+
+
+def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:
+    """Note where the final tokens of a request end, to explain those that continue it, if explanations are on."""
+    known, chain, tokens = cache.cached_token_ids, request.sequence.chain, request.sequence.tokens
+    if known is not None and chain is not None and request.generated_count:  # its prompt was computed
+        complete = (len(tokens) - 1) // block_size  # the last token never is
+        known.keep_end(request.block_hashes[complete - 1] if complete else chain.root, tokens[complete * block_size :])
 
 
 def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
@@ -35,7 +45,9 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
     most = last_boundary(length, block_size)
     if cache.states is None:
         most = resume_position(length, length // block_size * block_size)
-    blank = Explanation("", start, matched * block_size, most, block_size)
+    known = cache.cached_token_ids
+    age = known.age(request.block_hashes[matched - 1]) if known is not None and matched else None
+    blank = Explanation("", start, matched * block_size, most, block_size, age=age)
     general = general_reason(request.params, is_caching=cache.is_enabled)
     if general is not None:
         return dataclasses.replace(blank, reason=general.value)
@@ -71,18 +83,30 @@ def _after_match(request: Request, cache: PrefixCache, blank: Explanation, match
         if ago is not None:
             return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
     found = _with_divergence(request, cache, blank, matched)
+    known, size = cache.cached_token_ids, blank.block_size
+    ended = None if known is None else known.earlier_end(*_next_block(request, matched, size))
+    if ended is not None and matched * size + ended.agreeing >= (found.agreeing or 0):
+        return dataclasses.replace(
+            blank, reason=Why.TURN_ENDED.value, agreeing=matched * size + ended.agreeing, age=ended.age
+        )
     reason = Why.NOT_CACHED if found.agreeing is None else Why.PARTED
     return dataclasses.replace(found, reason=reason.value)
 
 
 def _with_divergence(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
     """Add where the tokens part from the nearest cached prefix after the match, if one continues from there."""
-    chain, size = request.sequence.chain, blank.block_size
-    assert chain is not None, "it reads the cache"
-    before = request.block_hashes[matched - 1] if matched else chain.root
-    following = request.sequence.tokens[matched * size : (matched + 1) * size]
-    divergence = None if cache.cached_token_ids is None else cache.cached_token_ids.divergence(before, following)
+    size, known = blank.block_size, cache.cached_token_ids
+    divergence = None if known is None else known.divergence(*_next_block(request, matched, size))
     agreeing = matched * size + (0 if divergence is None else divergence.agreeing)
     if divergence is None or agreeing == 0 or agreeing == len(request.tokens):
         return blank
-    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.tokens[agreeing], there=divergence.there)
+    here = request.sequence.tokens[agreeing]
+    return dataclasses.replace(blank, agreeing=agreeing, here=here, there=divergence.there, age=divergence.age)
+
+
+def _next_block(request: Request, matched: int, block_size: int) -> tuple[BlockHash, array[int]]:
+    """Return the hash before the first block that did not match, and that block's tokens."""
+    chain = request.sequence.chain
+    assert chain is not None, "it reads the cache"
+    before = request.block_hashes[matched - 1] if matched else chain.root
+    return before, request.sequence.tokens[matched * block_size : (matched + 1) * block_size]

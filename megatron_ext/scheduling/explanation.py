@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from dataclasses import dataclass
 
 
@@ -29,12 +30,21 @@ class Why(str, enum.Enum):
     NO_SNAPSHOT = "no_snapshot"  # the blocks are cached without states at their ends, or with opportunistic ones only
     BLOCK_EVICTED = "block_evicted"  # the next block was cached and evicted
     PARTED = "parted"  # the prompt differs from the nearest cached prefix
+    TURN_ENDED = "turn_ended"  # an earlier request ended inside the next block, which therefore was not cached
     NOT_CACHED = "not_cached"  # no cached block follows the match
 
 
 _NEAR_MISSES = frozenset(
     why.value for why in (Why.PARTED, Why.BLOCK_EVICTED, Why.SNAPSHOT_GIVEN_UP, Why.NO_SNAPSHOT, Why.NO_SLOTS)
 )
+
+
+Excerpt = tuple[str, str]
+"""Text of a prompt before and after a place."""
+
+MARK = "►"  # of the place in the sentence
+_SLOTS_FLAG = "--inference-dynamic-batching-prefix-caching-mamba-gb"
+_UNITS = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,14 @@ class Explanation:
         skipped: Tokens that the request skipped.
         matched: Tokens in cached blocks that the request shares.
         most: Maximum number of tokens that a prompt of this length can skip.
-        agreeing: Tokens that agree with the nearest cached prefix of the same salt; None if no such prefix was looked
-            for.
+        agreeing: Tokens that agree with the nearest cached prefix of the same salt, or with the earlier request that
+            ended there; None if no such prefix was looked for.
         here: Token of this request after the agreeing ones.
         there: Token of the cached prefix at that position; must not be shown to other users.
         ago: Requests admitted since the missing entry was evicted.
         slots_short: Additional snapshot slots that would have kept the entry under `lru`; None if slots are not the
             cause.
+        age: Seconds since the nearest prefix of the same salt was cached, or since the earlier request ended.
         block_size: Tokens of a block.
     """
 
@@ -66,10 +77,27 @@ class Explanation:
     there: int | None = None
     ago: int | None = None
     slots_short: int | None = None
+    age: float | None = None
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the fields and the sentence as a dict for JSON."""
-        return dataclasses.asdict(self) | {"text": self.text()}
+    def to_dict(self, excerpt: Excerpt | None = None) -> dict[str, object]:
+        """Return the fields, the sentence and the advice as a dict for JSON.
+
+        Args:
+            excerpt: Text of the prompt before and after `place`, which replaces token ids in the sentence.
+        """
+        fields = dataclasses.asdict(self)
+        if self.age is not None:
+            fields["age"] = round(self.age, 1)
+        if excerpt is not None:
+            fields["before"], fields["after"] = excerpt
+        return fields | {"text": self.text(excerpt), "advice": self.advice}
+
+    @property
+    def place(self) -> int | None:
+        """Position of the first token that no cached prefix has; None if nothing before it was cached."""
+        if self.agreeing is None and self.reason in (Why.NOT_CACHED.value, Why.BLOCK_EVICTED.value):
+            return self.matched or None
+        return self.agreeing
 
     @property
     def is_near_miss(self) -> bool:
@@ -81,15 +109,11 @@ class Explanation:
         """Tokens from the start of the prompt that were known to the cache, or are by now."""
         return self.matched if self.agreeing is None else self.agreeing
 
-    def without_cached_token(self) -> Explanation:
-        """Return a copy that reveals positions and tokens of this request only, no token of another one."""
-        return dataclasses.replace(self, there=None)
-
-    def text(self) -> str:
-        """Return the explanation as one sentence."""
+    def text(self, excerpt: Excerpt | None = None) -> str:
+        """Return the explanation as one sentence; see `to_dict`."""
         size = self.block_size
         if self.reason == Why.PARTED.value:
-            return f"{self._divergence_text()}; computing began at {self.skipped}"
+            return f"{self._divergence_text(excerpt)}; computing began at {self.skipped}"
         when = "" if self.ago is None else f" {self.ago} request{'s' * (self.ago != 1)} ago"
         sentences = {
             Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
@@ -99,23 +123,58 @@ class Explanation:
             f"evicted{when} to free a slot{self._missing_slots_text()}; computing began at {self.skipped}",
             Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and there is no snapshot of states between "
             f"{self.skipped} and {self._goal()}",
-            Why.BLOCK_EVICTED.value: f"the block after token {self.matched} was evicted{when} to free memory; "
-            f"computing began at {self.skipped}",
-            Why.NOT_CACHED.value: f"no cached prefix continues after token {self.matched}",
+            Why.BLOCK_EVICTED.value: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
+            f"free memory; computing began at {self.skipped}",
+            Why.TURN_ENDED.value: f"the turn before ended{self._ago_text()} inside this block, at token "
+            f"{self.agreeing}{_marked(excerpt)}; only complete blocks of {size} tokens are cached; computing began at "
+            f"{self.skipped}",
+            Why.NOT_CACHED.value: f"no cached prefix continues after token {self.matched}{_marked(excerpt)}",
             Reason.OPTED_OUT.value: "the request opted out of the cache",
             Reason.CACHING_OFF.value: "the cache is off",
             Reason.PROMPT_LOGPROBS.value: "prompt log-probs were requested, so nothing is skipped",
         }
         sentence = sentences[self.reason]
-        return sentence if self.agreeing is None else f"{sentence}. {self._divergence_text()}"
+        if self.agreeing is None or self.reason == Why.TURN_ENDED.value:
+            return sentence
+        return f"{sentence}. {self._divergence_text(excerpt)}"
 
-    def _divergence_text(self) -> str:
+    @property
+    def advice(self) -> str | None:
+        """One sentence on how the next such request skips more; None if it cannot."""
+        return {
+            Why.TOO_SHORT.value: "Nothing needs to change: so short a prompt is computed quickly.",
+            Why.NO_SLOTS.value: f"Start the server with memory for snapshots ({_SLOTS_FLAG}).",
+            Why.SNAPSHOT_GIVEN_UP.value: f"Send requests with the same beginning closer together, or start the server "
+            f"with more memory for snapshots ({_SLOTS_FLAG}).",
+            Why.NO_SNAPSHOT.value: "Declare where prompts part in cache_checkpoint, so that the first request leaves "
+            "states there; this one does for those after it, if a slot is free.",
+            Why.BLOCK_EVICTED.value: "Send requests with the same beginning closer together, or start the server with "
+            "more memory for the KV cache (--inference-dynamic-batching-buffer-size-gb).",
+            Why.PARTED.value: "Keep the beginning of prompts the same to the character, and put what changes, such as "
+            "a date or an id, after it.",
+            Why.TURN_ENDED.value: "Nothing needs to change: each turn computes the tokens after the last complete "
+            "block again.",
+            Why.NOT_CACHED.value: "Send this prompt's beginning again with the same key and cache_salt: it is cached "
+            "from now on.",
+            Reason.OPTED_OUT.value: "Leave out enable_prefix_caching, or set it to true.",
+            Reason.CACHING_OFF.value: "Start the server with prefix caching on.",
+            Reason.PROMPT_LOGPROBS.value: "Leave out log-probs of the prompt.",
+        }.get(self.reason)
+
+    def _divergence_text(self, excerpt: Excerpt | None) -> str:
         assert self.agreeing is not None, "it parted somewhere"
-        there = "" if self.there is None else f", there {self.there}"
+        nearest = "a cached prefix" if self.age is None else f"a prefix cached{self._ago_text()}"
+        parting = f": here {self.here}, there {self.there}" if excerpt is None else _marked(excerpt)
         return (
-            f"{self.agreeing} tokens agree with a cached prefix, which diverges in block "
-            f"{self.agreeing // self.block_size} at token {self.agreeing}: here {self.here}{there}"
+            f"{self.agreeing} tokens agree with {nearest}, which diverges in block "
+            f"{self.agreeing // self.block_size} at token {self.agreeing}{parting}"
         )
+
+    def _ago_text(self) -> str:
+        if self.age is None:
+            return ""
+        unit, seconds = next(one for one in _UNITS if self.age >= 2 * one[1] or one[1] == 1)
+        return f" {self.age / seconds:.0f} {unit} ago"
 
     def _missing_slots_text(self) -> str:
         if self.slots_short is None:
@@ -124,3 +183,8 @@ class Explanation:
 
     def _goal(self) -> int:
         return min(self.matched, self.most)
+
+
+def _marked(excerpt: Excerpt | None) -> str:
+    """Return the text around a place with a mark there, as a parenthesis; line breaks are escaped."""
+    return "" if excerpt is None else f" ({json.dumps(f'{excerpt[0]}{MARK}{excerpt[1]}', ensure_ascii=False)})"

@@ -18,7 +18,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
-from megatron_ext.server.api_keys import Caller, Keys, load_keys
+from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
@@ -27,7 +27,6 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits
 from megatron_ext.server.openai.protocol import Message
 from megatron_ext.server.openai.request_fields import GenerationRequest
-from megatron_ext.server.openai.responses import Explains
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
@@ -100,18 +99,17 @@ class Serving:
         """Return the decoder of a request's tokens."""
         return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
 
-    def explains_to(self, caller: Caller) -> Explains:
-        """Return the detail of prefix cache explanations that a caller may see.
+    def explainer(self) -> Callable[..., str]:
+        """Return the decoder of the text in prefix cache explanations.
 
         Raises:
-            ApiError: The caller may see none, or explanations are off.
+            ApiError: Explanations are off, or hidden.
         """
         if self.settings.hide_cache_counts:
             raise not_explained("--hide-cache-counts hides it")
         if not self.engine.scheduler.limits.explains:
             raise not_explained("the server was started without --explain-prefix-cache")
-        may_know = self.keys is not None and self.keys.has_administrator and self.settings.enable_admin_routes
-        return Explains.ALL if may_know and caller.can_administrate else Explains.OWN
+        return self.vocabulary.detokenize
 
     def check_model(self, body: GenerationRequest) -> None:
         """Check that the request means this model.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.openai.answers import PLAIN, AnswerFormat, AnswerPart, AnswerReader, CallPart, thinking_length
-from megatron_ext.server.openai.responses import Explains, Piece, Scored, generated_scores, prompt_scores
+from megatron_ext.server.openai.responses import Piece, Scored, generated_scores, prompt_scores
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -23,7 +23,7 @@ class _Envelope:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
         self.shows_cache = True
-        self.explains = Explains.NOTHING
+        self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
         self._vocabulary = vocabulary
         self._shows_ids = shows_ids

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,9 +11,11 @@ from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
 from megatron_ext.server.client.request_handle import RequestHandle
+from megatron_ext.text.excerpt import excerpt
 
 DROPPED_THINKING = "dropped_thinking"
 _DROPPED_THINKING_TEXT = "The chat template drops the thinking of an earlier turn, which the cached prefix has there"
+_DROPPED_THINKING_ADVICE = "Use a chat template that keeps the thinking of earlier turns, or turn thinking off."
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class ResponseBuilder(Protocol):
     id: str
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
-    explains: Explains  # detail of prefix cache explanations
+    explains: Callable[..., str] | None  # decoder of the text in prefix cache explanations; None: no explanations
     thinking_token: int | None  # first token of thinking; None if the model does not think
 
     def thinking_length(self, record: RequestRecord) -> int:
@@ -149,24 +150,20 @@ class ResponseBuilder(Protocol):
         """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
 
 
-class Explains(enum.Enum):
-    """Detail of the prefix cache explanation in the first choice of a prompt."""
-
-    NOTHING = enum.auto()
-    OWN = enum.auto()  # positions, and the client's own tokens
-    ALL = enum.auto()  # the cached token too, which may be another client's
-
-
 def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> dict[str, object]:
-    """Return a choice's field `prefix_cache_explanation`, or no field."""
+    """Return a choice's field `prefix_cache_explanation`, or no field.
+
+    It has positions, times of the request's own salt, and text of its own prompt; no token id.
+    """
     explanation = record.prefix_cache_explanation
-    if builder.explains is Explains.NOTHING or index % builder.choices or explanation is None:
+    if builder.explains is None or index % builder.choices or explanation is None:
         return {}
-    revealed = explanation if builder.explains is Explains.ALL else explanation.without_cached_token()
-    shown = revealed.to_dict()
+    place = explanation.place
+    around = None if place is None else excerpt(record.prompt_tokens, place, builder.explains)
+    shown = {name: value for name, value in explanation.to_dict(around).items() if name not in ("here", "there")}
     is_dropped = builder.thinking_token is not None and explanation.there == builder.thinking_token
     if is_dropped and explanation.here != explanation.there:
-        shown["cause"] = DROPPED_THINKING
+        shown |= {"cause": DROPPED_THINKING, "advice": _DROPPED_THINKING_ADVICE}
         shown["text"] = f"{shown['text']}. {_DROPPED_THINKING_TEXT}"
     return {"prefix_cache_explanation": shown}
 

@@ -87,7 +87,7 @@ async def _answer(
     specs = request.scope[CALLER].own(specs)
     builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
-        builder.explains = serving.explains_to(request.scope[CALLER])
+        builder.explains = serving.explainer()
     submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await while_connected(request.receive, submitting)
     note_answer(request.state, builder, group)

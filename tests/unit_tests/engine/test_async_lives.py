@@ -140,7 +140,9 @@ def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
 def outcome(record: RequestRecord) -> object:
     """A record without its times."""
     events = tuple((event.type, event.payload) for event in record.events)
-    return dataclasses.replace(record, events=events, arrival_wall_time=0.0, latency=0.0, ttft=None)
+    explanation = record.prefix_cache_explanation and dataclasses.replace(record.prefix_cache_explanation, age=None)
+    timeless = dataclasses.replace(record, events=events, arrival_wall_time=0.0, latency=0.0, ttft=None)
+    return dataclasses.replace(timeless, prefix_cache_explanation=explanation)
 
 
 LIVES = [

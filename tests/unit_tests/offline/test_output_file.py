@@ -18,7 +18,7 @@ from megatron_ext.offline.prompt_texts import submitted_text
 from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.scheduling.record import Status
 
-ENTRIES = RequestEntries(submitted_text, str)
+ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: str(tokens))
 
 
 @pytest.fixture

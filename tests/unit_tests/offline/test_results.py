@@ -16,11 +16,13 @@ from megatron_ext.offline.passes import Pass
 from megatron_ext.offline.prompt_texts import submitted_text
 from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.offline.results import MEGATRON_KEYS, RUN_KEYS, full_results, megatron_results, run_results, to_json
+from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request_events import Event, EventType
 from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
 from tests.functional_tests import megatron_rules
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
+from tests.unit_tests.offline.conftest import make_record
 from tools.run_inference import DONE, main
 
 BATCHING = "--inference-dynamic-batching"
@@ -38,7 +40,7 @@ shortest_prompt_that_can_hit
 RUN = ["--prompts", "What does a generator do?", "The import statement", "def", "--num-tokens-to-generate", "8"]
 RUN += ["--return-log-probs", f"{BATCHING}-block-count", "64", f"{BATCHING}-prefix-caching-mamba-slots", "4"]
 FULL = ("--output-format", "full")
-ENTRIES = RequestEntries(submitted_text, lambda token: "ab"[token // 7])
+ENTRIES = RequestEntries(submitted_text, lambda tokens, **_: "".join("ab"[token // 7] for token in tokens))
 
 
 @pytest.fixture
@@ -85,7 +87,10 @@ class TestKeys:
 
     def test_of_a_request(self, record):
         assert list(ENTRIES.entry(record())) == [*MEGATRONS, *OURS]
-        assert list(RequestEntries(submitted_text, str, with_events=True).entry(record()))[-1] == "events"
+        assert (
+            list(RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_events=True).entry(record()))[-1]
+            == "events"
+        )
         with_log_probs = ENTRIES.entry(record(generated_log_probs=(-0.5, -1.0)))
         assert list(with_log_probs) == [*MEGATRONS, *LOG_PROBS, *OURS]
         assert list(ENTRIES.counts(Pass((), 1.0))) == OF_PASS
@@ -104,7 +109,9 @@ class TestValues:
         assert run["speculation"] is None
 
     def test_of_the_last_pass(self, passes):
-        results = megatron_results(passes, RequestEntries(submitted_text, str, with_graphs=True))
+        results = megatron_results(
+            passes, RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_graphs=True)
+        )
         assert results["lifetime_prefill_token_count"] == 6
         assert (results["async_sched_step_count"], results["async_sched_compaction_step_count"]) == (2, 1)
         for key in "01":
@@ -125,7 +132,7 @@ class TestValues:
         assert [results[key]["step_count"] for key in "0123"] == [5, 5, 7, 7]
 
     def test_of_a_request(self, record):
-        entry = RequestEntries(submitted_text, str, with_events=True).entry(record())
+        entry = RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_events=True).entry(record())
         assert entry["generated_tokens"] == [7, 8]
         assert entry["status"] == "COMPLETED"
         assert entry["prompt_token_count"] == 3
@@ -160,6 +167,16 @@ class TestValues:
         assert entry["top_n_logprobs"] == [{"a": -0.5, "b": -1.0}]
 
 
+def test_an_explanation_has_both_tokens_and_the_text():
+    """SI-5: all prompts of a run are its caller's, so the cached token is shown, too."""
+    explained = make_record(
+        prompt_tokens=(3, 10, 3, 3),
+        prefix_cache_explanation=Explanation("parted", 0, 0, 4, 4, agreeing=2, here=3, there=5, age=1.23),
+    )
+    said = ENTRIES.entry(explained)["prefix_cache_explanation"]
+    assert (said["here"], said["there"], said["before"], said["after"], said["age"]) == (3, 5, "ab", "aa", 1.2)
+
+
 def test_drafts_are_counted_where_there_are_some(engine, passes, record):
     """SP-7: no key of a request speaks of drafts without `--speculative-method`."""
     counts = DraftCounts(3)
@@ -175,7 +192,7 @@ def test_drafts_are_counted_where_there_are_some(engine, passes, record):
         "accepted_tokens_by_position": [2, 1, 1],
     }
     drafted = record(0, draft_token_count=8, accepted_token_count=4)
-    entry = RequestEntries(submitted_text, str, with_drafts=True).entry(drafted)
+    entry = RequestEntries(submitted_text, lambda tokens, **_: str(tokens), with_drafts=True).entry(drafted)
     assert list(entry) == [*MEGATRONS, *OURS, "draft_token_count", "accepted_token_count"]
     assert (entry["draft_token_count"], entry["accepted_token_count"]) == (8, 4)
     both = SpeculationUse.total([counts.use(), counts.use()])

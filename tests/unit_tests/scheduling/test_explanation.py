@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
-from megatron_ext.scheduling.explanation import Explanation, Why
+from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.scheduling.explain_admission import note_end
+from megatron_ext.scheduling.explanation import Explanation, Reason, Why
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
@@ -50,9 +53,7 @@ class TestReasons:
         _, said = serve(scheduler, other)
         assert (said.reason, said.agreeing, said.here, said.there) == ("parted", 14, 1, prompt[14])
         assert (said.skipped, said.matched) == (12, 12)
-        assert said.text().startswith(
-            "14 tokens agree with a cached prefix, which diverges in block 3 at token 14: here 1,"
-        )
+        assert f"at token 14: here 1, there {prompt[14]}" in said.text()
 
     def test_the_nearest_of_several(self):
         scheduler = make_scheduler()
@@ -140,9 +141,86 @@ class TestReasons:
         assert serve(make_scheduler(), text_of(0, 9), enable_prefix_caching=False)[1].reason == "opted_out"
         assert serve(make_scheduler(), text_of(0, 9), return_log_probs=True)[1].reason == "prompt_logprobs"
 
+    @pytest.mark.parametrize("length", [9, 12])
+    def test_the_turn_before_ended_inside_the_block(self, length: int):
+        """A turn's last token is never computed, so the block that it would complete is not cached either."""
+        scheduler = make_scheduler()
+        first, _ = serve(scheduler, text_of(0, length))  # and a generated token
+        note_end(first, scheduler.cache, SIZE)
+        _, said = serve(scheduler, [*first.tokens, *text_of(1, 7)])
+        assert (said.reason, said.agreeing, said.there) == ("turn_ended", length + 1, None)
+        assert (said.skipped, said.is_near_miss) == (length // SIZE * SIZE, False)
+
+    def test_the_turn_before_ended_in_a_block_that_another_request_completed(self):
+        """The longer agreement, with an end or with a cached block, is the reason."""
+        for common, reason in ((9, "turn_ended"), (11, "parted")):
+            scheduler = make_scheduler()
+            first, _ = serve(scheduler, text_of(0, 9))
+            note_end(first, scheduler.cache, SIZE)
+            prompt = [*first.tokens, *text_of(1, 7)]
+            serve(scheduler, [*prompt[:common], *text_of(2, 7)])
+            assert serve(scheduler, prompt)[1].reason == reason
+
+    def test_an_end_is_not_the_reason_unless_all_of_the_turn_is_repeated(self):
+        scheduler = make_scheduler()
+        first, _ = serve(scheduler, text_of(0, 10))
+        note_end(first, scheduler.cache, SIZE)
+        assert serve(scheduler, [*first.tokens[:-1], 1, *text_of(1, 7)])[1].reason == "not_cached"
+        assert serve(scheduler, [*first.tokens, *text_of(1, 7)], cache_salt="other")[1].reason == "not_cached"
+
+    def test_the_age_of_the_nearest_prefix(self):
+        """Age of the nearest cached block, or of the end inside it; of this salt alone."""
+        now = [0.0]
+        scheduler = make_scheduler()
+        scheduler.cache.cached_token_ids = CachedTokenIds(lambda: now[0])
+        prompt = text_of(0, 20)
+
+        def ask(seconds: float, tokens: list[int], **params: object) -> Explanation:
+            now[0] = seconds
+            return serve(scheduler, tokens, **params)[1]
+
+        assert ask(10, prompt).age is None
+        assert ask(20, prompt).age == 10
+        assert ask(30, [*prompt[:14], 1, *text_of(1, 6)]).age == 20
+        assert ask(40, [*prompt[:14], 1, *text_of(2, 6)]).age == 10, "the block of the third one is the nearest"
+        assert ask(50, [*prompt[:16], *text_of(3, 6)]).age == 40, "only blocks before it are cached"
+        assert ask(60, prompt, cache_salt="b").age is None
+        assert ask(70, [*prompt[:2], *text_of(4, 9)]).age == 60
+        now[0] = 75
+        short, said = serve(scheduler, prompt[:2])
+        note_end(short, scheduler.cache, SIZE)
+        assert said.age is None
+        assert ask(90, [*short.tokens, *text_of(5, 6)]).age == 15, "the short prompt ended there"
+
     def test_it_is_in_the_record(self):
         request, said = serve(make_scheduler(), [1, 2, 3])
         assert request.bare_record().prefix_cache_explanation is said
+
+
+def test_ends_are_bounded_and_go_with_the_block_before():
+    known = CachedTokenIds()
+    first, second = (bytes([number]) * 32 for number in range(2))
+    known.keep_run([second], first, packed_tokens([1] * SIZE), SIZE, SIZE)
+    known.keep_end(second, packed_tokens([7]))
+    for token in range(MAX_ENDS):
+        known.keep_end(first, packed_tokens([token]))
+        known.check({second})
+    assert known.earlier_end(second, packed_tokens([7] * SIZE)) is None, "the oldest went first"
+    assert known.earlier_end(first, packed_tokens([7] * SIZE)).agreeing == 1
+    known.keep_end(second, packed_tokens([7]))
+    known.drop(second)
+    known.check(set())
+    assert known.earlier_end(second, packed_tokens([7] * SIZE)) is None
+    known.clear()
+    assert known.earlier_end(first, packed_tokens([7] * SIZE)) is None
+
+
+def test_each_reason_of_a_miss_has_advice():
+    for reason in (*Why, *Reason):
+        if reason not in (Why.SKIPPED_ALL, Reason.LAST_TOKEN, Reason.PARTIAL_BLOCK):
+            advice = Explanation(reason.value, 0, 0, 0, SIZE).advice
+            assert advice is not None, reason
+            assert advice.endswith("."), reason
 
 
 def test_off_nothing_is_kept():
@@ -164,6 +242,7 @@ def live(seed: int, slots: int | None) -> None:
     source = random.Random(seed)
     scheduler = make_scheduler(source.choice([7, 12, 100]), slots and source.choice([1, 2, slots]))
     served: list[tuple[str, list[int]]] = []
+    ended: list[tuple[str, list[int]]] = []
     for _ in range(40):
         salt = source.choice("ab")
         prompt = [source.randrange(2) for _ in range(source.randrange(1, 24))]
@@ -179,8 +258,12 @@ def live(seed: int, slots: int | None) -> None:
             if is_cached(scheduler, salt, tokens, blocks)
         ]
         request, said = serve(scheduler, prompt, cache_salt=salt)
-        judge(request, said, prompt, cached)
+        ends = [len(tokens) for name, tokens in ended if name == salt and prompt[: len(tokens)] == tokens]
+        judge(request, said, prompt, cached, ends)
         served.append((salt, prompt))
+        if source.random() < 0.5:
+            note_end(request, scheduler.cache, SIZE)
+            ended.append((salt, list(request.tokens)))
 
 
 def is_cached(scheduler: Scheduler, salt: str, tokens: list[int], blocks: int) -> bool:
@@ -189,16 +272,20 @@ def is_cached(scheduler: Scheduler, salt: str, tokens: list[int], blocks: int) -
     return len(scheduler.cache.match(probe.block_hashes)) >= blocks
 
 
-def judge(request: Request, said: Explanation, prompt: list[int], cached: list[list[int]]) -> None:
+def judge(request: Request, said: Explanation, prompt: list[int], cached: list[list[int]], ends: list[int]) -> None:
     longest = max((common(prompt, one) for one in cached), default=0)
     matched = max((common(prompt, one) // SIZE for one in cached), default=0)
     assert said.skipped == request.skipped_prefill_tokens
     assert said.matched == matched * SIZE
-    if said.agreeing is not None:
+    if said.reason == Why.TURN_ENDED.value:
+        assert said.agreeing == max(end for end in ends if end <= matched * SIZE + SIZE) >= longest
+    elif said.agreeing is not None:
         assert said.agreeing == longest, f"{prompt} parts from {cached} elsewhere"
         assert said.here == prompt[longest]
         assert any(one[:longest] == prompt[:longest] and one[longest : longest + 1] == [said.there] for one in cached)
-    if said.reason == Why.PARTED.value:
+    if said.reason == Why.TURN_ENDED.value:
+        assert matched * SIZE < said.agreeing
+    elif said.reason == Why.PARTED.value:
         assert said.agreeing is not None
     elif said.reason == Why.NOT_CACHED.value:
         assert longest == matched * SIZE
@@ -222,7 +309,7 @@ def one_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def early(self: CachedTokenIds, before: bytes, tokens: object) -> object:
         found = divergence(self, before, tokens)
-        return found and type(found)(max(0, found.agreeing - 1), found.there)
+        return found and dataclasses.replace(found, agreeing=max(0, found.agreeing - 1))
 
     monkeypatch.setattr(CachedTokenIds, "divergence", early)
 
@@ -270,12 +357,13 @@ class TestTool:
         assert capsys.readouterr().out == (
             "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix, which diverges in block 7 at token "
             "503: here 20, there 19; computing began at 448\n"
+            f"{Explanation('parted', 0, 0, 0, 1).advice}\n"
         )
         assert explain_prefix.main([str(first), str(second)]) == 0
-        assert capsys.readouterr().out == (
+        assert capsys.readouterr().out.splitlines()[0] == (
             "256 of 527 tokens are skipped: 448 tokens are cached, and there is no snapshot of states between 256 "
             "and 448. 503 tokens agree with a cached prefix, which diverges in block 7 at token 503: "
-            "here 20, there 19\n"
+            "here 20, there 19"
         )
 
     @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -296,7 +384,9 @@ class TestTool:
         for name in "ab":
             (tmp_path / name).write_text(f"The same words again and again, {name} and more of them")
         assert explain_prefix.main([str(tmp_path / "a"), str(tmp_path / "b"), "--block-size", "4"]) == 0
-        assert "no snapshot" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "no snapshot" in said
+        assert '"The same words again and again,► b and more of them"' in said
 
     def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (tmp_path / "a").write_text("[]")

@@ -18,7 +18,8 @@ from megatron_ext.simulation.sweep import run_point
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.server import LiveServer, tiny_engine
+from tests.unit_tests.support.fleet import coordinator
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 PATH = "/v1/completions"
 FIRST = make_prompt(50, seed=11)
@@ -48,10 +49,18 @@ def closed(serve) -> LiveServer:
     return serve(tiny_engine(cache=explaining()), api_key="key")
 
 
-def ask(server: LiveServer, prompt: object, *, stream: bool = False, **fields: object) -> list[dict]:
+@pytest.fixture(scope="module")
+def two_keys(serve, tmp_path_factory) -> LiveServer:
+    """Server with explanations for two tenants."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("alice\nbob\n")
+    return serve(tiny_engine(cache=explaining()), api_key_file=str(file))
+
+
+def ask(server: LiveServer, prompt: object, *, key: str = "key", stream: bool = False, **fields: object) -> list[dict]:
     """The choices, streamed ones with the fields of all their parts."""
     body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "stream": stream, "explain_prefix_cache": True}
-    response = server.http.post(PATH, json=body | fields, headers={"Authorization": "Bearer key"})
+    response = server.http.post(PATH, json=body | fields, headers={"Authorization": f"Bearer {key}"})
     assert response.status_code == 200, response.text
     server.check_idle()
     if not stream:
@@ -64,30 +73,62 @@ def ask(server: LiveServer, prompt: object, *, stream: bool = False, **fields: o
     return [choices[index] for index in sorted(choices)]
 
 
+def texts(tokens: list[int]) -> str:
+    """Return the text of tokens of the tiny model."""
+    return "".join(f"<{token}>" for token in tokens)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 class TestExplanations:
-    def test_divergence_and_the_cached_token_there(self, server, stream):
-        """The divergence is shown, with the cached token for clients that may know it."""
+    @pytest.mark.parametrize("name", ["server", "closed"])
+    def test_own_text_around_the_divergence(self, request, name, stream):
+        """The prompt was sent as token ids; the explanation has their text, also for administrators, and no id."""
+        server = request.getfixturevalue(name)
         server.reset_cache()
         for before in (FIRST, parting_at(20)):  # the second one leaves states at the divergence if missing
             ask(server, before)
         (said,) = [one["prefix_cache_explanation"] for one in ask(server, OTHER, stream=stream)]
-        assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], FIRST[25])
-        assert f"here {OTHER[25]}, there {FIRST[25]}" in said["text"]
+        assert (said["reason"], said["agreeing"]) == ("parted", 25)
+        assert (said["before"], said["after"]) == (texts(OTHER[:25])[-40:], texts(OTHER[25:])[:40])
+        assert f"{said['before']}►{said['after']}" in said["text"]
+        assert said["age"] >= 0
+        assert said["advice"]
+        assert not {"here", "there"} & said.keys()
+        assert texts(FIRST[25:26]) not in json.dumps(said)
 
-    def test_no_foreign_token_without_admin_routes(self, closed, stream):
-        closed.reset_cache()
-        for before in (FIRST, parting_at(20)):
-            ask(closed, before)
-        (said,) = [one["prefix_cache_explanation"] for one in ask(closed, OTHER, stream=stream)]
-        assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], None)
-        assert f"here {OTHER[25]};" in said["text"]
-
-    def test_never_across_salts(self, server, stream):
+    def test_the_turn_before(self, server, stream):
         server.reset_cache()
-        ask(server, FIRST, cache_salt="a")
-        (said,) = [one["prefix_cache_explanation"] for one in ask(server, FIRST, stream=stream, cache_salt="b")]
-        assert (said["reason"], said["agreeing"], said["there"]) == ("not_cached", None, None)
+        (turn,) = ask(server, FIRST[:40], return_token_ids=True)
+        answered = [*FIRST[:40], *turn["token_ids"]]
+        prompt = [*answered, *make_prompt(20, seed=3)]
+        (said,) = [one["prefix_cache_explanation"] for one in ask(server, prompt, stream=stream)]
+        assert (said["reason"], said["matched"], said["agreeing"]) == ("turn_ended", 32, 43)
+        assert said["before"] == texts(answered)[-40:]
+        assert "inside this block" in said["text"]
+
+    @pytest.mark.parametrize("salts", [("a", "b"), (None, "b"), ("a", None)])
+    def test_nothing_of_another_salt(self, server, stream, salts):
+        """The explanation is equal to that on an empty cache: no reason, place or age shows the other requests."""
+        first, second = salts
+        said = []
+        for others in ((), (FIRST, parting_at(20), FIRST[:18])):
+            server.reset_cache()
+            for prompt in others:
+                ask(server, prompt, cache_salt=first)
+            said += [one["prefix_cache_explanation"] for one in ask(server, FIRST, stream=stream, cache_salt=second)]
+        assert said[0] == said[1]
+        assert (said[1]["reason"], said[1]["age"], "before" in said[1]) == ("not_cached", None, False)
+
+    def test_nothing_of_another_key(self, two_keys, stream):
+        said = []
+        for others in ((), (FIRST, parting_at(20), FIRST[:18])):
+            two_keys.reset_cache()
+            for prompt in others:
+                ask(two_keys, prompt, key="alice")
+            said += [one["prefix_cache_explanation"] for one in ask(two_keys, FIRST, key="bob", stream=stream)]
+        assert said[0] == said[1]
+        assert ask(two_keys, FIRST, key="alice")[0]["prefix_cache_explanation"]["agreeing"] is None
+        assert ask(two_keys, parting_at(36), key="alice")[0]["prefix_cache_explanation"]["agreeing"] == 36
 
     def test_once_for_each_prompt(self, server, stream):
         server.reset_cache()
@@ -109,9 +150,51 @@ class TestWhoIsRefused:
         assert "--explain-prefix-cache" in error["message"]
 
     def test_a_server_that_hides_counts(self, serve):
+        """The error is the same before and after another salt's request, and answers have no explanation."""
         hiding = serve(tiny_engine(cache=explaining()), hide_cache_counts=True)
-        error = check_error(hiding.http.post(PATH, json={"prompt": FIRST, "explain_prefix_cache": True}), 400)
-        assert "--hide-cache-counts" in error["message"]
+        body = {"prompt": FIRST, "max_tokens": 1, "cache_salt": "b"}
+        refused = []
+        for _ in range(2):
+            refused.append(check_error(hiding.http.post(PATH, json={**body, "explain_prefix_cache": True}), 400))
+            answer = hiding.http.post(PATH, json={**body, "cache_salt": "a"})
+            assert "explanation" not in answer.text
+        assert "--hide-cache-counts" in refused[0]["message"]
+        assert refused[0] == refused[1]
+
+
+class TestWhereTheTextIs:
+    def test_only_in_the_answer(self, serve, caplog):
+        """Neither logs nor metrics, pages and other routes show the excerpt, or when its prefix was cached."""
+        server = serve(embedded_engine(explain_prefix_cache=True), "embedded", api_key="key", enable_admin_routes=True)
+        start = "The capital of Zanzibar is a city on the island of Unguja;"
+        with caplog.at_level("DEBUG"):
+            ask(server, f"{start} it is old, and its streets are narrow.", max_tokens=1)
+            (choice,) = ask(server, f"{start} who lives there? Who 🎉 has lived there before?", max_tokens=1)
+            said = choice["prefix_cache_explanation"]
+            assert said["before"].endswith("Unguja;")
+            assert said["after"].startswith(" who lives")
+            paths = ("/", "/metrics", "/metrics/history", "/prefix_cache", "/prefix_cache/trace", "/health", "/docs")
+            shown = [server.http.get(path, headers={"Authorization": "Bearer key"}).text for path in paths]
+        for text in (*shown, caplog.text, repr([record.__dict__ for record in caplog.records])):
+            assert not any(word in text for word in ("Unguja", "lives", "Zanzibar", '"age"'))
+
+    async def test_through_a_coordinator_with_keys(self, serve):
+        """The coordinator's tenants are salts of the replica: each has its own explanations, and nothing of another."""
+        server = serve(tiny_engine(cache=explaining()))
+        server.reset_cache()
+        async with coordinator(server, api_key="key") as front:
+            body = {"max_tokens": 1, "explain_prefix_cache": True, "cache_salt": None}
+
+            async def said(prompt: list[int], salt: str | None = None) -> dict:
+                headers = {"Authorization": "Bearer key"}
+                answer = await front.complete(prompt, **body | {"cache_salt": salt}, headers=headers)
+                return answer.json()["choices"][0]["prefix_cache_explanation"]
+
+            await said(FIRST)
+            await said(parting_at(20))
+            own, other = await said(OTHER), await said(OTHER, "other")
+        assert (own["reason"], own["before"]) == ("parted", texts(OTHER[:25])[-40:])
+        assert (other["reason"], other["age"], "before" in other) == ("not_cached", None, False)
 
 
 def test_near_misses_are_counted_by_reason_and_depth(closed):
