@@ -125,8 +125,12 @@ class Serving:
         Raises:
             ApiError: The name is another model's.
         """
-        if name is not None and name != self.model:
+        if name is not None and not self.is_name(name):
             raise unknown_model(name, self.model)
+
+    def is_name(self, name: str) -> bool:
+        """Return whether a name is the model's: the served one, or its root, which load generators send."""
+        return name in (self.model, self.root)
 
     def describe_server(self) -> dict[str, str]:
         """Return the heading of the status page: model and version."""

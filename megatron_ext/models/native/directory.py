@@ -1,7 +1,8 @@
 """Directory of our checkpoints, for weights in any form; it appears complete or not at all.
 
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bfloat16", "eos_token_id",
-  "bos_token_id", "model": {`ModelConfig.to_dict()`}}; the dtype has torch's name, since transformers reads it, too
+  "bos_token_id", "model": {`ModelConfig.to_dict()`}, "model_type"}; the dtype has torch's name, since transformers
+  reads it, too, and the model type is there for its AutoConfig only
 - `tokenizer.json` and the like: the tokenizer's unchanged files, if there are any, and a `tokenizer_config.json` if
   they have none, so that `AutoTokenizer` finds the special tokens; those of Megatron's kinds have names of ours, with
   `megatron_tokenizer.json` beside them (kept_tokenizers.py)
@@ -50,8 +51,9 @@ _OWN_FILES = frozenset(
 # Directory of a tokenizer, a `tokenizer.json`, or a tokenizer with other files.
 TokenizerSource = str | Path | LibraryTokenizer
 _HEADER_FIELDS = frozenset(
-    ("format", "format_version", "package_version", "dtype", "eos_token_id", "bos_token_id", "model")
+    ("format", "format_version", "package_version", "dtype", "eos_token_id", "bos_token_id", "model", "model_type")
 )
+_MODEL_TYPE = "nemotron_h"  # Megatron's hybrids in transformers: AutoConfig reads no directory without a type it knows
 # Decays are exponentials of these: rounding to 16 bits would be visible after a few hundred tokens; the router's bias
 # moves by less than 16 bits resolve. They are tiny.
 _ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias")
@@ -210,6 +212,7 @@ def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: Tokenizer
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
+        "model_type": _MODEL_TYPE,
         "package_version": __version__,
         "dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": tokenizer.eod if tokenizer else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from megatron_ext.server.api_errors import unknown_model
 from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter()
@@ -19,6 +18,5 @@ async def list_models(serving: ServerDependency) -> dict[str, object]:
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
     """Return the model by its name."""
-    if model != serving.model:
-        raise unknown_model(model, serving.model)
+    serving.check_name(model)
     return serving.describe()

@@ -133,6 +133,7 @@ def test_python_s_spelling_of_infinity(tmp_path: Path) -> None:
         ({"num_key_value_heads": 5}, "num_key_value_heads = 5 .* must divide num_attention_heads = 32"),
         ({"n_groups": 7}, "n_groups = 7 .* must divide mamba_num_heads = 128"),
         ({"attention_sinks": 4}, "field attention_sinks = 4 is not supported"),
+        ({"format": "megatron_ext"}, "which this package saved; try --load"),
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are 'nemotron_h' .*'llama'"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["NemotronHModel"]}, "architectures .*'NemotronHForCausalLM'"),

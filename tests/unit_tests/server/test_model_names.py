@@ -1,0 +1,37 @@
+"""Names of the model in requests: the served one, and the directory that `/v1/models` names."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.models.native.directory import read_header
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.server import tiny_engine
+
+
+def test_the_root_is_a_name_of_the_model(serve):
+    """Load generators send the directory that they read the tokenizer from; any other name is a 404."""
+    server = serve(tiny_engine(), "served")
+    server.serving.root = "/data/checkpoint"
+    (listed,) = server.http.get("/v1/models").json()["data"]
+    for name in (listed["id"], listed["root"]):
+        body = {"model": name, "prompt": [1, 2], "max_tokens": 1}
+        answer = server.http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, "served")
+        assert server.http.get(f"/v1/models/{name}").json() == listed
+    for name in ("/data", "/data/checkpoint/", ""):
+        check_error(server.http.post("/v1/completions", json={"model": name, "prompt": [1, 2]}), 404)
+
+
+def test_without_a_root_the_served_name_alone(serve):
+    server = serve(tiny_engine(), "served")
+    check_error(server.http.post("/v1/completions", json={"model": "None", "prompt": [1, 2]}), 404)
+
+
+def test_transformers_reads_the_embedded_configuration():
+    """Clients that measure a server read its model's directory with transformers' classes."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(EMBEDDED_MODEL_DIR)
+    assert config.max_position_embeddings == read_header(EMBEDDED_MODEL_DIR).model.max_position_embeddings
+    assert transformers.AutoTokenizer.from_pretrained(EMBEDDED_MODEL_DIR)("def").input_ids
