@@ -132,9 +132,9 @@ class Serving:
         """Return whether a name is the model's: the served one, or its root, which load generators send."""
         return name in (self.model, self.root)
 
-    def describe_server(self) -> dict[str, str]:
-        """Return the heading of the status page: model and version."""
-        return {"model": self.model, "version": megatron_ext.__version__}
+    def describe_server(self) -> dict[str, object]:
+        """Return the heading of the status page: model, version, and the start in seconds since 1970."""
+        return {"model": self.model, "version": megatron_ext.__version__, "started": self.created}
 
     def describe(self) -> dict[str, object]:
         """Return OpenAI's model object."""

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from megatron_ext.server.http.auth import ADMIN_PATHS
+from megatron_ext.server.http.field_descriptions import FIELDS, OF_SCHEMA, FieldText
 
 Schema = dict[str, Any]
 
@@ -76,13 +77,35 @@ def _described(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> S
     schemas[_ERROR] = _ERROR_SCHEMA
     if has_keys:
         components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+    for name, component in schemas.items():
+        required = component.get("required", ())
+        for field, part in component.get("properties", {}).items() if name != _ERROR else ():
+            _describe(part, OF_SCHEMA.get((name, field)) or FIELDS.get(field), has_default=field not in required)
     for path, operations in schema["paths"].items():
         for operation in operations.values():
+            for one in operation.get("parameters", ()):
+                _describe(one["schema"], FIELDS.get(one["name"]), has_default=not one["required"])
             needs_key = has_keys and path not in open_paths
             if needs_key:
                 operation["security"] = [{_KEY: []}]
             _complete(operation, path, schemas, needs_key=needs_key)
     return schema
+
+
+def _describe(part: Schema, told: FieldText | None, *, has_default: bool) -> None:
+    """Add what is known of a field to its schema, and write the bounds of integers as integers."""
+    _whole_bounds(part)
+    if told is not None:
+        part |= {"description": told.description, "examples": [told.example]}
+        if has_default:
+            part["default"] = told.default
+
+
+def _whole_bounds(part: Schema) -> None:
+    if part.get("type") == "integer":
+        part |= {name: int(part[name]) for name in ("minimum", "maximum") if name in part}
+    for one in (*part.get("anyOf", ()), *([part["items"]] if "items" in part else ())):
+        _whole_bounds(one)
 
 
 def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from megatron_ext.server.http.description import Schema
+from megatron_ext.server.http.status_page import STYLE
 
 DOCS_HEADERS = {
     "Content-Security-Policy": "; ".join(
@@ -23,51 +26,115 @@ DOCS_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h2 { font: 600 1rem ui-monospace, monospace; border-top: 1px solid #ccc; padding-top: 1rem; margin-top: 2rem }
-table { border-collapse: collapse } td { border: 1px solid #ddd; padding: .15rem .6rem; vertical-align: top }
-td:first-child { font-family: ui-monospace, monospace; white-space: nowrap }
-@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } td { border-color: #444 } }
+main { max-width: 60rem; margin: 0 auto; font-size: 15px; overflow-wrap: anywhere }
+h1 { margin-bottom: 8px } h3 { font-size: 14px; margin: 16px 0 4px }
+h2 { font: 600 15px ui-monospace, monospace; margin: 0 0 4px }
+section { margin-top: 16px } nav ul { columns: 20rem; padding-left: 20px; margin: 8px 0 }
+dl { margin: 0 } dt { margin-top: 8px } dd { margin: 0 0 0 20px }
+code { font: 13px ui-monospace, monospace } dt code { font-weight: 600 }
 """
+
+
+_BOUNDS = {
+    **{"minimum": "at least {}", "maximum": "at most {}"},
+    **{"minLength": "at least {} characters", "maxLength": "at most {} characters"},
+    **{"minItems": "at least {} items", "maxItems": "at most {} items"},
+}
 
 
 def docs_page(schema: Schema) -> str:
     """Render an OpenAPI description as a page."""
     title = escape(f"{schema['info']['title']} {schema['info']['version']}")
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
-        f"<h1>{title}</h1>",
-        '<p>For programs: <a href="/openapi.json">/openapi.json</a>. <a href="/">Status</a>.</p>',
+    operations = [
+        (f"{method.upper()} {path}", operation)
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
     ]
-    for path, operations in schema["paths"].items():
-        for method, operation in operations.items():
-            parts += _operation(method, path, operation, schema)
+    objects = _objects(operations, schema)
+    contents = "".join(f'<li><a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in (*operations, *objects))
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width, initial-scale=1'>",
+        f"<title>{title}</title><style>{STYLE}{_STYLE}</style>",
+        f"<main><h1>{title}</h1>",
+        '<p>For programs: <a href="/openapi.json">/openapi.json</a>. <a href="/">Status</a>.</p>',
+        f"<nav class=card aria-label=Contents><h2>Contents</h2><ul>{contents}</ul></nav>",
+    ]
+    for name, operation in operations:
+        parts += _operation(name, operation, schema)
+    for name, component in objects:
+        text = component.get("description", "")
+        parts += [_heading(name, text), *_fields("Fields", component, schema), "</section>"]
     return "\n".join(parts)
 
 
-def _operation(method: str, path: str, operation: Schema, schema: Schema) -> Iterator[str]:
-    key = " &#128274;" if operation.get("security") else ""
-    yield f"<h2>{escape(method.upper())} {escape(path)}{key}</h2><p>{escape(operation.get('description', ''))}</p>"
-    parameters = [(one["name"], f"in the {one['in']}") for one in operation.get("parameters", ())]
-    yield from _table("Parameters", parameters)
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    yield from _table("Body", _fields(body, schema))
-    yield from _table("Answers", [(status, one["description"]) for status, one in operation["responses"].items()])
+def _objects(operations: Sequence[tuple[str, Schema]], schema: Schema) -> list[tuple[str, Schema]]:
+    """Return the objects that bodies consist of, in the order in which they are met."""
+    found: dict[str, Schema] = {}
+    waiting = [_resolved(_body(operation), schema) for _, operation in operations]
+    while waiting:
+        for part in waiting.pop(0).get("properties", {}).values():
+            for name in _references(part):
+                if name not in found:
+                    found[name] = schema["components"]["schemas"][name]
+                    waiting.append(found[name])
+    return list(found.items())
 
 
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _references(part: Schema) -> Iterator[str]:
+    if "$ref" in part:
+        yield str(part["$ref"]).rpartition("/")[2]
+    for one in (*part.get("anyOf", ()), *([part["items"]] if "items" in part else ())):
+        yield from _references(one)
+
+
+def _anchor(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "root"
+
+
+def _heading(name: str, text: str, mark: str = "") -> str:
+    return f'<section class=card id="{_anchor(name)}"><h2>{escape(name)}{mark}</h2><p>{escape(text)}</p>'
+
+
+def _body(operation: Schema) -> Schema:
+    content = operation.get("requestBody", {}).get("content", {})
+    body: Schema = content.get("application/json", {}).get("schema", {})
+    return body
+
+
+def _operation(name: str, operation: Schema, schema: Schema) -> Iterator[str]:
+    mark = " <span class=faint>needs a key</span>" if operation.get("security") else ""
+    yield _heading(name, operation.get("description", ""), mark)
+    parameters = {one["name"]: one["schema"] for one in operation.get("parameters", ())}
+    required = [one["name"] for one in operation.get("parameters", ()) if one["required"]]
+    yield from _fields("Parameters", {"properties": parameters, "required": required}, schema)
+    yield from _fields("Body", _resolved(_body(operation), schema), schema)
+    answers = ((status, one["description"]) for status, one in sorted(operation["responses"].items()))
+    yield from _list("Answers", [(status, "", escape(text)) for status, text in answers])
+    yield "</section>"
+
+
+def _list(title: str, rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    """Yield a list of names, each with a kind (text) and an explanation (markup)."""
     if rows:
-        cells = "".join(f"<tr><td>{escape(name)}<td>{escape(text)}" for name, text in rows)
-        yield f"<p>{title}</p><table>{cells}</table>"
+        items = "".join(
+            f"<dt><code>{escape(name)}</code> <span class=faint>{escape(kind)}</span><dd>{text}"
+            for name, kind, text in rows
+        )
+        yield f"<h3>{title}</h3><dl>{items}</dl>"
 
 
-def _fields(body: Schema, schema: Schema) -> list[tuple[str, str]]:
-    named = _resolved(body, schema)
+def _fields(title: str, named: Schema, schema: Schema) -> Iterator[str]:
     required = named.get("required", ())
-    return [
-        (name, _kind(one, schema) + (", required" if name in required else ""))
-        for name, one in named.get("properties", {}).items()
-    ]
+    rows = []
+    for name, one in named.get("properties", {}).items():
+        kind = _kind(one, schema) + (", required" if name in required else "")
+        values = [("Default", one["default"])] if "default" in one else []
+        values += [("Example", example) for example in one.get("examples", ())]
+        texts = [f"{word}: <code>{escape(json.dumps(value))}</code>." for word, value in values]
+        described = f"{escape(one['description'])}." if "description" in one else ""
+        rows.append((name, kind, " ".join([described, *texts])))
+    yield from _list(title, rows)
 
 
 def _resolved(part: Schema, schema: Schema) -> Schema:
@@ -86,8 +153,8 @@ def _kind(field: Schema, schema: Schema) -> str:
         return " or ".join(dict.fromkeys(kinds))
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
-    if field.get("type") == "array":
-        return f"list of {_kind(field.get('items', {}), schema)}"
-    bounds = {"minimum": "at least", "maximum": "at most", "minLength": "at least", "maxLength": "at most"}
-    limits = [f"{words} {field[name]}" for name, words in bounds.items() if name in field]
-    return ", ".join([str(field.get("type", field.get("const", "anything"))), *limits])
+    kind = str(field.get("type", field.get("const", "anything")))
+    if kind == "array":
+        kind = f"list of {_kind(field.get('items', {}), schema)}"
+    limits = [words.format(field[name]) for name, words in _BOUNDS.items() if name in field]
+    return ", ".join([kind, *limits])

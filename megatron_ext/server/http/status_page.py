@@ -12,8 +12,10 @@ def _read(name: str) -> str:
     return (files("megatron_ext.server") / name).read_text(encoding="utf-8")
 
 
-_STYLE = _read("page.css")
-PAGE, FLEET_PAGE = (_read(name).replace("  /* page.css */\n", _STYLE) for name in ("status.html", "fleet.html"))
+STYLE = _read("page.css")
+"""Style that all pages share: colours for light and dark, and the outline of the focus."""
+
+PAGE, FLEET_PAGE = (_read(name).replace("  /* page.css */\n", STYLE) for name in ("status.html", "fleet.html"))
 """Pages of a server, and of a fleet (`/replicas`)."""
 
 

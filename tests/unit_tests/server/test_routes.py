@@ -239,7 +239,7 @@ class TestDescription:
     def test_the_page_needs_nothing_from_elsewhere(self, locked):
         page = locked.http.get("/docs")
         assert "<script" not in page.text
-        assert re.findall(r"(?:src|href)=\"?([^\"> ]+)", page.text) == ["/openapi.json", "/"]
+        assert re.findall(r"(?:src|href)=\"?([^\"#> ]+)", page.text) == ["/openapi.json", "/"]
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
         for path in locked.http.get("/openapi.json").json()["paths"]:
             assert path in page.text

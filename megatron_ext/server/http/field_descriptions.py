@@ -1,0 +1,146 @@
+"""Description, default and example of each field of the bodies and parameters, for the OpenAPI description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_NEUTRAL = "Not supported; accepted with a value that changes nothing"
+_METADATA = "Accepted without effect"
+
+
+@dataclass(frozen=True)
+class FieldText:
+    """Text of a field.
+
+    Attributes:
+        description: Phrase without a full stop.
+        example: Value as in JSON.
+        default: Value where the field is left out or null.
+    """
+
+    description: str
+    example: Any
+    default: Any = None
+
+
+_MESSAGES = [{"role": "user", "content": "What does json.loads do?"}]
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_TOOL = {"type": "function", "function": {"name": "weather", "parameters": _SCHEMA}}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+FIELDS: dict[str, FieldText] = {
+    # OpenAI's
+    "model": FieldText("Name of the served model, or its root", "model"),
+    "prompt": FieldText("A text, token ids, or a list of either", "def add(a, b):"),
+    "messages": FieldText("The conversation, oldest message first", _MESSAGES),
+    "n": FieldText("Choices of each prompt; choice i has the seed `seed` + i", 2, 1),
+    "stop": FieldText("Words that end an answer; they are removed from it", ["\n\n"]),
+    "stream": FieldText("Send the answer in parts, as server-sent events", True, False),
+    "stream_options": FieldText("Options of a stream", {"include_usage": True}),
+    "include_usage": FieldText("End the stream with the usage", True, False),
+    "continuous_usage_stats": FieldText("Give each part the usage so far", True, False),
+    "max_tokens": FieldText("Most tokens to generate; by default 16 for completions, as many as fit for chats", 64),
+    "max_completion_tokens": FieldText("The same as `max_tokens`, by its newer name", 64),
+    "temperature": FieldText("0 takes the most likely token; higher values are more random", 0.7, 1),
+    "top_p": FieldText("Draw from the most likely tokens that have this probability together", 0.9, 1),
+    "frequency_penalty": FieldText("Subtracted from a token's logit for each time that it was generated", 0.5, 0),
+    "presence_penalty": FieldText("Subtracted from the logits of tokens that were generated", 0.5, 0),
+    "logit_bias": FieldText("Numbers to add to logits, by token id", {"50": -100}),
+    "response_format": FieldText("Format of the answer: any text, JSON, or a JSON schema", {"type": "json_object"}),
+    "seed": FieldText("Seed of sampling; equal seeds give equal answers", 7),
+    "logprobs": FieldText("Log-probs: how many of the best tokens (completions), or whether (chats)", 1),
+    "top_logprobs": FieldText("How many of the best tokens are listed at each position; needs `logprobs`", 2, 0),
+    "echo": FieldText("Begin the text with the prompt", True, False),
+    "best_of": FieldText("Accepted if it equals `n`", 1),
+    "tools": FieldText("Functions that the model may call", [_TOOL]),
+    "tool_choice": FieldText("`none`, `auto`, `required`, or the function that must be called", "auto", "auto"),
+    "parallel_tool_calls": FieldText("Whether an answer may have several calls", False, True),
+    "reasoning_effort": FieldText("Effort of thinking, for templates that know it; `none` turns thinking off", "low"),
+    # Extensions
+    "min_tokens": FieldText("Tokens to generate before an end is possible", 8, 0),
+    "top_k": FieldText("Draw from so many of the most likely tokens; 0 and -1 are off", 40, 0),
+    "min_p": FieldText("Least probability of a token, relative to the most likely one", 0.05, 0),
+    "repetition_penalty": FieldText("Divides positive logits of tokens seen, and multiplies negative ones", 1.1, 1),
+    "stop_token_ids": FieldText("Token ids that end an answer, also with `ignore_eos`", [2], []),
+    "bad_words": FieldText("Words that are not generated", ["foo"], []),
+    "ignore_eos": FieldText("Continue after the end-of-document token", True, False),
+    "skip_special_tokens": FieldText("Leave special tokens out of texts", False, True),
+    "return_token_ids": FieldText("Return token ids of prompt and answer, too", True, False),
+    "structured_outputs": FieldText(
+        "Format of the answer in vLLM's form; one of its fields", {"choice": ["yes", "no"]}
+    ),
+    "json": FieldText("JSON schema that the answer follows", _SCHEMA),
+    "regex": FieldText("Regular expression that the answer matches", "[0-9]+"),
+    "json_object": FieldText("The answer is a JSON object", True, False),
+    "choice": FieldText("The answer is one of these texts", ["yes", "no"]),
+    "cache_salt": FieldText("Requests share cached prefixes with those of the same salt only", "team-a"),
+    "enable_prefix_caching": FieldText("Use the prefix cache", False, True),
+    "explain_prefix_cache": FieldText("Explain why no more was skipped; with `--explain-prefix-cache`", True, False),
+    "num_speculative_tokens": FieldText("Most drafts of a step; 0 is off, the default is the server's", 2),
+    "cache_checkpoint": FieldText("Token positions after which other requests may go on differently", [512], []),
+    "separate_reasoning": FieldText("Return thinking apart from the content", False, True),
+    "thinking_budget_tokens": FieldText("Most tokens of thinking; by default as many as the answer may have", 256),
+    "chat_template_kwargs": FieldText("Variables of the chat template", {"enable_thinking": False}, {}),
+    "add_generation_prompt": FieldText("End the prompt with the beginning of an answer", False, True),
+    "continue_final_message": FieldText("Continue the last message instead of answering it", True, False),
+    "tokens": FieldText("Token ids", [72, 101]),
+    "return_token_strs": FieldText("Return the text of each token, too", True, False),
+    "add_special_tokens": FieldText("Add the tokens that begin a prompt; `false` only to count tokens", True, True),
+    # Messages and tools
+    "role": FieldText("Author of the message: `system`, `user`, `assistant`, `tool`, ...", "user"),
+    "content": FieldText("Text of the message, or its parts", "What does json.loads do?"),
+    "name": FieldText("Name of the function, or of the author", "weather"),
+    "tool_calls": FieldText("Calls of an assistant's message", [_CALL]),
+    "tool_call_id": FieldText("Call that a tool's message answers", "call_1"),
+    "reasoning_content": FieldText("Thinking of an assistant's message, for templates that keep it", "First the city."),
+    "reasoning": FieldText("The same as `reasoning_content`", "First the city."),
+    "type": FieldText("Kind of the object; one value is supported", "function"),
+    "text": FieldText("Text of the part", "Hello"),
+    "function": FieldText("Name, description and parameters of the function", _TOOL["function"]),
+    "description": FieldText("What the function does, for the model", "Weather of a city today"),
+    "parameters": FieldText("JSON schema of the arguments", _SCHEMA),
+    "strict": FieldText("Whether arguments follow the schema where the model may also answer with text", True, False),
+    "mode": FieldText("`none`, `auto` or `required`", "required", "auto"),
+    "names": FieldText("Functions that may be called; null for all", ["weather"]),
+    # Administrators'
+    "request_id": FieldText("The `id` of the answer to abort; or `abort_all`", "cmpl-1234"),
+    "abort_all": FieldText("Abort all requests", True, False),
+    "model_path": FieldText("Directory of the new weights, below `--weights-root`", "step-2000"),
+    "level": FieldText("1 gives back the memory of the pools; weights stay", 1, 1),
+    # Parameters of paths and queries
+    "since": FieldText("Only samples after this moment: seconds since 1970 by the server's clock", 1760000000.0, 0),
+    # Accepted without effect
+    **dict.fromkeys(("metadata",), FieldText(_METADATA, {"run": "7"})),
+    **dict.fromkeys(
+        ("user", "service_tier", "safety_identifier", "prompt_cache_key"), FieldText(_METADATA, "any text")
+    ),
+    **dict.fromkeys(("store",), FieldText(_METADATA, False)),
+    # Accepted with neutral values
+    **dict.fromkeys(
+        (
+            *("include_obfuscation", "early_stopping", "include_stop_str_in_output", "use_beam_search"),
+            *("no_stop_trim", "return_hidden_states", "stream_reasoning"),
+        ),
+        FieldText(_NEUTRAL, False),
+    ),
+    **dict.fromkeys(("spaces_between_special_tokens",), FieldText(_NEUTRAL, True)),
+    **dict.fromkeys(("logits_processors", "documents", "functions"), FieldText(_NEUTRAL, [])),
+    **dict.fromkeys(
+        ("prompt_logprobs", "truncate_prompt_tokens", "audio", "prediction", "verbosity", "web_search_options"),
+        FieldText(_NEUTRAL, None),
+    ),
+    "length_penalty": FieldText(_NEUTRAL, 1),
+    "priority": FieldText(_NEUTRAL, 0),
+    "suffix": FieldText(_NEUTRAL, ""),
+    "function_call": FieldText(_NEUTRAL, "auto"),
+    "modalities": FieldText(_NEUTRAL, ["text"]),
+}
+OF_SCHEMA: dict[tuple[str, str], FieldText] = {
+    ("ChatRequest", "logprobs"): FieldText("Return log-probs of the answer's tokens", True, False),
+    ("CompletionRequest", "logprobs"): FieldText("Return log-probs, and so many of the best tokens", 1),
+    ("ChatRequest", "echo"): FieldText(_NEUTRAL, False),
+    ("TokenizeRequest", "prompt"): FieldText("Text to tokenize; or `messages`", "Hello"),
+    ("TextPart", "type"): FieldText("Kind of the part; only texts are supported", "text"),
+}
+"""Texts of fields that mean something else in one schema."""
