@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from megatron_ext.server.http.docs_page import docs_page
 from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE, STYLE
 from tests.unit_tests.server.test_observing import _Page, chromium, needs_chromium
+from tests.unit_tests.support.fleet import fleet
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 BEHIND = ("--ground", "--card")
@@ -52,6 +55,11 @@ def test_contrast(scheme):
     assert shown == {"--text", "--faint", "--blue", "--green", "--amber", "--grey", "--red"}
     for name, behind in itertools.product(sorted(shown), BEHIND):
         assert contrast(known[name], known[behind]) >= LEAST_CONTRAST, (name, behind)
+
+
+def test_usual_names_of_quantiles():
+    assert "p95" in PAGE
+    assert "95 of 100" not in PAGE
 
 
 EMPTY = {"info": {"title": "t", "version": "1"}, "paths": {}, "components": {"schemas": {}}}
@@ -95,6 +103,10 @@ const until = async test => { while (!test()) await new Promise(done => setTimeo
   document.body.setAttribute("cards", `${cells} ${columns("charts")}`);
   document.body.setAttribute("overflow", document.documentElement.scrollWidth - innerWidth);
   document.body.setAttribute("drafts", String(document.getElementById("drafts").hidden));
+  const scales = [scale({}, [0.9, 0.92]), scale({}, [1, 9]), scale({stacked: true}, [90, 92]), scale({top: 3}, [])];
+  document.body.setAttribute("scales", JSON.stringify(scales));
+  document.body.setAttribute("axis", [...svg.querySelectorAll("text")].map(one => one.textContent).join("|"));
+  document.body.setAttribute("uptime", document.getElementById("uptime").textContent);
   document.body.id = "body";
 })();
 </script>"""
@@ -144,4 +156,26 @@ def test_values_by_keys_and_pointer_and_the_grid(reading, tmp_path, monkeypatch,
     assert (tile_columns, card_columns) == columns
     assert tiles % tile_columns == cells % card_columns == 0
     assert int(body["overflow"]) <= 0
+    assert body["axis"].startswith("0|25|50|"), "the highest is 40, of 200"
+    near, wide, area, empty = json.loads(body["scales"])
+    assert 0.8 <= near[0] <= 0.9 < 0.92 <= near[1] <= 1, "a small change is seen"
+    assert (wide, area, empty) == ([0, 10], [0, 100], [0, 3])
+    assert re.fullmatch(r"\d+ (s|min)", body["uptime"])
     assert body["drafts"] == "true", "the server does not speculate"
+
+
+@needs_chromium
+async def test_a_fleets_bar_is_the_skipped_share(tmp_path):
+    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
+    async with fleet(1) as (front, _):
+        await front.complete()
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, f"{front.url}/", stdout=pipe, stderr=pipe)
+        text = (await process.communicate())[0].decode()
+        (row,) = front.coordination.rows()
+    share = 100 * row["skipped"] / (row["skipped"] + row["computed"])
+    assert f"({share:.1f} %)" in text
+    assert float(re.search(r'class="bar"><div style="width: ([0-9.]+)%', text).group(1)) == pytest.approx(
+        share, abs=0.1
+    )
