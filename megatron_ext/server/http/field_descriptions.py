@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 _NEUTRAL = "Not supported; accepted with a value that changes nothing"
 _METADATA = "Accepted without effect"
@@ -20,8 +19,8 @@ class FieldText:
     """
 
     description: str
-    example: Any
-    default: Any = None
+    example: object
+    default: object = None
 
 
 _MESSAGES = [{"role": "user", "content": "What does json.loads do?"}]
