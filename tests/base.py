@@ -1,7 +1,7 @@
 """The mark `base`: tests that depend on megatron-core. A pytest plugin.
 
-`-m base` runs the files below and imports no others. `.ci/run` runs them a second time with another megatron-core than
-the installed one (`make test BASE=0.19.2`, tools/bases.py), which every process has to find then.
+`-m base` runs the files below (tests/marked_files.py). `.ci/run` runs them a second time with another megatron-core
+than the installed one (`make test BASE=0.19.2`, tools/bases.py), which every process has to find then.
 """
 
 from __future__ import annotations
@@ -59,18 +59,3 @@ def pytest_report_header() -> str:
 def depends_on_core(path: Path) -> bool:
     """Return whether the tests of a file have the mark."""
     return any(path.is_relative_to(ROOT / one) for one in PATHS)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no other files where the mark alone is asked for."""
-    if config.option.markexpr == MARK and collection_path.is_file() and not depends_on_core(collection_path):
-        return True
-    return None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the mark before `-m` selects by it."""
-    for item in items:
-        if depends_on_core(item.path):
-            item.add_marker(MARK)

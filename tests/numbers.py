@@ -1,6 +1,6 @@
 """The mark `numbers`: tests that compare floating-point numbers of libraries that follow the CPU. A pytest plugin.
 
-`-m numbers` runs the files below and imports no others. `.ci/run` runs them a second time with `ISA=avx2`, since sums
+`-m numbers` runs the files below (tests/marked_files.py). `.ci/run` runs them a second time with `ISA=avx2`, since sums
 that pass on one CPU may differ on another.
 """
 
@@ -43,8 +43,12 @@ PATHS = (
     "tests/unit_tests/runner",
 )
 """Files and folders whose tests have the mark."""
-WITHOUT = tuple(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "kernel_registry"))
-"""Files in them that compare none: they choose, compile and list operators."""
+WITHOUT = (
+    *(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "kernel_registry")),
+    *(f"tests/unit_tests/runner/cuda_graphs/test_{name}.py" for name in ("buckets", "captured_steps")),
+    "tests/unit_tests/runner/test_structured_output.py",
+)
+"""Files in them about something else: choosing and compiling operators, capturing steps, masks of grammars."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,18 +58,3 @@ def pytest_configure(config: pytest.Config) -> None:
 def compares_numbers(path: Path) -> bool:
     """Return whether the tests of a file have the mark."""
     return any(path.is_relative_to(ROOT / one) for one in PATHS) and all(path != ROOT / one for one in WITHOUT)
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no other files where the mark alone is asked for."""
-    if config.option.markexpr == MARK and collection_path.is_file() and not compares_numbers(collection_path):
-        return True
-    return None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the mark before `-m` selects by it."""
-    for item in items:
-        if compares_numbers(item.path):
-            item.add_marker(MARK)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import base
+from tests import base, marked_files
 from tests.forked import fork, spawn
+from tests.unit_tests.support import found_core
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.source import ROOT
 from tools import bases, oracles
@@ -38,27 +39,23 @@ def imported_core() -> list[str]:
     return [str(VERSION), str(Path(core.__file__).resolve().parents[2])]
 
 
-def write_imported_core(path: Path) -> None:
-    path.write_text(json.dumps(imported_core()))
-
-
 class TestEveryProcess:
     """Version and folder of megatron-core, however a test starts a process."""
 
     def test_this_one(self):
-        assert imported_core() == expected()
+        assert imported_core() == found_core.found() == expected()
 
     @pytest.mark.parametrize("start", [fork, spawn])
     def test_multiprocessing(self, start, tmp_path: Path):
-        process = start(write_imported_core, tmp_path / "found.json")
+        process = start(found_core.write_found, tmp_path / "found.json")
         process.join()
         assert process.exitcode == 0
         assert json.loads((tmp_path / "found.json").read_text()) == expected()
 
-    def test_a_command(self):
-        code = "from tests.unit_tests.test_base import imported_core; import json; print(json.dumps(imported_core()))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout.splitlines()[-1]) == expected()
+    def test_a_command(self, tmp_path: Path):
+        command = [sys.executable, "-m", found_core.__name__, str(tmp_path / "found.json")]
+        subprocess.run(command, cwd=ROOT, check=True)
+        assert json.loads((tmp_path / "found.json").read_text()) == expected()
 
     @pytest.mark.worlds(smoke=True)
     def test_ranks(self):
@@ -120,14 +117,26 @@ class TestMark:
     def test_the_paths_exist(self, path: str):
         assert (ROOT / path).exists()
 
-    def test_no_other_file_is_imported_for_the_mark_alone(self):
-        asked, all_tests = (SimpleNamespace(option=SimpleNamespace(markexpr=mark)) for mark in (base.MARK, ""))
-        own, other = Path(__file__), ROOT / "tests/unit_tests/test_config.py"
-        assert base.pytest_ignore_collect(other, asked)
-        assert not base.pytest_ignore_collect(own, asked)
-        assert not base.pytest_ignore_collect(other, all_tests)
-        assert base.depends_on_core(own)
-        assert not base.depends_on_core(other)
+    @pytest.mark.parametrize(
+        ("expression", "imported"),
+        [
+            ("base", {"base"}),
+            ("numbers", {"ops"}),
+            ("numbers or base", {"base", "ops"}),
+            ("base or long", {"base", "ops", "config"}),
+            ("", {"base", "ops", "config"}),
+        ],
+    )
+    def test_no_other_file_is_imported_for_the_marks_alone(self, expression: str, imported: set[str]):
+        """Nor for `numbers`, nor for both, which `.ci/run` asks for."""
+        config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+        files = {"base": "test_base.py", "ops": "ops/test_scans.py", "config": "test_config.py"}
+        paths = {name: ROOT / "tests/unit_tests" / path for name, path in files.items()}
+        ignored = {name for name, path in paths.items() if marked_files.pytest_ignore_collect(path, config)}
+        assert paths.keys() - ignored == imported
+        assert not marked_files.pytest_ignore_collect(ROOT / "tests/unit_tests/server", config)
+        assert base.depends_on_core(paths["base"])
+        assert not base.depends_on_core(paths["config"])
 
     def test_another_base_than_the_one_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch):
         """Simulates a variable or a plugin that puts another folder first."""

@@ -72,7 +72,7 @@ def broken_follower(_: object) -> object:
     """Make rank 1 leave in the middle of a run; callers on rank 0 get an error."""
     from megatron_ext.mcore.step_executor import StepExecutor
 
-    settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.05}
+    settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.15}
     if dist.get_rank():
         steps = iter(range(6))
         compute = StepExecutor.compute
@@ -107,10 +107,10 @@ def alone() -> list[list[tuple]]:
 @pytest.fixture(scope="module")
 def waiting() -> dict[str, list[Outcome]]:
     """Two worlds in which one rank waits for the other."""
-    sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.03}
+    sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.2}
     return run_at_once(
         {
-            "silence": lambda: run_world(program, 2, sizes, 3.0),
+            "silence": lambda: run_world(program, 2, sizes, 12.5),
             "failure": lambda: run_world(broken_follower, 2, None),
         }
     )

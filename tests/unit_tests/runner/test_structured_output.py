@@ -25,7 +25,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = "The function json.loads takes a text and gives an object."
 PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
-SCHEMAS = [random_schema(seed) for seed in range(200)]
+SCHEMAS = [random_schema(seed) for seed in range(100)]
 NEIGHBOUR = RequestParams(num_tokens_to_generate=24, temperature=0.7, seed=1)
 
 
@@ -52,7 +52,7 @@ def row_metadata(seed: int, count: int = 96) -> RequestParams:
 
 @pytest.fixture(scope="module")
 def answers(loaded):
-    """Answers to 200 random schemas, 64 at once, beside a neighbour with free text."""
+    """Answers to 100 random schemas, 64 at once, beside a neighbour with free text."""
     return run_all(engine_of(loaded))
 
 
@@ -68,7 +68,7 @@ def test_complete_outputs_validate(answers):
     records, _ = answers
     stopped = [record for record in records if record.finish_reason == "stop"]
     assert all(record.status is Status.COMPLETED for record in records)
-    assert len(stopped) >= 150
+    assert len(stopped) >= 75
     for record in stopped:
         schema = SCHEMAS[record.request_id]
         validator = jsonschema.Draft202012Validator
