@@ -31,7 +31,7 @@ from tests.priority import TestPriority
 pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 ROOT = Path(__file__).parents[3]
-MEASURED_WINDOWS = 16
+MEASURED_WINDOWS = 8
 BATTERY = (
     "",
     "a",
