@@ -6,6 +6,7 @@ around `expected`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import typing
@@ -167,4 +168,5 @@ def require_types(instance: object) -> None:
 @functools.cache
 def field_types(config: type) -> Mapping[str, FieldType]:
     """Return the types of all fields of a dataclass by name, in order."""
-    return {name: FieldType.of(hint) for name, hint in typing.get_type_hints(config).items()}
+    hints = typing.get_type_hints(config)
+    return {field.name: FieldType.of(hints[field.name]) for field in dataclasses.fields(config)}

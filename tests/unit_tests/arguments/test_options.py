@@ -103,7 +103,7 @@ WITHOUT_FLAG = {
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {
         *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
-        "detokenize_stop_sequence",
+        *("detokenize_stop_sequence", "cache_hints"),
     },
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
     "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits", "kv_events"},
