@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,6 +85,7 @@ class InputProcessor:
             seed=params.seed if params.seed is not None else f"{self._settings.seed}/{request_id}",
             end_ids=ends,
             prompt_text=text,
+            submitted_at=time.monotonic(),
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),
         )
         self._next_arrival += 1

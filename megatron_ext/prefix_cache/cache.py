@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
@@ -15,6 +15,7 @@ from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -83,6 +84,7 @@ class PrefixCache:
         self.divergences = Divergences()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
+        self.hints: Hints | None = None  # once a request has given some
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
@@ -90,6 +92,20 @@ class PrefixCache:
     def add_observer(self, observer: CacheObserver) -> None:
         """Report changes from now on to one more observer."""
         self.observer = observer if self.observer is None else SeveralObservers((self.observer, observer))
+
+    def follow_hints(self, make: Callable[[BlockIndex], Hints] = Hints) -> Hints | None:
+        """Follow hints from now on, by what `make` makes; return it, or None if nothing is kept that is not in use."""
+        if self.hints is None and self.is_enabled and self._policy.keeps_unused:
+            self.hints = make(self._index)
+            self._policy.choose = self.hints.choose_block
+            if self.border is not None:
+                self.border.hints = self.hints
+            if self.states is not None:
+                self.states.choose_by((self.border or self.hints).choose_snapshot)
+        return self.hints
+
+    def _is_unused(self, block_hash: BlockHash) -> bool:
+        return self._index.find(block_hash) in self.pool.evictable
 
     @property
     def available_count(self) -> int:
@@ -127,7 +143,10 @@ class PrefixCache:
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
         assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
-        self._policy.reuse(self.pool.retain(blocks))
+        unused = self.pool.retain(blocks)
+        self._policy.reuse(unused)
+        if self.hints is not None:
+            self.hints.reuse(unused)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
@@ -139,12 +158,27 @@ class PrefixCache:
 
     def _evict(self, count: int, limit: float = math.inf) -> None:
         """Evict at most `count` blocks with priorities up to `limit`."""
-        blocks = self._policy.evict(min(count, len(self._policy)) if self._policy.keeps_unused else 1, limit)
+        is_bulk = self._policy.keeps_unused and self.hints is None
+        blocks = self._policy.evict(min(count, len(self._policy)) if is_bulk else 1, limit)
+        self._balance(blocks[-1])
         parent = self._index.parent(blocks[-1])
         self._note_ghosts(blocks)
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
+
+    def _balance(self, block: BlockId) -> None:
+        """Evict a snapshot of the tenant beside `block`, if the one that was to go has a snapshot and `block` has none.
+
+        So the tenant loses as much as without hints; otherwise another one would lose a snapshot for it later. A block
+        in use keeps its snapshot, since a request that is admitted in this step may resume from it.
+        """
+        states, victim = self.states, None if self.hints is None else self.hints.displaced
+        if states is None or victim is None or states.find(self._index.hash_of(block)) is not None:
+            return
+        block_hash = self._index.hash_of(victim)
+        if states.find(block_hash) is not None and not states.is_provisional(block_hash):
+            states.evict_for(block_hash, self._is_unused)
 
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
         """Record the hashes of blocks that are about to be evicted, and of their snapshots."""
@@ -217,6 +251,8 @@ class PrefixCache:
         unused = self.pool.let_go(reversed(table))
         kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
         self._policy.hold(kept)
+        if self.hints is not None:
+            self.hints.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self._index])
         if self.border is not None:
@@ -237,8 +273,10 @@ class PrefixCache:
         self._forget(blocks)
         self.pool.free(blocks)
 
-    def _forget(self, blocks: Iterable[BlockId]) -> None:
+    def _forget(self, blocks: Sequence[BlockId]) -> None:
         block_hashes = self._index.remove(blocks)
+        if self.hints is not None:
+            self.hints.forget(blocks)
         if self.states is not None:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
@@ -270,6 +308,8 @@ class PrefixCache:
         self._index.clear()
         if self.states is not None:
             self.states.clear()
+        if self.hints is not None:
+            self.hints.clear()
         self.ghosts.clear()
         if self.cached_token_ids is not None:
             self.cached_token_ids.clear()
@@ -280,12 +320,16 @@ class PrefixCache:
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next three."""
         self.ghosts.on_snapshot_stored(block_hash)
+        if self.hints is not None:
+            self.hints.store_snapshot(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_stored(block_hash)
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Tell the policy, which may rank blocks by their snapshots, and the observer."""
         self._policy.on_snapshot_removed(block_hash)
+        if self.hints is not None:
+            self.hints.forget_snapshot(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_removed(block_hash)
 
@@ -353,6 +397,8 @@ class PrefixCache:
             self.cached_token_ids.check(set(self._index.block_hashes()))
         self.ghosts.check(set(self._index.block_hashes()), snapshots)
         self._policy.check()
+        if self.hints is not None:
+            self.hints.check(self._policy, () if self.states is None else self.states.visible())
         evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._policy.keeps_unused:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -49,6 +49,10 @@ class OpportunisticFirst:
         """Number of opportunistic snapshots that no request has consumed."""
         return len(self._queue)
 
+    def choose_by(self, choose: Callable[[BlockHash, SnapshotOrder], BlockHash]) -> None:
+        """Let `choose` name the snapshots to evict among the others; see `SnapshotOrder`."""
+        self._others.choose = choose
+
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot: an opportunistic one as the youngest, any other to the order of the others."""
         if rank is Rank.OPPORTUNISTIC:
@@ -75,6 +79,10 @@ class OpportunisticFirst:
         if Rank.OPPORTUNISTIC in ranks and self._queue:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
+
+    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool]) -> BlockHash:
+        """Remove and return a snapshot that is not opportunistic, or the one chosen instead; see `SnapshotOrder`."""
+        return self._others.evict_for(block_hash, may_go)
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return priority and key of the next snapshot of `rank`; opportunistic ones have the lowest of all."""

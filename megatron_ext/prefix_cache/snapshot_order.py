@@ -10,6 +10,8 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
   blocks are on the same scale if both share one memory. None if the rank has no snapshot.
 - `touch(block_hash)`: note that a request that resumed from the snapshot, or took it, has just ended or still runs;
   only ordinary ones, in a memory that is shared.
+- `choose(block_hash, order)`: None, or a function (`Hints.choose_snapshot`) that names the snapshot which goes instead
+  of the next one; that one takes its rank and its place in the order.
 
 `MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
 evicted before all others: the orders here never see them.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -44,6 +46,8 @@ MAY_TAKE: dict[Rank, tuple[Rank, ...]] = {
 class SnapshotOrder(Protocol):
     """Eviction order of snapshots; the module describes the contract."""
 
+    choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None
+
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot that has become visible."""
 
@@ -55,6 +59,9 @@ class SnapshotOrder(Protocol):
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """Remove and return the next snapshot to evict; None if `ranks` have no snapshot."""
+
+    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool] = bool) -> BlockHash:
+        """Remove and return a snapshot, or the one that `choose` names instead if that one may go."""
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return priority and key of the next snapshot of `rank` to evict; None without one."""
@@ -82,12 +89,18 @@ class LruSnapshots:
     """
 
     def __init__(self, clock: Iterator[int] | None = None) -> None:
+        self.choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None = None
         self._clock = count() if clock is None else clock
-        self._queues: dict[Rank, OrderedDict[BlockHash, int]] = {rank: OrderedDict() for rank in Rank}  # times
+        self._queues: dict[Rank, OrderedDict[int, BlockHash]] = {rank: OrderedDict() for rank in Rank}  # by time
+        self._places: dict[BlockHash, tuple[Rank, int]] = {}  # rank and time
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot as the youngest of its rank."""
-        self._queues[rank][block_hash] = next(self._clock)
+        self._put(block_hash, rank, next(self._clock))
+
+    def _put(self, block_hash: BlockHash, rank: Rank, time: int) -> None:
+        self._places[block_hash] = rank, time
+        self._queues[rank][time] = block_hash
 
     def use(self, block_hash: BlockHash) -> None:
         """Make a snapshot the youngest of the ordinary ones."""
@@ -96,38 +109,50 @@ class LruSnapshots:
 
     def remove(self, block_hash: BlockHash) -> None:
         """Remove a snapshot."""
-        for queue in self._queues.values():
-            queue.pop(block_hash, None)
+        rank, time = self._places.pop(block_hash)
+        del self._queues[rank][time]
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """Remove and return the oldest snapshot of the first of `ranks` that has any."""
-        for rank in ranks:
-            if self._queues[rank]:
-                return self._queues[rank].popitem(last=False)[0]
-        return None
+        """Remove and return the oldest snapshot of the first of `ranks` that has any, or the one chosen instead."""
+        queue = next((self._queues[rank] for rank in ranks if self._queues[rank]), None)
+        return None if queue is None else self.evict_for(next(iter(queue.values())))
+
+    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool] = bool) -> BlockHash:
+        """Remove and return a snapshot, or the one chosen instead if that one may go."""
+        chosen = block_hash if self.choose is None else self.choose(block_hash, self)
+        if not may_go(chosen):
+            chosen = block_hash
+        place = self._places[chosen]
+        self.remove(block_hash)
+        if chosen != block_hash:
+            del self._places[chosen]
+            self._put(block_hash, *place)
+        return chosen
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return the snapshot of `rank` that was used longest ago, and that time; None without one."""
-        return next(((time, block_hash) for block_hash, time in self._queues[rank].items()), None)
+        return next(iter(self._queues[rank].items()), None)
 
     def touch(self, block_hash: BlockHash) -> None:
         """Make an ordinary snapshot the youngest."""
-        queue = self._queues[Rank.ORDINARY]
-        queue[block_hash] = next(self._clock)
-        queue.move_to_end(block_hash)
+        self.use(block_hash)
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
-        return next((rank for rank, queue in self._queues.items() if block_hash in queue), None)
+        place = self._places.get(block_hash)
+        return None if place is None else place[0]
 
     def clear(self) -> None:
         """Empty all queues."""
+        self._places.clear()
         for queue in self._queues.values():
             queue.clear()
 
     def check(self) -> None:
-        """Assert that each snapshot is in one queue."""
-        assert len(set(self)) == len(list(self)), "a snapshot has two ranks"
+        """Assert that each snapshot is in one queue, in order of time."""
+        queued = {one: (rank, time) for rank, queue in self._queues.items() for time, one in queue.items()}
+        assert queued == self._places, "a snapshot is not at its place"
+        assert all(list(queue) == sorted(queue) for queue in self._queues.values()), "a queue is out of order"
 
     def __iter__(self) -> Iterator[BlockHash]:
-        return (block_hash for queue in self._queues.values() for block_hash in queue)
+        return (block_hash for queue in self._queues.values() for block_hash in queue.values())

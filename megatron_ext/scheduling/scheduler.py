@@ -20,6 +20,7 @@ from megatron_ext.scheduling.cache_keys import CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.explain_admission import explain_admission
+from megatron_ext.scheduling.hinted_requests import note_admission, note_end, note_published, note_submission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
@@ -89,6 +90,7 @@ class Scheduler:
         self._start_chain(request)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
+        note_submission(request, self.cache)
 
     def _start_chain(self, request: Request) -> None:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
@@ -166,6 +168,7 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
+        note_admission(admission, self.limits, self.cache)
         skipped_before = sequence.ledger.skipped
         reason = general_reason(request.params, is_caching=self.cache.is_enabled)
         sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
@@ -196,8 +199,7 @@ class Scheduler:
         """Apply the result of a successful step. This is the one transition at its end, and it cannot fail.
 
         Computed intervals and ledgers grow, complete blocks and reached snapshots are published, new tokens are
-        appended, and requests end whose last token came, by id or by count. Texts are made later, and undo nothing of
-        this.
+        appended, and requests end whose last token came, by id or by count. Texts are made later.
 
         Args:
             step: Message of the step that was computed.
@@ -270,6 +272,7 @@ class Scheduler:
         shared = self.cache.publish(block_hashes, own, parent)
         if shared != own:  # another request has published equal blocks before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
+        note_published(request, own, complete, self.cache)
         size = self.limits.block_size
         if self.cache.cached_token_ids is not None:
             self.cache.cached_token_ids.keep_run(
@@ -314,6 +317,7 @@ class Scheduler:
         is_fault: bool = False,
     ) -> None:
         self._release(request)
+        note_end(request, self.cache)
         self.queues.discard(request)
         request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 

@@ -20,6 +20,7 @@ class Submission:
         seed: Seed of the request's own random generator.
         end_ids: Token ids each of which ends generation.
         prompt_text: Text of the prompt, if it was submitted as text.
+        submitted_at: Monotonic time of rank 0, in seconds, which pauses of sessions count from.
         bad_words: Bad words of the params as token ids, each in all variants of its beginning.
         audit: Cached entries to compare with what the request computes; None for a request of a caller.
         processes_logits: Value of `params.processes_logits`, computed once.
@@ -32,6 +33,7 @@ class Submission:
     seed: int | str
     end_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
+    submitted_at: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     audit: AuditTarget | None = None
     processes_logits: bool = field(init=False, compare=False)
