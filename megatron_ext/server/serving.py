@@ -6,7 +6,8 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from fastapi import Depends, Request
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
@@ -25,7 +27,7 @@ from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits
-from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.openai.tokenization import TextEncoder
@@ -95,6 +97,22 @@ class Serving:
         chat = await asyncio.to_thread(self.chat.render, messages, options)
         return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
 
+    async def marked_positions(self, body: ChatRequest, prompt: Sequence[int]) -> list[int]:
+        """Return the positions of a chat's `cache_control` marks in its prompt, the last one first.
+
+        A mark is where the prompt ends having tokens in common with the conversation up to the mark. A template that
+        refuses to render such a part of a conversation gives no position.
+
+        Raises:
+            ApiError: See `TextEncoder.encode`.
+        """
+        options = replace(body.chat_options, add_generation_prompt=False, continue_final_message=False)
+        positions: set[int] = set()
+        for messages in body.marked_prefixes:
+            with suppress(ConfigError):
+                positions.add(_common_length(prompt, await self.tokenize_chat(messages, options)))
+        return sorted(positions - {0}, reverse=True)
+
     def decoder(self, params: RequestParams) -> Callable[..., str]:
         """Return the decoder of a request's tokens."""
         return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
@@ -154,3 +172,9 @@ async def _serving(request: Request) -> Serving:  # without `async` FastAPI call
 
 
 ServerDependency = Annotated[Serving, Depends(_serving)]
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens at the start that two sequences have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -25,7 +25,7 @@ NOTHING: FieldValues = MappingProxyType({})
 _SAME_NAMES = tuple(
     name
     for name in RequestParams.__dataclass_fields__
-    if name in GenerationRequest.model_fields and name not in ("response_format", "seed")
+    if name in GenerationRequest.model_fields and name not in ("response_format", "seed", "cache_hints")
 )
 
 
@@ -84,6 +84,7 @@ def chat_specs(
     chat: ChatFormat,
     defaults: FieldValues = NOTHING,
     form: ResponseFormat | None = None,
+    marks: Sequence[int] = (),
 ) -> list[RequestSpec]:
     """Return the choices of a conversation.
 
@@ -94,6 +95,7 @@ def chat_specs(
         chat: Chat format of the model.
         defaults: Values of fields that the body leaves out.
         form: Response format, in place of the body's own.
+        marks: Positions of its `cache_control` marks in the prompt.
 
     Raises:
         ApiError: A sequence exceeds the limits.
@@ -101,7 +103,7 @@ def chat_specs(
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
     settings["response_format"] = form or body.form
-    checkpoints = (*settings.get("cache_checkpoint", ()), *chat.ends_of_turns(prompt))
+    checkpoints = (*settings.get("cache_checkpoint", ()), *marks, *chat.ends_of_turns(prompt))
     settings["cache_checkpoint"] = checkpoints[:MAX_CHECKPOINTS]
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
@@ -138,7 +140,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         settings["top_k"] = 1
     if settings.get("top_p") == 1:
         settings["top_p"] = 0.0
-    return settings | {"response_format": body.form, "stop_words": body.stop_words}
+    return settings | {"response_format": body.form, "stop_words": body.stop_words, "cache_hints": body.hints}
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:

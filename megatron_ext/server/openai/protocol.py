@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -18,6 +19,7 @@ from megatron_ext.server.openai.request_fields import (
 )
 from megatron_ext.text.chat_template import ChatOptions
 
+MAX_MARKS = 4  # `cache_control` marks in a conversation: each costs a tokenization
 MAX_TOOLS = 128
 MAX_CALLS = 1024  # tool calls in an answer
 MAX_VARIABLES = 64  # variables of a chat template
@@ -59,11 +61,18 @@ class CompletionRequest(GatewayFields, GenerationRequest):
         return cast("list[str | list[int]]", prompt)
 
 
+class CacheControl(Body):
+    """Mark after a part of a message: other prompts may have everything before it in common with this one."""
+
+    type: Literal["ephemeral"]
+
+
 class TextPart(Body):
     """Part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: Text
+    cache_control: CacheControl | None = None
 
 
 class Message(BaseModel):
@@ -92,6 +101,13 @@ class Message(BaseModel):
     @classmethod
     def _arguments_are_objects(cls, value: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
         return None if value is None else [_with_object(call) for call in value]
+
+    def marked_prefixes(self) -> Iterator[Message]:
+        """Yield the message up to each of its parts with a `cache_control` mark."""
+        parts = self.content if isinstance(self.content, list) else []
+        for i, part in enumerate(parts):
+            if part.cache_control is not None:
+                yield self.model_copy(update={"content": "".join(part.text for part in parts[: i + 1])})
 
     def to_dict(self) -> dict[str, object]:
         """Return the message for chat templates: content is one text, and tool call arguments are objects."""
@@ -249,6 +265,9 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
             raise ValueError("top_logprobs needs logprobs; set it or leave top_logprobs out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
+        marks = len(self.marked_prefixes)
+        if marks > MAX_MARKS:
+            raise ValueError(f"messages have {marks} cache_control marks; at most {MAX_MARKS} are taken")
         return self
 
     @field_validator("tool_choice")
@@ -269,6 +288,11 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
             return ()
         names = self.tool_choice.names
         return tuple(tool for tool in self.tools or () if names is None or tool.function.name in names)
+
+    @property
+    def marked_prefixes(self) -> list[list[Message]]:
+        """Return the conversation up to each `cache_control` mark."""
+        return [[*self.messages[:i], prefix] for i, one in enumerate(self.messages) for prefix in one.marked_prefixes()]
 
     @property
     def max_calls(self) -> int:

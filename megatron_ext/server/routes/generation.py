@@ -67,7 +67,8 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     form = guided_form(body, answer, serving.chat)
     if form is not body.form:
         await serving.forms.check(form)
-    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults, form)
+    marks = await serving.marked_positions(body, prompt)
+    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults, form, marks)
     builder = ChatResponseBuilder(
         serving.model,
         serving.vocabulary,

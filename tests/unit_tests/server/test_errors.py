@@ -10,6 +10,7 @@ from tests.unit_tests.support.server import LiveServer, tiny_engine
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HEADERS = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "<1>"}]
+MARKED = {"role": "user", "content": [{"type": "text", "text": "<1>", "cache_control": {"type": "ephemeral"}}]}
 
 # path, body, status, what the message must name, param
 REFUSED = [
@@ -49,6 +50,10 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [0]}, 400, ["cache_checkpoint", "1"], "cache_checkpoint"),
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [9]}, 400, ["cache_checkpoint 9", "at most 1"], None),
     (COMPLETIONS, {"prompt": [1], "cache_checkpoint": [1] * 65}, 400, ["cache_checkpoint", "64"], "cache_checkpoint"),
+    (COMPLETIONS, {"prompt": [1], "cache_hints": {"turn": 3}}, 400, ["turn 3 needs session"], "cache_hints"),
+    (CHAT, {"messages": HELLO, "cache_hints": {"sesion": "a"}}, 400, ["'sesion' is no hint"], "cache_hints"),
+    (CHAT, {"messages": HELLO, "prompt_cache_key": "a" * 257}, 400, ["prompt_cache_key", "256"], "prompt_cache_key"),
+    (CHAT, {"messages": [MARKED] * 5}, 400, ["5 cache_control marks", "at most 4"], None),
     (COMPLETIONS, {"prompt": [1], "colour": "red"}, 400, ["colour"], "colour"),
     (COMPLETIONS, {"prompt": [1], "stream_options": {}}, 400, ["stream_options", "stream"], None),
     (COMPLETIONS, {"prompt": [1], "stream": 1}, 400, ["stream", "boolean"], "stream"),

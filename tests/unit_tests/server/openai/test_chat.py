@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.chat import ChatFormat
-from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 
@@ -170,6 +172,67 @@ class TestCheckpoints:
             body = {"prompt": prompt, "max_tokens": 1, "cache_checkpoint": [61 if stream else 55]}
             answer = embedded.http.post("/v1/completions", json=body).json()
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+class TestMarks:
+    """SI-1: parts of messages with `cache_control`, as clients of other providers send them."""
+
+    TEXTS = ("You answer in one word. " * 8, "The question is: ")
+
+    def marked(self, *, first: bool = False, second: bool = False, question: str) -> list[dict]:
+        control = {"cache_control": {"type": "ephemeral"}}
+        parts = [{"type": "text", "text": self.TEXTS[0]} | (control if first else {})]
+        parts.append({"type": "text", "text": self.TEXTS[1] + question} | (control if second else {}))
+        return [user(parts)]
+
+    def test_the_second_question_resumes_at_the_mark(self, embedded, stream):
+        """Both have one message, so that no turn has ended where they diverge."""
+        embedded.reset_cache()
+        cached = []
+        for question in ("Is water wet? " * 9, "What is a list, and what is a tuple? " * 9):
+            *_, usage = chat(embedded, self.marked(first=True, question=question), stream=stream, max_tokens=1)
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+        common = embedded.serving.chat.render([Message(role="user", content="".join(self.TEXTS))]).ids()
+        assert cached[0] == 0
+        assert len(common) - 32 < cached[1] <= len(common)
+
+    def test_positions(self, embedded, stream):
+        """Each is where the prompt ends having tokens in common with the conversation up to the mark."""
+        messages = self.marked(first=True, second=True, question="Is water wet?")
+        body = ChatRequest(messages=[*messages, {"role": "assistant", "content": "Yes."}, user("And fire?")])
+        serving = embedded.serving
+        prompt = serving.chat.render(body.messages).ids()
+        last, first = asyncio.run(serving.marked_positions(body, prompt))
+        assert 0 < first < last < len(prompt)
+        decode = serving.tokenizer.detokenize
+        assert decode(prompt[:first], skip_special_tokens=False).strip().endswith("in one word.")
+        assert decode(prompt[:last], skip_special_tokens=False).strip().endswith(("wet?", "<|end|>"))
+        assert asyncio.run(serving.marked_positions(ChatRequest(messages=[user("Hi")]), prompt)) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "session"),
+    [
+        ({"cache_hints": {"session": "s", "turn": 1}}, "s"),
+        ({"prompt_cache_key": "k"}, "k"),
+        ({"prompt_cache_key": "k", "cache_hints": {"session": "s"}}, "s"),
+        ({"prompt_cache_key": "k", "cache_hints": {"replaces": "s"}}, "k"),
+        ({"prompt_cache_key": ""}, None),
+    ],
+)
+def test_hints_reach_the_cache(embedded, stream, fields, session):
+    """Chats and completions, streamed or not."""
+    messages = [user("Which functions does json have? " * 3)]
+    for path, prompt in (
+        ("/v1/completions", {"prompt": [*range(40, 90)]}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        embedded.reset_cache()
+        embedded.http.post(path, json=prompt | fields | {"max_tokens": 1, "stream": stream}).raise_for_status()
+        hints = embedded.engine.scheduler.cache.hints
+        assert [name for _, name in ({} if hints is None else hints._sessions)] == (
+            [] if session is None else [session]
+        )
 
 
 class TestControlTokens:
