@@ -45,6 +45,7 @@ MODULES = {  # in the order in which their cases run
         "simulation.truth",
         "simulation.policies",
         "simulation.border",
+        "simulation.hints",
     ),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }

@@ -85,7 +85,7 @@ def policies(
         name = path.name.partition(".")[0]
         if traces in (("all",), ()) or name in traces:
             turns = read_trace(path, sessions=SessionOptions(rate, shares_prefixes=common))
-            parts += [(name, part, found) for part, found in _parts(turns, sessions).items()]
+            parts += [(name, part, found) for part, found in parts_of(turns, sessions).items()]
     settings = grid(memories, [share], [64], policies, ["kernel"], placements)
     with tqdm(total=len(parts) * len(settings), unit="run", disable=None) as progress:
         for name, part, turns in parts:
@@ -121,7 +121,7 @@ def _report(run: Run, cell: Cell, output: str) -> None:
             file.write(json.dumps(dataclasses.asdict(cell)) + "\n")
 
 
-def _parts(turns: Sequence[Turn], sessions: int) -> dict[str, list[Turn]]:
+def parts_of(turns: Sequence[Turn], sessions: int) -> dict[str, list[Turn]]:
     """Return the turns of all sessions, and of two halves of the sessions; a sub-agent is in its parent's half."""
     roots = _conversations(turns)
     names = sorted(set(roots))

@@ -12,6 +12,8 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
@@ -168,11 +170,18 @@ def slabs_of(costs: EntryCosts, memory: int) -> SlabLayout | None:
     return dataclasses.replace(layout, slabs=slabs) if slabs >= MIN_SLABS else None
 
 
-def run_point(turns: Sequence[Turn], model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Point:
-    """Run one simulation."""
+def run_point(
+    turns: Sequence[Turn],
+    model: CachedModel,
+    settings: Settings,
+    batch: Batch,
+    machine: Machine,
+    hints: Callable[[BlockIndex], Hints] | None = None,
+) -> Point:
+    """Run one simulation; `hints` as in `Replay`."""
     limits, slots = limits_of(model, settings, batch)
     began = time.perf_counter()
-    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine).run()
+    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, hints).run()
     return _point(settings, limits.total_blocks, slots, outcome, time.perf_counter() - began)
 
 

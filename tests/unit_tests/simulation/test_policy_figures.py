@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.cases import Run
-from benchmarks.simulation.policies import _parts, policies
+from benchmarks.simulation.policies import parts_of, policies
 from benchmarks.simulation.policy_figures import read_cells, table
 from megatron_ext.simulation.trace import Ids, Turn
 
@@ -30,7 +30,7 @@ def test_halves_keep_conversations_together():
     ids = Ids()
     starts = [ids.take(1024) for _ in range(40)]
     turns = [Turn(i, float(i), (starts[i % 40], ids.take(10)), ids.take(1)) for i in range(120)]
-    parts = _parts(turns, 30)
+    parts = parts_of(turns, 30)
     assert {name: len(part) for name, part in parts.items()} == {"all": 90, "half A": 45, "half B": 45}
     first, second = ({turn.prompt[0] for turn in parts[name]} for name in ("half A", "half B"))
     assert not first & second
