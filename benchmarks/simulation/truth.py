@@ -34,10 +34,14 @@ POLICIES = ("lru", "flops")
 
 @dataclass(frozen=True)
 class Memory:
-    """Sizes of the pools."""
+    """Sizes of the pools, or of the memory that blocks and snapshots share."""
 
-    blocks: int
-    slots: int
+    blocks: int | None = None
+    slots: int | None = None
+    gib: float | None = None  # of blocks; with snapshots a quarter more
+
+    def __str__(self) -> str:
+        return f"{self.blocks:,} blocks, {self.slots:,} slots" if self.gib is None else f"{self.gib:g} GiB"
 
 
 class SmallSessions:
@@ -153,7 +157,7 @@ class EngineReplay(Replay):
 def build_core(loaded: LoadedModel, policy: str, memory: Memory) -> EngineCore:
     """Build an engine of the embedded model."""
     config = dataclasses.replace(loaded.config, max_position_embeddings=LONGEST_SEQUENCE)
-    batching = BatchingConfig(block_count=memory.blocks, block_size=BLOCK_SIZE, max_requests=8, max_tokens=1024)
+    batching = BatchingConfig(memory.gib, memory.blocks, block_size=BLOCK_SIZE, max_requests=8, max_tokens=1024)
     cache = CacheConfig(eviction_policy=policy, snapshot_slots=memory.slots)
     return build_engine(loaded.model, config, loaded.tokenizer, batching, cache, dtype=loaded.dtype).core
 
@@ -182,10 +186,12 @@ def compare(
     return replay.run(), EngineReplay(turns, core, MACHINE, ended).run()
 
 
-@case("simulation", quick={"policies": ("lru",), "blocks": (600,), "slots": (20,), "sessions": ("trace_0584",)})
+@case("simulation", quick={"policies": ("lru",), "gib": (0.02,), "sessions": ("trace_0584",)})
 def truth(
     run: Run,
     policies: tuple = ("lru", "flops"),
+    gib: tuple = (0.033, 0.5),
+    splits: bool = False,
     blocks: tuple = (1_500, 12_000),
     slots: tuple = (60, 1_200),
     sessions: tuple = ("all",),
@@ -193,14 +199,16 @@ def truth(
     """Tokens that recorded sessions skip in the simulator and in the engine, request by request, all at the same time.
 
     Of each session 40 requests, k blocks made one of 16 tokens, so that its longest prompt has 4,096 tokens at most.
+    `gib` are memories that blocks and snapshots share, the default; with `splits`, they have `blocks` and `slots`.
     """
     turns, names = small_turns(SESSIONS, None if sessions == ("all",) else sessions)
-    loaded, memories = load_model(SourceConfig(), {}), [Memory(*one) for one in zip(blocks, slots, strict=True)]
+    loaded = load_model(SourceConfig(), {})
+    memories = [Memory(*one) for one in zip(blocks, slots, strict=True)] if splits else [Memory(gib=one) for one in gib]
     with tqdm(total=len(turns) * len(policies) * len(memories), unit="request", disable=None) as progress:
         for memory in memories:
             for policy in policies:
                 simulated, computed = compare(turns, loaded, policy, memory, progress.update)
-                column = f"{policy}, {memory.blocks:,} blocks, {memory.slots:,} slots"
+                column = f"{policy}, {memory}"
                 for name in dict.fromkeys(names):
                     places = [i for i, one in enumerate(names) if one == name]
                     equal = [simulated.skipped[i] == computed.skipped[i] for i in places]
