@@ -50,6 +50,13 @@ class CallPart:
 
 
 @dataclass(frozen=True)
+class Thinking:
+    """New piece of thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class AnswerPart:
     """New part of an answer: thinking, content, and parts of calls."""
 
@@ -81,24 +88,32 @@ class AnswerReader:
 
     def feed(self, text: str, *, is_last: bool) -> AnswerPart:
         """Return what has become certain with a new piece of text."""
-        thinking = ""
+        parts = self.parts(text, is_last=is_last)
+        thinking = "".join(one.text for one in parts if isinstance(one, Thinking))
+        content = "".join(one.text for one in parts if isinstance(one, Content))
+        return AnswerPart(thinking, content, [one for one in parts if isinstance(one, CallPart)])
+
+    def parts(self, text: str, *, is_last: bool) -> list[Thinking | Content | CallPart]:
+        """Return what has become certain with a new piece of text, in the order in which the model wrote it."""
+        found: list[Thinking | Content | CallPart] = []
         if self._thinking is not None:
             thinking, text = self._thinking.feed(text, is_last=is_last)
+            found += [Thinking(thinking)] if thinking else []
         if self._calls is None:
-            return AnswerPart(thinking, text, ())
-        content: list[str] = []
-        calls: list[CallPart] = []
+            return [*found, Content(text)] if text else found
         for event in self._calls.feed(text, is_last=is_last):
             if isinstance(event, Content):
-                content.append(event.text)
+                found.append(event)
             elif isinstance(event, CallBegun):
-                calls.append(CallPart(self.call_count, event.name))
+                found.append(CallPart(self.call_count, event.name))
                 self.call_count += 1
             elif isinstance(event, Arguments):
-                if not calls:
-                    calls.append(CallPart(self.call_count - 1))
-                calls[-1].arguments += event.text
-        return AnswerPart(thinking, "".join(content), calls)
+                if not found or not isinstance(found[-1], CallPart):
+                    found.append(CallPart(self.call_count - 1))
+                last = found[-1]
+                assert isinstance(last, CallPart), "it has just been added"
+                last.arguments += event.text
+        return found
 
 
 def thinking_length(tokens: Sequence[int], form: AnswerFormat, decode: Callable[[list[int]], str]) -> int:

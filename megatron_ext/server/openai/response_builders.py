@@ -209,16 +209,7 @@ class ChatResponseBuilder(_Envelope):
     def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
         if not self._has_scores:
             return None
-        content = []
-        for one in scores:
-            best = [self._token(token, log_prob) for token, log_prob in one.best.items()]
-            content.append(self._token(one.token, one.log_prob) | {"top_logprobs": best})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, log_prob: float | None) -> dict[str, object]:
-        text = shown(self._vocabulary, token)
-        is_whole = INCOMPLETE not in text
-        return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
+        return {"content": scored_tokens(self._vocabulary, scores), "refusal": None}
 
 
 def _thinking(text: str) -> dict[str, object]:
@@ -236,6 +227,21 @@ def _call_part(call: CallPart) -> dict[str, object]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **_whole_call(call)}
+
+
+def scored_tokens(vocabulary: Vocabulary, scores: Sequence[Scored]) -> list[dict[str, object]]:
+    """Return tokens with their log-probs and the best alternatives, as a chat answer shows them."""
+    content = []
+    for one in scores:
+        best = [_token(vocabulary, token, log_prob) for token, log_prob in one.best.items()]
+        content.append(_token(vocabulary, one.token, one.log_prob) | {"top_logprobs": best})
+    return content
+
+
+def _token(vocabulary: Vocabulary, token: int, log_prob: float | None) -> dict[str, object]:
+    text = shown(vocabulary, token)
+    is_whole = INCOMPLETE not in text
+    return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
 
 
 def shown(vocabulary: Vocabulary, token: int) -> str:
