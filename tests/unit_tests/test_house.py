@@ -18,7 +18,8 @@ LISTS_OF_FIELDS = {
     "CoordinatorConfig": "the settings of a coordinator, those of its keys inherited",
     "RequestRecord": "all that is reported of a request",
     "RunConfig": "all settings of an offline run",
-    "GenerationRequest": "the body of a request",
+    "SamplingFields": "the body of a request",
+    "GenerationRequest": "inherits its fields",
     "CompletionRequest": "inherits its fields",
     "ChatRequest": "inherits its fields",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -187,6 +187,21 @@ class ToolChoice:
             '{"type": "function", "function": {"name": ...}}'
         )
 
+    def check(self, given: Collection[str]) -> None:
+        """Check that the functions it names are given.
+
+        Args:
+            given: Names of the tools.
+
+        Raises:
+            ValueError: One is not, or a call is demanded without tools.
+        """
+        if self.mode == "required" and not given:
+            raise ValueError("asks for a call, and there are no tools; give some or leave it out")
+        unknown = [name for name in self.names or () if name not in given]
+        if unknown:
+            raise ValueError(f"names {unknown[0]!r}, which is not in tools")
+
 
 def _function_name(value: object) -> str:
     function = value.get("function", value) if isinstance(value, dict) else None
@@ -273,12 +288,7 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     @field_validator("tool_choice")
     @classmethod
     def _chooses_given_tools(cls, value: ToolChoice, info: ValidationInfo) -> ToolChoice:
-        given = {tool.function.name for tool in info.data.get("tools") or ()}
-        if value.mode == "required" and not given:
-            raise ValueError("asks for a call, and there are no tools; give some or leave it out")
-        unknown = [name for name in value.names or () if name not in given]
-        if unknown:
-            raise ValueError(f"names {unknown[0]!r}, which is not in tools")
+        value.check({tool.function.name for tool in info.data.get("tools") or ()})
         return value
 
     @property

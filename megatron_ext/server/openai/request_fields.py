@@ -251,22 +251,15 @@ def _refusal(neutral: tuple[Any, ...]) -> str:
     return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
 
 
-class GenerationRequest(Body):
-    """Fields that both routes share. None is the same as a missing field. The client gets the first error in order."""
+class SamplingFields(Body):
+    """Fields that every generating route takes. None is the same as a missing field."""
 
     # OpenAI's fields
-    model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Text | list[Text] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, option_bounds("temperature")] | None = None  # 0 is greedy
     top_p: Annotated[float, option_bounds("top_p")] | None = None
     frequency_penalty: Annotated[float, option_bounds("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, option_bounds("presence_penalty")] | None = None
     logit_bias: Biases | None = None
-    response_format: Form | None = None
     seed: int | None = None
 
     # Extensions of this engine
@@ -279,7 +272,6 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
     explain_prefix_cache: bool | None = None
@@ -296,6 +288,27 @@ class GenerationRequest(Body):
     prompt_cache_key: Annotated[str, Field(max_length=LONGEST_SESSION)] | None = (
         None  # a session, unless hints name one
     )
+
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _has_few_bad_words(cls, value: object) -> object:
+        return few_words(value) if isinstance(value, list) else value
+
+
+class GenerationRequest(SamplingFields):
+    """Fields that completions and chat completions share. The client gets the first error in order."""
+
+    # OpenAI's fields
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    response_format: Form | None = None
+
+    # Extension of this engine
+    structured_outputs: StructuredOutputs | None = None
 
     # Fields of unsupported features, accepted with neutral values; see `_NEUTRAL`. Checked here for both routes.
     add_special_tokens: object = None
@@ -319,11 +332,6 @@ class GenerationRequest(Body):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream; set it or leave stream_options out")
         return self
-
-    @field_validator("bad_words", mode="before")
-    @classmethod
-    def _has_few_bad_words(cls, value: object) -> object:
-        return few_words(value) if isinstance(value, list) else value
 
     @field_validator(*_NEUTRAL, check_fields=False)
     @classmethod
