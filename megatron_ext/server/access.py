@@ -14,7 +14,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.server.log import printable
-from megatron_ext.server.openai.responses import ResponseBuilder
+from megatron_ext.server.openai.responses import AnswerShape
 from megatron_ext.server.scope import route_path
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def note_description(state: State, description: Description) -> None:
     setattr(state, _KEY, description)
 
 
-def note_answer(state: State, builder: ResponseBuilder, group: RequestGroup) -> None:
+def note_answer(state: State, builder: AnswerShape, group: RequestGroup) -> None:
     """Store the response builder and handles for the log line of a request.
 
     Args:
@@ -106,7 +106,7 @@ class _Line:
         )
 
 
-def _answered(builder: ResponseBuilder, group: RequestGroup) -> tuple[str, str]:
+def _answered(builder: AnswerShape, group: RequestGroup) -> tuple[str, str]:
     """Return the response id, and its counts as text; a prompt with several choices counts once."""
     handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)

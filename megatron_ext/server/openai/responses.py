@@ -61,7 +61,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
     return record
 
 
-def usage(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
+def usage(builder: AnswerShape, records: Sequence[RequestRecord]) -> dict[str, object]:
     """Return OpenAI's usage, with recomputed prompt tokens, and draft tokens under OpenAI's names for predictions.
 
     The choices of a prompt count its tokens once, as they were cached and computed for the first choice.
@@ -122,8 +122,8 @@ class Piece:
     reason: str | None = None
 
 
-class ResponseBuilder(Protocol):
-    """Response builder: the differences between the two routes."""
+class AnswerShape(Protocol):
+    """Identity of an answer, and what of its records it shows."""
 
     id: str
     choices: int  # of each prompt
@@ -133,6 +133,10 @@ class ResponseBuilder(Protocol):
 
     def thinking_length(self, record: RequestRecord) -> int:
         """Return the number of an answer's tokens that are thinking."""
+
+
+class ResponseBuilder(AnswerShape, Protocol):
+    """Response builder: the differences between completions and chat completions."""
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""
@@ -150,7 +154,7 @@ class ResponseBuilder(Protocol):
         """Return a choice of a response without stream; `first` is the record of the prompt's first choice."""
 
 
-def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> dict[str, object]:
+def explained(builder: AnswerShape, index: int, record: RequestRecord) -> dict[str, object]:
     """Return a choice's field `prefix_cache_explanation`, or no field.
 
     It has positions, times of the request's own salt, and text of its own prompt; no token id.

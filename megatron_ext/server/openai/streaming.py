@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -58,6 +58,58 @@ class StreamOptions:
     continues_usage: bool
 
 
+class PieceReader:
+    """Reader of the pieces of one choice, while it is generated or afterwards.
+
+    Args:
+        handle: Handle of its request.
+        detokenize: Token ids to text.
+        splits_tokens: Whether a piece has the tokens that its text came with and no more, however they arrive.
+    """
+
+    def __init__(self, handle: RequestHandle, detokenize: Callable[..., str], *, splits_tokens: bool = False) -> None:
+        self._handle = handle
+        self._splits = splits_tokens
+        self._text = TextStream(handle.spec.params.stop_words, detokenize)
+        self._seen = 0  # tokens
+        self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
+        self.is_ended = False
+
+    def read(self) -> Iterator[Piece]:
+        """Yield the new pieces since the last call; the last one of all has the finish reason.
+
+        Raises:
+            ApiError: The request has failed.
+        """
+        source = source_of(self._handle)
+        if source is None or self.is_ended:
+            return
+        new, scores = source.generated_tokens[self._seen :], generated_scores(source, self._seen)
+        self._seen += len(new)
+        is_last = source is self._handle.record
+        if self._splits:
+            for place in range(len(new) - is_last):
+                yield from self._fed(new[place : place + 1], scores[place : place + 1])
+            new, scores = (new[-1:], scores[-1:]) if is_last else ([], [])
+        if not is_last:
+            yield from self._fed(new, scores)
+            return
+        assert isinstance(source, RequestRecord), "it is the handle's record"
+        self.is_ended = True
+        tokens, told = self._untold
+        text = self._text.finish(source.generated_text)
+        yield Piece(text, tokens + list(new), told + scores, source.finish_reason)
+
+    def _fed(self, new: Sequence[int], scores: Sequence[Scored]) -> Iterator[Piece]:
+        tokens, told = self._untold
+        tokens += new
+        told += scores
+        text = self._text.feed(new)
+        if text:
+            self._untold = [], []
+            yield Piece(text, tokens, told)
+
+
 class _ChoiceStream:
     """Stream of one choice.
 
@@ -81,11 +133,13 @@ class _ChoiceStream:
         self.handle = handle
         self._first = first
         self._builder = builder
-        self._text = TextStream(handle.spec.params.stop_words, detokenize)
+        self._reader = PieceReader(handle, detokenize)
         self._is_open = False
-        self._seen = 0  # tokens
-        self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
-        self.is_ended = False
+
+    @property
+    def is_ended(self) -> bool:
+        """True after the last part."""
+        return self._reader.is_ended
 
     def parts(self) -> Iterator[dict[str, object]]:
         """Yield the new parts since the last call, as fields beside the envelope.
@@ -93,7 +147,7 @@ class _ChoiceStream:
         Raises:
             ApiError: The request has failed.
         """
-        source, first = _source(self.handle), _source(self._first)
+        source, first = source_of(self.handle), source_of(self._first)
         if source is None or first is None or self.is_ended:
             return
         if not self._is_open:
@@ -101,27 +155,20 @@ class _ChoiceStream:
             opening = self._builder.opening(self._index, first)
             if opening is not None:
                 yield self._builder.heading(source) | {"choices": [opening]}
-        tokens, scores = self._untold
-        scores += generated_scores(source, self._seen)
-        new, self._seen = source.generated_tokens[self._seen :], len(source.generated_tokens)
-        tokens += new
-        is_last = source is self.handle.record
-        if is_last:
-            assert isinstance(source, RequestRecord), "it is the handle's record"
-            self.is_ended = True
-            text, reason = self._text.finish(source.generated_text), source.finish_reason
-        else:
-            text, reason = self._text.feed(new), None
-        if text or is_last:
-            self._untold = [], []
-            part = self._builder.part(self._index, Piece(text, tokens, scores, reason))
+        for piece in self._reader.read():
+            part = self._builder.part(self._index, piece)
             if part is not None:
                 if isinstance(source, RequestRecord):
                     part |= explained(self._builder, self._index, source)
                 yield {"choices": [part]}
 
 
-def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
+def source_of(handle: RequestHandle) -> Progress | RequestRecord | None:
+    """Return what a request has generated so far; None before its first token.
+
+    Raises:
+        ApiError: The request has failed.
+    """
     return finished(handle) if handle.record or handle.error else handle.progress
 
 
@@ -143,20 +190,23 @@ async def events(group: RequestGroup, builder: ResponseBuilder, options: StreamO
             if all(stream.is_ended for stream in streams):
                 break
             await group.next_update()
-    except ApiError as error:
-        yield event(error.to_dict())
-        return
-    except ConfigError as error:  # the tokenizer cannot decode the tokens
-        yield event(ApiError(400, str(error)).to_dict())
-        return
-    except Exception as error:  # in decoding: it affects this response only
-        logger.exception("a stream failed")
-        yield event(engine_fault(error).to_dict())
+    except Exception as error:
+        yield event(failure_of(error).to_dict())
         return
     if options.ends_with_usage:
         records = [finished(handle) for handle in group.handles]
         yield event(envelope | {"choices": [], "usage": usage(builder, records)})
     yield DONE
+
+
+def failure_of(error: Exception) -> ApiError:
+    """Return what a client is told of an error that ends a stream; one of the server is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConfigError):  # the tokenizer cannot decode the tokens
+        return ApiError(400, str(error))
+    logger.exception("a stream failed")  # in decoding: it affects this response only
+    return engine_fault(error)
 
 
 class Abortable(Protocol):

@@ -10,16 +10,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.server.access import note_answer
+from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import sender_of
+from megatron_ext.server.openai.answers import AnswerFormat
 from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
 from megatron_ext.server.openai.guided_answers import answer_format, guided_form
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.openai.request_fields import GenerationRequest
 from megatron_ext.server.openai.response_builders import ChatResponseBuilder, CompletionResponseBuilder
-from megatron_ext.server.openai.responses import ResponseBuilder, finished, whole
-from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, while_connected
+from megatron_ext.server.openai.responses import AnswerShape, ResponseBuilder, finished, whole
+from megatron_ext.server.openai.streaming import EventStream, StreamOptions, events, source_of, while_connected
 from megatron_ext.server.scope import handed_on_tokens
 from megatron_ext.server.serving import ServerDependency, Serving
 
@@ -58,6 +60,26 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
+    specs, form = await chat_work(body, request, serving)
+    builder = ChatResponseBuilder(
+        serving.model,
+        serving.vocabulary,
+        body.n or 1,
+        has_scores=bool(body.logprobs),
+        shows_ids=bool(body.return_token_ids),
+        form=form,
+    )
+    builder.thinking_token = serving.chat.thinking_token
+    return await _answer(request, serving, body, specs, builder)
+
+
+async def chat_work(body: ChatRequest, request: Request, serving: Serving) -> tuple[list[RequestSpec], AnswerFormat]:
+    """Return the engine requests of a conversation, and the format in which the model answers.
+
+    Raises:
+        ApiError: The request means another model, or cannot be served.
+        ConfigError: The chat template refuses it, or its fields contradict each other.
+    """
     serving.check_model(body)
     check_count(1, body.n or 1, serving.requests.capacity)
     await serving.forms.check(body.form)
@@ -69,42 +91,54 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         await serving.forms.check(form)
     marks = await serving.marked_positions(body, prompt)
     specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults, form, marks)
-    builder = ChatResponseBuilder(
-        serving.model,
-        serving.vocabulary,
-        body.n or 1,
-        has_scores=bool(body.logprobs),
-        shows_ids=bool(body.return_token_ids),
-        form=answer,
-    )
-    builder.thinking_token = serving.chat.thinking_token
-    return await _answer(request, serving, body, specs, builder)
+    return specs, answer
 
 
 async def _answer(
     request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], builder: ResponseBuilder
 ) -> Response:
-    """Run the requests. A stream starts with the first token, so that earlier failures have their own status."""
-    specs = request.scope[CALLER].own(specs)
-    builder.shows_cache = not serving.settings.hide_cache_counts
-    if body.explain_prefix_cache:
-        builder.explains = serving.explainer()
-    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
-    group = await while_connected(request.receive, submitting)
-    note_answer(request.state, builder, group)
-    serving.answers[builder.id] = group
-    try:
-        await while_connected(request.receive, group.started() if body.stream else group.ended())
-        ended = [handle for handle in group.handles if handle.record or handle.error]
-        records = [finished(handle) for handle in ended]
-    except BaseException:
-        group.abort()
-        raise
+    """Run the requests, and return their answer, whole or as a stream."""
+    group = await run_requests(request, serving, body, specs, builder)
     if not body.stream:
-        return _json(whole(builder, records))
+        return json_response(whole(builder, [finished(handle) for handle in group.handles]))
     options = StreamOptions(serving.decoder, body.includes_usage, body.continues_usage)
     return EventStream(group, events(group, builder, options))
 
 
-def _json(content: object) -> Response:
+async def run_requests(
+    request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], shape: AnswerShape
+) -> RequestGroup:
+    """Run the requests to their end, or those of a stream to the first token, so that earlier failures have a status.
+
+    Args:
+        request: HTTP request; the engine's requests are aborted if its client leaves.
+        serving: State of the server.
+        body: Body, which says whether the answer is a stream.
+        specs: Engine requests, prompt by prompt.
+        shape: Answer, which is told here what it may show.
+
+    Raises:
+        ApiError: A request has failed.
+        ClientGone: The client has left.
+    """
+    specs = request.scope[CALLER].own(specs)
+    shape.shows_cache = not serving.settings.hide_cache_counts
+    if body.explain_prefix_cache:
+        shape.explains = serving.explainer()
+    submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
+    group = await while_connected(request.receive, submitting)
+    note_answer(request.state, shape, group)
+    serving.answers[shape.id] = group
+    try:
+        await while_connected(request.receive, group.started() if body.stream else group.ended())
+        for handle in group.handles:
+            source_of(handle)
+    except BaseException:
+        group.abort()
+        raise
+    return group
+
+
+def json_response(content: object) -> Response:
+    """Return a response with a JSON body, in UTF-8."""
     return Response(json.dumps(content, ensure_ascii=False, allow_nan=False).encode(), media_type="application/json")
