@@ -57,7 +57,7 @@ COORDINATOR = FlagGroup(
 )
 # Flags of servers only.
 _NOT_OURS = {
-    *("chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"),
+    *("chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout", "responses_store_mb"),
     *("tool_call_parser", "reasoning_parser"),
 }
 

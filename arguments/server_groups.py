@@ -37,6 +37,10 @@ LIMITS = FlagGroup(
             "Maximum size of a response_format's JSON schema or regular expression, in KB of 2**10 bytes",
         ),
         Flag("grammar_timeout", "Timeout in seconds for compiling a response_format; longer ones get a 400"),
+        Flag(
+            "responses_store_mb",
+            "Memory for responses that clients continue by id, in MB of 2**20 bytes; 0: none are stored",
+        ),
     ),
 )
 

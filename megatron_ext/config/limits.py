@@ -21,6 +21,7 @@ class ServerLimits:
     idle_timeout: float = 75.0  # between two requests, and for a client that does not read its response
     max_schema_kb: float = 64.0  # of 2**10 bytes: a JSON schema, or a regular expression
     grammar_timeout: float = 5.0  # to compile a schema or a regular expression
+    responses_store_mb: float = 0.0  # of 2**20 bytes; 0: no responses are stored
 
     def __post_init__(self) -> None:
         size, connections = self.max_body_mb, self.max_connections
@@ -28,6 +29,9 @@ class ServerLimits:
         require(connections >= 1, f"--max-connections {connections} must be at least 1")
         schema = self.max_schema_kb
         require(math.isfinite(schema) and schema > 0, f"--max-schema-kb {schema} must be more than zero")
+        store = self.responses_store_mb
+        valid = math.isfinite(store) and store >= 0
+        require(valid, f"--responses-store-mb {store} must be zero (no store) or more")
         for name in ("header_timeout", "body_timeout", "idle_timeout", "grammar_timeout"):
             seconds = getattr(self, name)
             valid = math.isfinite(seconds) and seconds > 0
@@ -37,6 +41,11 @@ class ServerLimits:
     def schema_bytes(self) -> int:
         """Maximum bytes of a schema or a regular expression."""
         return int(self.max_schema_kb * KB)
+
+    @property
+    def store_bytes(self) -> int:
+        """Maximum bytes of stored responses."""
+        return int(self.responses_store_mb * MB)
 
     @property
     def body_bytes(self) -> int:

@@ -159,6 +159,14 @@ def unknown_model(name: str, *served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def no_such_response(identifier: str, param: str, *, is_on: bool) -> ApiError:
+    """404: a response or an item is not stored for this client."""
+    shown = printable(identifier, LONGEST_NAME)
+    why = "it is unknown, too old, or has made room for others" if is_on else "this server stores no responses"
+    message = f"{param}: {shown!r} is not stored: {why}; see --responses-store-mb, or send the conversation as input"
+    return ApiError(404, message, param=param, code="response_not_found")
+
+
 def not_explained(why: str) -> ApiError:
     """400: the client asks for an explanation of its cached prefix, which this server does not give."""
     message = f"explain_prefix_cache: {why}; leave it out"

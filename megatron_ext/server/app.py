@@ -11,10 +11,10 @@ from fastapi import APIRouter, FastAPI
 import megatron_ext
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import install_middleware
-from megatron_ext.server.routes import admin, generation, models, observing, replica, tokens
+from megatron_ext.server.routes import admin, generation, models, observing, replica, responses, tokens
 from megatron_ext.server.serving import Serving
 
-ROUTERS = (models.router, generation.router, tokens.router, observing.router, replica.router)
+ROUTERS = (models.router, generation.router, responses.router, tokens.router, observing.router, replica.router)
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 
@@ -37,7 +37,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.requests.start()
-        running = [asyncio.create_task(task()) for task in (serving.history.run, *tasks)]
+        running = [asyncio.create_task(task()) for task in (serving.history.run, serving.responses.run, *tasks)]
         yield
         for one in running:
             one.cancel()

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from megatron_ext.engine.client import ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
@@ -46,6 +47,7 @@ class RequestManager:
         capacity: Maximum number of requests at once.
 
     Attributes:
+        answers: Groups of answers in flight, by the ids of the answers.
         recent: Requests that have ended, for traces.
         is_healthy: False from a failed step until a later step has computed something.
         on_lost_ranks: Called when other ranks are lost.
@@ -58,6 +60,7 @@ class RequestManager:
         self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of the requests of others than a coordinator
+        self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()
         self.recent = RequestTrace()
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated
-from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -21,7 +20,6 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
-from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.monitoring.cache_view import CacheView
 from megatron_ext.server.monitoring.history import History
 from megatron_ext.server.monitoring.metrics import Metrics
@@ -29,6 +27,7 @@ from megatron_ext.server.openai.chat import ChatFormat
 from megatron_ext.server.openai.engine_requests import PromptLimits
 from megatron_ext.server.openai.protocol import ChatRequest, Message
 from megatron_ext.server.openai.request_fields import GenerationRequest
+from megatron_ext.server.openai.responses_api.response_store import ResponseStore
 from megatron_ext.server.openai.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.openai.tokenization import TextEncoder
 from megatron_ext.server.request_manager import RequestManager
@@ -68,7 +67,6 @@ class Serving:
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
-        self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
         running = self.engine.context.max_requests * len(self.engine.core.replicas)
         self.requests = RequestManager(self.engine.core, self.metrics, running + self.settings.max_waiting_requests)
@@ -81,6 +79,7 @@ class Serving:
             tool_calls=self.settings.tool_call_parser,
             reasoning_name=self.settings.reasoning_parser,
         )
+        self.responses = ResponseStore(self.settings.limits.store_bytes)
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)

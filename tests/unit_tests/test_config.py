@@ -247,6 +247,7 @@ REFUSED = [
     (ServerLimits, {"body_timeout": INF}, ["--body-timeout inf"]),
     (ServerLimits, {"idle_timeout": -1.0}, ["--idle-timeout -1.0"]),
     (ServerLimits, {"max_schema_kb": 0.0}, ["--max-schema-kb 0.0"]),
+    (ServerLimits, {"responses_store_mb": -1.0}, ["--responses-store-mb -1.0", "zero"]),
     (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
     (RunConfig, {"profile": "traces", "prefix_cache_compare": True}, ["--profile", "--prefix-cache-compare"]),
     (RunConfig, {"output_every_n_results": 0}, ["--output-every-n-results 0", "at least 1"]),

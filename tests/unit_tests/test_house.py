@@ -22,6 +22,7 @@ LISTS_OF_FIELDS = {
     "GenerationRequest": "inherits its fields",
     "CompletionRequest": "inherits its fields",
     "ChatRequest": "inherits its fields",
+    "ResponsesRequest": "inherits its fields",
 }
 # Public names with `Any` in their signatures, by file, each with the reason why there is no better type.
 ANY = {

@@ -46,6 +46,7 @@ _WITH_BODY = {
     "415": "The Content-Type of the body is not JSON",
 }
 _NAMES = {"404": "The model does not exist"}
+_STORED = {"404": "The response is not stored"}
 _ADMIN = {"404": "No running request has that id"}
 _GENERATES = {"429": "The queue is full; see Retry-After"}
 _FOREIGN = ("HTTPValidationError", "ValidationError")  # FastAPI's schemas of errors that are never sent here
@@ -116,6 +117,8 @@ def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool)
     errors = dict(_EVERYWHERE) | (_WITH_KEY if needs_key else {}) | (_WITH_BODY if "requestBody" in operation else {})
     if "model" in fields or "{model}" in path:
         errors |= _NAMES
+    if "{response_id}" in path:
+        errors |= _STORED
     if path in ADMIN_PATHS:
         errors |= _ADMIN
     if "stream" in fields:

@@ -43,7 +43,7 @@ def install_middleware(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             max_age=CORS_SECONDS,
         )

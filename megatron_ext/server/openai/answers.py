@@ -86,6 +86,11 @@ class AnswerReader:
         """True if the answer has thinking so far."""
         return self._thinking is not None and self._thinking.has_thought
 
+    @property
+    def is_thinking(self) -> bool:
+        """True if the answer so far ends inside of thinking."""
+        return self._thinking is not None and self._thinking.is_inside
+
     def feed(self, text: str, *, is_last: bool) -> AnswerPart:
         """Return what has become certain with a new piece of text."""
         parts = self.parts(text, is_last=is_last)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any
 
@@ -246,9 +247,21 @@ class StructuredOutputs(Body):
         return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
 
 
-def _refusal(neutral: tuple[Any, ...]) -> str:
-    shown = " and ".join(json.dumps(one) for one in neutral)
-    return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
+def only_neutral(value: object, neutral: Sequence[object]) -> object:
+    """Return the value of a field that is not supported, if it changes nothing.
+
+    Args:
+        value: Value of the field.
+        neutral: Values besides None that change nothing.
+
+    Raises:
+        ValueError: The value is another one.
+    """
+    is_one = any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
+    if value is not None and not is_one:
+        shown = " and ".join(json.dumps(one) for one in neutral)
+        raise ValueError("is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else ""))
+    return value
 
 
 class SamplingFields(Body):
@@ -336,11 +349,7 @@ class GenerationRequest(SamplingFields):
     @field_validator(*_NEUTRAL, check_fields=False)
     @classmethod
     def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
-        neutral = _NEUTRAL[str(info.field_name)]
-        is_one = any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
-        if value is not None and not is_one:
-            raise ValueError(_refusal(neutral))
-        return value
+        return only_neutral(value, _NEUTRAL[str(info.field_name)])
 
     @field_validator("structured_outputs")
     @classmethod

@@ -128,7 +128,7 @@ async def run_requests(
     submitting = serving.requests.submit(specs, is_streamed=bool(body.stream), sender=sender_of(request))
     group = await while_connected(request.receive, submitting)
     note_answer(request.state, shape, group)
-    serving.answers[shape.id] = group
+    serving.requests.answers[shape.id] = group
     try:
         await while_connected(request.receive, group.started() if body.stream else group.ended())
         for handle in group.handles:

@@ -1,0 +1,250 @@
+"""Input items of the Responses API, and the messages of a chat that they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from megatron_ext.server.api_errors import LONGEST_NAME, ApiError
+from megatron_ext.server.openai.protocol import LONGEST_TOOL_NAME, Message
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Text
+
+# Types of parts that are texts, and the field that has the text.
+_TEXT_PARTS = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
+_SYSTEM = ("system", "developer")
+
+
+def text_of(value: object) -> object:
+    """Return a content as one text; a value that is neither a text nor a list is left to the next check.
+
+    Raises:
+        ValueError: A part is not a text.
+    """
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            shown = json.dumps(kind)[:LONGEST_NAME]
+            raise ValueError(f"has a part of type {shown}; only texts are supported: {', '.join(_TEXT_PARTS)}")
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise ValueError(f"has a part of type {kind} whose {name} is not a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _json_text(value: str) -> str:
+    try:
+        json.loads(value or "{}")
+    except (ValueError, RecursionError):
+        raise ValueError("is not JSON") from None
+    return value
+
+
+Content = Annotated[Text, BeforeValidator(text_of, json_schema_input_type=str | list[dict[str, Any]])]
+
+
+class InputItem(BaseModel):
+    """Base of items. Unknown fields that clients copy from an answer are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class MessageItem(InputItem):
+    """Message of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCallItem(InputItem):
+    """Call that the model has made."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    arguments: Annotated[Text, AfterValidator(_json_text)]
+
+
+class FunctionOutputItem(InputItem):
+    """Result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+
+
+class ReasoningItem(InputItem):
+    """Thinking of the model; its summary counts if there is nothing else."""
+
+    type: Literal["reasoning"]
+    content: Content | None = None
+    summary: Content | None = None
+
+
+class ItemReference(InputItem):
+    """Reference to an item of a stored response."""
+
+    type: Literal["item_reference"] | None = None
+    id: Text
+
+
+_KINDS: dict[str, type[InputItem]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+}
+
+
+def _kind_of(value: object) -> object:
+    """Return the type of an item; those of messages and references may be left out."""
+    if isinstance(value, InputItem):
+        return next(name for name, kind in _KINDS.items() if isinstance(value, kind))
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    if kind is not None:
+        return kind
+    return "item_reference" if "id" in value and "role" not in value else "message"
+
+
+def _tag_of(value: object) -> str:
+    return f"type {_kind_of(value)}"  # error messages leave names with spaces out of places
+
+
+def input_items(value: object) -> object:
+    """Return an input as a list of items: a text is the message of a user.
+
+    Raises:
+        ValueError: The input is neither, has too many items, or one of an unsupported type.
+    """
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError("must be a text or a list of items")
+    if len(value) > MAX_MESSAGES:
+        raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
+    for item in value:
+        kind = _kind_of(item)
+        if not isinstance(kind, str) or kind not in _KINDS:
+            shown = "that is no object" if kind is None else f"of type {json.dumps(kind)[:LONGEST_NAME]}"
+            raise ValueError(f"has an item {shown}; the types that are supported are {', '.join(_KINDS)}")
+    return value
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("type message")]
+    | Annotated[FunctionCallItem, Tag("type function_call")]
+    | Annotated[FunctionOutputItem, Tag("type function_call_output")]
+    | Annotated[ReasoningItem, Tag("type reasoning")]
+    | Annotated[ItemReference, Tag("type item_reference")],
+    Discriminator(_tag_of),
+]
+Items = Annotated[
+    Annotated[list[Item], Field(fail_fast=True)],
+    BeforeValidator(input_items, json_schema_input_type=str | list[dict[str, Any]]),
+]
+
+
+_ADAPTER: TypeAdapter[list[InputItem]] = TypeAdapter(Items)  # type: ignore[arg-type]  # a list of its subclasses
+
+
+def items_of(values: Sequence[object]) -> list[InputItem]:
+    """Return items from JSON values that have been checked before."""
+    return _ADAPTER.validate_python(list(values))
+
+
+def messages_of(items: Sequence[InputItem], instructions: str | None = None) -> list[Message]:
+    """Return the messages of a conversation.
+
+    Instructions and the messages of system and developer at the beginning are one message of the system, since many
+    templates take no second one. The thinking, text and calls of one answer are one message of the assistant.
+
+    Args:
+        items: Items without references.
+        instructions: Text before them.
+
+    Raises:
+        ApiError: There is no message, or a result comes before its call.
+    """
+    head = [] if instructions is None else [instructions]
+    rest = list(items)
+    while rest and isinstance(first := rest[0], MessageItem) and first.role in _SYSTEM:
+        head.append(first.content)
+        rest.pop(0)
+    turns: list[Message | _Answer] = [] if not head else [Message(role="system", content="\n\n".join(head))]
+    known: set[str] = set()  # ids of calls
+    answer: _Answer | None = None  # to which the next item may belong
+    for item in rest:
+        if isinstance(item, FunctionOutputItem):
+            if item.call_id not in known:
+                raise _no_call(item.call_id)
+            answer = None
+            turns.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            answer = None
+            turns.append(Message(role="system" if item.role in _SYSTEM else item.role, content=item.content))
+        else:
+            if answer is None or not answer.takes(item):
+                answer = _Answer()
+                turns.append(answer)
+            answer.add(item)
+            if isinstance(item, FunctionCallItem):
+                known.add(item.call_id)
+    if not turns:
+        raise ApiError(400, "input: is empty; give a text or items", param="input")
+    return [turn.message() if isinstance(turn, _Answer) else turn for turn in turns]
+
+
+class _Answer:
+    """Message of the assistant, from the items of one answer."""
+
+    def __init__(self) -> None:
+        self._thinking: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[dict[str, object]] = []
+        self._ends_with_content = False
+
+    def takes(self, item: InputItem) -> bool:
+        """Return whether an item belongs to the same answer: thinking comes first, and no two texts follow."""
+        if isinstance(item, ReasoningItem):
+            return not self._content and not self._calls
+        return not (isinstance(item, MessageItem) and self._ends_with_content)
+
+    def add(self, item: InputItem) -> None:
+        """Add an item."""
+        self._ends_with_content = isinstance(item, MessageItem)
+        if isinstance(item, MessageItem):
+            self._content.append(item.content)
+        elif isinstance(item, ReasoningItem):
+            self._thinking.append(item.content or item.summary or "")
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            self._calls.append({"id": item.call_id, "type": "function", "function": function})
+
+    def message(self) -> Message:
+        """Return the message."""
+        content = "".join(self._content)
+        return Message(
+            role="assistant",
+            content=content if content or not self._calls else None,
+            tool_calls=self._calls or None,
+            reasoning_content="".join(self._thinking) or None,
+        )
+
+
+def _no_call(call_id: str) -> ApiError:
+    message = f"input: no function_call before the function_call_output of call_id {call_id[:LONGEST_NAME]!r} has it"
+    return ApiError(400, message, param="input")

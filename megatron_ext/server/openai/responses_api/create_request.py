@@ -1,0 +1,228 @@
+"""Body of `/v1/responses`, and the chat request that it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator
+
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.server.api_errors import LONGEST_NAME
+from megatron_ext.server.openai.protocol import (
+    LONGEST_EFFORT,
+    LONGEST_TOOL_NAME,
+    MAX_TOOLS,
+    MAX_VARIABLES,
+    ChatRequest,
+    Function,
+    Message,
+    TemplateFields,
+    Tool,
+    ToolChoice,
+)
+from megatron_ext.server.openai.request_fields import (
+    MAX_TOP_LOGPROBS,
+    Body,
+    SamplingFields,
+    Text,
+    only_neutral,
+    response_format,
+)
+from megatron_ext.server.openai.responses_api.conversation import Items
+from megatron_ext.text.chat_template import ChatOptions
+
+LOGPROBS = "message.output_text.logprobs"
+# Items that the other values ask about never occur here.
+_Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+# Fields of features that are not supported, and their neutral values; None is always neutral.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "context_management": ([],),
+    "moderation": (),
+}
+
+
+def function_tools(value: object) -> object:
+    """Return a list of tools, which are all functions.
+
+    Raises:
+        ValueError: One has another type.
+    """
+    for tool in value if isinstance(value, list) else ():
+        kind = tool.get("type") if isinstance(tool, dict) else "function"
+        if kind != "function":
+            shown = json.dumps(kind)[:LONGEST_NAME]
+            raise ValueError(f"has a tool of type {shown}; there are no built-in tools here, only type 'function'")
+    return value
+
+
+def tool_choice(value: object) -> ToolChoice:
+    """Return a tool choice, in the flat form of the Responses API or in that of chat completions.
+
+    Raises:
+        ValueError: The value has another form, or chooses a built-in tool.
+    """
+    if isinstance(value, dict) and value.get("type") == "allowed_tools" and "allowed_tools" not in value:
+        function_tools(value.get("tools"))
+        listed = {"mode": value.get("mode"), "tools": value.get("tools")}
+        return ToolChoice.of({"type": "allowed_tools", "allowed_tools": listed})
+    return ToolChoice.of(value)
+
+
+def _text_format(value: dict[str, object]) -> dict[str, object]:
+    response_format(_chat_format(value))
+    return value
+
+
+def _chat_format(value: Mapping[str, object]) -> dict[str, object]:
+    """Return a format of text as the response format of a chat: the schema's fields are an object of their own."""
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError('has a type other than "text", "json_object" and "json_schema"')
+    if kind != "json_schema" or "json_schema" in value:
+        return dict(value)
+    return {"type": kind, "json_schema": {name: one for name, one in value.items() if name != "type"}}
+
+
+class FunctionTool(Body):
+    """Function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    description: Text | None = None
+    parameters: dict[str, object] | None = None  # a JSON schema
+    strict: bool | None = None  # whether arguments follow the schema where the model may also answer with text
+
+    @property
+    def tool(self) -> Tool:
+        """Return the tool of a chat request."""
+        fields = {name: getattr(self, name) for name in Function.model_fields}
+        return Tool(type="function", function=Function(**fields))
+
+
+class Reasoning(Body):
+    """Options of thinking. There are no summaries, so nothing else than the effort has an effect."""
+
+    effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    format: Annotated[dict[str, object], AfterValidator(_text_format)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream, without effect: nothing is padded."""
+
+    include_obfuscation: bool | None = None
+
+
+Tools = Annotated[
+    Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)], BeforeValidator(function_tools)
+]
+Choice = Annotated[
+    ToolChoice,
+    PlainValidator(tool_choice, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None),
+]
+
+
+class ResponsePrompt(Body):
+    """Fields of a request that make its prompt: the body of `/v1/responses/input_tokens`."""
+
+    model: str | None = None
+    input: Items = Field(default_factory=list)
+    instructions: Text | None = None
+    previous_response_id: Text | None = None
+    tools: Tools | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def template_fields(self) -> FieldValues:
+        """Return the options of the chat template, as fields of a chat request."""
+        return {
+            "tools": None if self.tools is None else [tool.tool for tool in self.tools],
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """Return the options of the chat template."""
+        return TemplateFields.model_construct(**self.template_fields).chat_options
+
+
+class ResponsesRequest(SamplingFields, ResponsePrompt):
+    """Body of `/v1/responses`."""
+
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tool_choice: Choice = ToolChoice()
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # nothing is ever left out of a prompt
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools, which there are none of
+    prompt_cache_retention: str | None = None
+    background: object = None
+    conversation: object = None
+    prompt: object = None
+    context_management: object = None
+    moderation: object = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _chooses_given_tools(cls, value: ToolChoice, info: ValidationInfo) -> ToolChoice:
+        value.check({tool.name for tool in info.data.get("tools") or ()})
+        return value
+
+    @field_validator(*_UNSUPPORTED)
+    @classmethod
+    def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
+        return only_neutral(value, _UNSUPPORTED[str(info.field_name)])
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether log-probs are asked for."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def chat_request(self, messages: Sequence[Message]) -> ChatRequest:
+        """Return the chat request of a conversation, whose fields have been checked as this body's."""
+        text = self.text or TextOptions()
+        shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        return ChatRequest.model_construct(
+            **shared,
+            **self.template_fields,
+            model=self.model,
+            messages=list(messages),
+            stream=self.stream,
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.has_scores,
+            top_logprobs=self.top_logprobs,
+            response_format=None if text.format is None else response_format(_chat_format(text.format)),
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            thinking_budget_tokens=self.thinking_budget_tokens,
+            verbosity=text.verbosity,
+        )

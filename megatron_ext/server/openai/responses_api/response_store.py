@@ -1,0 +1,182 @@
+"""Stored responses: conversations in memory that follow-ups name by id, bounded in bytes and time, per API key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_ext.server.api_errors import no_such_response
+
+LONGEST_AGE = 24 * 3600.0  # seconds
+_PERIOD = 60.0  # seconds between two looks for old ones
+_OVERHEAD = 1024  # bytes that a stored response takes besides its contents
+_ITEM_OVERHEAD = 256  # bytes that the id of an item takes
+
+Key = tuple[str, str]  # tenant and id
+
+
+@dataclass(eq=False)
+class StoredResponse:
+    """One turn of a conversation; earlier turns are shared with the other responses that follow them.
+
+    Attributes:
+        key: Tenant and id of the response.
+        items: The turn's input and output, as a JSON list.
+        response: The response object, as JSON.
+        before: Response that it follows.
+        item_ids: Ids of its output items.
+        expires: Time at which it is dropped.
+        uses: Number of references: one while it can be named, and one for each stored response that follows it.
+    """
+
+    key: Key
+    items: bytes
+    response: bytes
+    before: StoredResponse | None
+    item_ids: tuple[str, ...]
+    expires: float
+    uses: int = field(default=0, init=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.items) + len(self.response) + _OVERHEAD + _ITEM_OVERHEAD * len(self.item_ids)
+
+    def conversation(self) -> list[object]:
+        """Return the items of the whole conversation up to this response."""
+        turns = []
+        turn: StoredResponse | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.before
+        return [item for one in reversed(turns) for item in json.loads(one.items)]
+
+
+class ResponseStore:
+    """Store of responses; the oldest ones make room. Used in the event loop only.
+
+    Args:
+        max_bytes: Maximum size of all stored responses; 0 for no store.
+        clock: Returns seconds.
+
+    Attributes:
+        used_bytes: Size of the stored responses, those that only others refer to included.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max = max_bytes
+        self._clock = clock
+        self._stored: dict[Key, StoredResponse] = {}  # the oldest first
+        self._items: dict[Key, Key] = {}  # response of each output item
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def is_on(self) -> bool:
+        """True if responses can be stored."""
+        return self._max > 0
+
+    def put(
+        self, key: Key, items: Sequence[object], response: Mapping[str, object], before: StoredResponse | None
+    ) -> bool:
+        """Store a response.
+
+        Args:
+            key: Tenant and new id.
+            items: The turn's input and output items, as JSON values.
+            response: The response object.
+            before: Response that it follows.
+
+        Returns:
+            False if it does not fit, even alone.
+        """
+        output = response["output"]
+        assert isinstance(output, list), "it is a list of items"
+        ids = tuple(str(item["id"]) for item in output)
+        expires = self._clock() + LONGEST_AGE
+        new = StoredResponse(key, _json(items), _json(response), before, ids, expires)
+        self._hold(new)
+        self._stored[key] = new
+        self._items |= {(key[0], one): key for one in ids}
+        self.drop_old()
+        while self.used_bytes > self._max and self._stored:
+            self._drop(next(iter(self._stored)))
+        return key in self._stored
+
+    def get(self, key: Key, param: str) -> StoredResponse:
+        """Return a stored response.
+
+        Args:
+            key: Tenant and id.
+            param: Field that names it, for the error.
+
+        Raises:
+            ApiError: 404: there is none of this id for this tenant.
+        """
+        self.drop_old()
+        found = self._stored.get(key)
+        if found is None:
+            raise no_such_response(key[1], param, is_on=self.is_on)
+        return found
+
+    def item(self, key: Key, param: str) -> dict[str, object]:
+        """Return an output item of a stored response; arguments and errors as in `get`."""
+        found = self.get(self._items.get(key, key), param)
+        output = json.loads(found.response)["output"]
+        item: dict[str, object] | None = next((one for one in output if one["id"] == key[1]), None)
+        if item is None:  # the id of a response
+            raise no_such_response(key[1], param, is_on=self.is_on)
+        return item
+
+    def delete(self, key: Key) -> None:
+        """Drop a stored response; those that follow it keep its turn.
+
+        Raises:
+            ApiError: As in `get`.
+        """
+        self.get(key, "response_id")
+        self._drop(key)
+
+    async def run(self) -> None:
+        """Drop old responses until the task is cancelled."""
+        while self.is_on:
+            await asyncio.sleep(_PERIOD)
+            self.drop_old()
+
+    def drop_old(self) -> None:
+        """Drop the responses that are too old."""
+        now = self._clock()
+        while self._stored and (oldest := next(iter(self._stored.values()))).expires <= now:
+            self._drop(oldest.key)
+
+    def _hold(self, new: StoredResponse) -> None:
+        """Count a response, and the turns before it that nothing else has."""
+        turn: StoredResponse | None = new
+        while turn is not None:
+            turn.uses += 1
+            if turn.uses > 1:
+                return
+            self.used_bytes += turn.size
+            turn = turn.before
+
+    def _drop(self, key: Key) -> None:
+        """Forget the id of a response, and free the turns that no other response follows."""
+        dropped = self._stored.pop(key)
+        for one in dropped.item_ids:
+            self._items.pop((key[0], one), None)
+        turn: StoredResponse | None = dropped
+        while turn is not None:
+            turn.uses -= 1
+            if turn.uses:
+                return
+            self.used_bytes -= turn.size
+            turn = turn.before
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()

@@ -1,0 +1,199 @@
+"""Routes of the Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from megatron_ext.config import RequestParams
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.http.body import JsonRoute
+from megatron_ext.server.http.request_parts import only_queries, tenant_of
+from megatron_ext.server.openai.protocol import Message
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES
+from megatron_ext.server.openai.responses import finished
+from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
+from megatron_ext.server.openai.responses_api.conversation import ItemReference, items_of, messages_of
+from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest
+from megatron_ext.server.openai.responses_api.response_ids import tag_of
+from megatron_ext.server.openai.responses_api.response_store import StoredResponse
+from megatron_ext.server.openai.streaming import EventStream, PieceReader, event, failure_of
+from megatron_ext.server.routes.generation import chat_work, json_response, run_requests
+from megatron_ext.server.serving import ServerDependency, Serving
+
+router = APIRouter(route_class=JsonRoute)
+
+# Fields of a chat request that errors are about, and their names here.
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """Conversation of a request.
+
+    Attributes:
+        messages: Messages of the chat.
+        items: The request's own input items, as JSON values.
+        before: Stored response that they follow.
+    """
+
+    messages: list[Message]
+    items: list[object]
+    before: StoredResponse | None
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
+    """Answer in a conversation, given as items or continued from a stored response."""
+    tenant = tenant_of(request)
+    conversation = _conversation(body, serving, tenant)
+    chat = body.chat_request(conversation.messages)
+    try:
+        specs, form = await chat_work(chat, request, serving)
+        is_stored = serving.responses.is_on and body.store is not False
+        answer = ResponseAnswer(
+            _fields(body, specs[0].params, serving.model, is_stored=is_stored),
+            form,
+            serving.vocabulary,
+            tag_of(serving.instance),
+            shows_ids=bool(body.return_token_ids),
+        )
+        answer.thinking_token = serving.chat.thinking_token
+        group = await run_requests(request, serving, chat, specs, answer)
+    except ApiError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+
+    def store() -> None:
+        if is_stored:
+            key, items = (tenant, answer.id), [*conversation.items, *answer.output]
+            answer.response["store"] = serving.responses.put(key, items, answer.response, conversation.before)
+
+    pieces = PieceReader(group.handles[0], serving.decoder(specs[0].params), splits_tokens=body.has_scores)
+    events = _events(group, answer, pieces, store)
+    if body.stream:
+        return EventStream(group, _sent(events, answer))
+    async for _ in events:  # of one piece
+        pass
+    return json_response(answer.response)
+
+
+@router.post("/v1/responses/input_tokens", dependencies=[Depends(only_queries())])
+async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
+    """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
+    serving.check_name(body.model)
+    conversation = _conversation(body, serving, tenant_of(request))
+    tokens = await serving.tokenize_chat(conversation.messages, body.chat_options)
+    shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
+    return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
+
+
+@router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
+async def retrieve_response(response_id: str, request: Request, serving: ServerDependency) -> Response:
+    """Return a stored response."""
+    stored = serving.responses.get((tenant_of(request), response_id), "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
+async def delete_response(response_id: str, request: Request, serving: ServerDependency) -> dict[str, object]:
+    """Delete a stored response; those that continue it keep its turn."""
+    serving.responses.delete((tenant_of(request), response_id))
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _conversation(body: ResponsePrompt, serving: Serving, tenant: str) -> _Conversation:
+    """Return the conversation of a request, with what it continues.
+
+    Raises:
+        ApiError: What it names is not stored, or it is no conversation.
+    """
+    store, name = serving.responses, body.previous_response_id
+    before = None if name is None else store.get((tenant, name), "previous_response_id")
+    own: list[object] = [
+        store.item((tenant, item.id), "input") if isinstance(item, ItemReference) else item.model_dump()
+        for item in body.input
+    ]
+    known: Sequence[object] = () if before is None else before.conversation()
+    if len(known) + len(own) > MAX_MESSAGES:
+        count = len(known) + len(own)
+        raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are taken", param="input")
+    return _Conversation(messages_of(items_of([*known, *own]), body.instructions), own, before)
+
+
+async def _events(
+    group: RequestGroup, answer: ResponseAnswer, pieces: PieceReader, store: Callable[[], None]
+) -> AsyncIterator[Event]:
+    """Yield the events of an answer; it is stored before the last one.
+
+    Raises:
+        ApiError: The request has failed.
+    """
+    for one in answer.begin():
+        yield one
+    while True:
+        for piece in pieces.read():
+            for one in answer.feed(piece):
+                yield one
+        if pieces.is_ended:
+            break
+        await group.next_update()
+    last = answer.finish(finished(group.handles[0]))
+    store()
+    yield last
+
+
+async def _sent(events: AsyncIterator[Event], answer: ResponseAnswer) -> AsyncIterator[bytes]:
+    """Yield events as a client gets them; an error on the way is the last event."""
+    try:
+        async for one in events:
+            yield _named(one)
+    except Exception as error:
+        yield _named(answer.fail(failure_of(error)))
+
+
+def _named(one: Event) -> bytes:
+    """Return a server-sent event with its type as its name."""
+    return b"event: " + str(one["type"]).encode() + b"\n" + event(one)
+
+
+def _fields(body: ResponsesRequest, params: RequestParams, model: str, *, is_stored: bool) -> dict[str, object]:
+    """Return the fields of a response that repeat its request, with what holds for those left out."""
+    given = body.model_dump(
+        mode="json", include={"tools", "reasoning", "text", "metadata", "user", "safety_identifier", "prompt_cache_key"}
+    )
+    choice = body.tool_choice
+    named = [{"type": "function", "name": name} for name in choice.names or ()]
+    text = given["text"] or {}
+    return {
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": given["metadata"] or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": params.temperature,
+        "top_p": params.top_p or 1.0,
+        "top_logprobs": body.top_logprobs or 0,
+        "tool_choice": {"type": "allowed_tools", "mode": choice.mode, "tools": named} if named else choice.mode,
+        "tools": given["tools"] or [],
+        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
+        "reasoning": {"effort": None, "summary": None} | (given["reasoning"] or {}),
+        "truncation": "disabled",
+        "background": False,
+        "service_tier": "default",
+        "store": is_stored,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+    }

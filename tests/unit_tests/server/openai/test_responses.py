@@ -1,0 +1,410 @@
+"""Responses API: the answers of chat completions as typed items and events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Literal
+
+import openai
+import pytest
+import torch
+from pydantic import BaseModel
+
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.openai.answers import AnswerFormat
+from megatron_ext.server.openai.responses_api.answer_events import ResponseAnswer
+from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
+from tests.unit_tests.server.test_errors import CHAT, check_error
+from tests.unit_tests.support.agent_loop import TOOLS
+from tests.unit_tests.support.responses_protocol import check_response, check_stream, events_of, without_ids
+from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine
+
+RESPONSES = "/v1/responses"
+QUESTION = "How is the weather in Oslo, and how will it be tomorrow?"
+FLAT = [{"type": "function", **one["function"]} for one in TOOLS]
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+BASE = {"model": "embedded", "max_output_tokens": 120, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def thinker(serve) -> LiveServer:
+    """The embedded model, with a template that thinks."""
+    engine = embedded_engine()
+    engine.controller.tokenizer._chat_template = TEMPLATE
+    return serve(engine, "embedded")
+
+
+class Prescribed:
+    """Tokens of all answers, and a gate that holds them back after some."""
+
+    def __init__(self, server: LiveServer, text: str) -> None:
+        self._ids = [*server.serving.tokenizer.tokenize(text), server.serving.chat.end_of_turn]
+        self.held_after = len(self._ids)
+        self.gate = threading.Event()
+
+    def choose(self, logits, step):
+        options = [row.sampling.logits_options for row in step.sampling]
+        made = [len(one.tokens) - one.prompt_length for one in options]
+        if max(made) >= self.held_after:
+            assert self.gate.wait(PATIENCE)
+        return torch.tensor([self._ids[count] for count in made])
+
+
+@pytest.fixture
+def prescribe(monkeypatch):
+    """A function: from now on every answer is this text, through the engine's tokens."""
+
+    def say(server: LiveServer, text: str) -> Prescribed:
+        prescribed = Prescribed(server, text)
+        monkeypatch.setattr("megatron_ext.runner.step_output.next_tokens", prescribed.choose)
+        return prescribed
+
+    return say
+
+
+def create(server: LiveServer, *, stream: bool = False, **fields) -> dict:
+    """A response that has ended, checked, and if it is streamed with all of its events."""
+    answer = server.http.post(RESPONSES, json=BASE | fields | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    if stream:
+        return check_stream(answer.text)
+    check_response(answer.json())
+    return answer.json()
+
+
+def chat(server: LiveServer, **fields) -> dict:
+    body = {"model": "embedded", "max_tokens": 120, "temperature": 0.0, "return_token_ids": True} | fields
+    answer = server.http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def said(role: str, text: object) -> dict:
+    return {"role": role, "content": text}
+
+
+def parts(kind: str, *texts: str) -> list[dict]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+ASKED = said("user", QUESTION)
+LOOKUP = {"name": "lookup", "arguments": '{"city": "Oslo", "days": 2}'}
+NOON = {"name": "clock", "arguments": "{}"}
+# Fields of a response, and messages of the same conversation as a chat.
+CONVERSATIONS = {
+    "text": ({"input": QUESTION}, [ASKED]),
+    "instructions": (
+        {"instructions": "Be brief.", "input": [said("developer", "In English."), ASKED]},
+        [said("system", "Be brief.\n\nIn English."), ASKED],
+    ),
+    "history": (
+        {
+            "input": [
+                {"type": "message"} | said("user", parts("input_text", "How ", "are you?")),
+                {"type": "message", "id": "msg_1", "status": "completed"}
+                | said("assistant", parts("output_text", "Well.")),
+                ASKED,
+            ]
+        },
+        [said("user", "How are you?"), said("assistant", "Well."), ASKED],
+    ),
+    "calls": (
+        {
+            "tools": FLAT,
+            "tool_choice": "none",
+            "input": [
+                ASKED,
+                {"type": "message"} | said("assistant", "I look it up."),
+                {"type": "function_call", "id": "fc_1", "call_id": "a", "status": "completed"} | LOOKUP,
+                {"type": "function_call", "call_id": "b"} | NOON,
+                {"type": "function_call_output", "call_id": "b", "output": "noon"},
+                {"type": "function_call_output", "call_id": "a", "output": parts("input_text", "12 ", "degrees")},
+            ],
+        },
+        [
+            ASKED,
+            said("assistant", "I look it up.")
+            | {
+                "tool_calls": [
+                    {"id": "a", "type": "function", "function": LOOKUP},
+                    {"id": "b", "type": "function", "function": NOON},
+                ]
+            },
+            said("tool", "noon") | {"tool_call_id": "b"},
+            said("tool", "12 degrees") | {"tool_call_id": "a"},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_equals_chat_completions(embedded, name, stream):
+    """Prompt, tokens, log-probs and counts are those of the same conversation as a chat."""
+    items, messages = CONVERSATIONS[name]
+    shared = {"tools": TOOLS, "tool_choice": "none"} if name == "calls" else {}
+    embedded.reset_cache()
+    first = chat(embedded, messages=messages, logprobs=True, top_logprobs=2, max_tokens=40, **shared)
+    again = chat(embedded, messages=messages, max_tokens=40, **shared)
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 40}
+    response = create(embedded, stream=stream, return_token_ids=True, **items, **fields)
+    (choice,) = first["choices"]
+    assert response["prompt_token_ids"] == first["prompt_token_ids"]
+    assert response["token_ids"] == choice["token_ids"]
+    ((part,),) = [one["content"] for one in response["output"]]
+    assert part["text"] == choice["message"]["content"]
+    expected = [one | {"bytes": one["bytes"] or []} for one in choice["logprobs"]["content"]]
+    assert [one["token"] for one in part["logprobs"]] == [one["token"] for one in expected]
+    assert [one["logprob"] for one in part["logprobs"]] == pytest.approx([one["logprob"] for one in expected], abs=1e-4)
+    assert {len(one["top_logprobs"]) for one in part["logprobs"]} == {2}
+    usage, known = response["usage"], again["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (known["prompt_tokens"], known["completion_tokens"])
+    assert usage["input_tokens_details"]["cached_tokens"] == known["prompt_tokens_details"]["cached_tokens"] > 0
+    cut_off = ("incomplete", {"reason": "max_output_tokens"})
+    ended = (response["status"], response["incomplete_details"])
+    assert ended == (cut_off if choice["finish_reason"] == "length" else ("completed", None))
+
+
+class TestSampling:
+    def test_options_are_those_of_a_chat(self, embedded):
+        options = {"temperature": 1.3, "top_p": 0.9, "seed": 5, "presence_penalty": 0.5, "logit_bias": {"203": 2}}
+        response = create(embedded, input=QUESTION, max_output_tokens=12, return_token_ids=True, **options)
+        asked = chat(embedded, messages=[{"role": "user", "content": QUESTION}], max_tokens=12, **options)
+        assert response["token_ids"] == asked["choices"][0]["token_ids"]
+        assert (response["temperature"], response["top_p"]) == (1.3, 0.9)
+
+    def test_defaults_are_told(self, embedded):
+        response = create(embedded, input=QUESTION, max_output_tokens=1, temperature=None)
+        told = {name: response[name] for name in ("temperature", "top_p", "truncation", "parallel_tool_calls", "store")}
+        assert told == {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "truncation": "disabled",
+            "parallel_tool_calls": True,
+            "store": False,
+        }
+        assert (response["tools"], response["tool_choice"], response["text"]["format"]) == (
+            [],
+            "auto",
+            {"type": "text"},
+        )
+
+    def test_metadata_of_the_client_comes_back(self, embedded):
+        given = {
+            "metadata": {"a": "b"},
+            "user": "ada",
+            "safety_identifier": "s",
+            "prompt_cache_key": "k",
+            "store": True,
+        }
+        response = create(embedded, input=QUESTION, max_output_tokens=1, truncation="auto", **given)
+        assert {name: response[name] for name in given} == given | {"store": False}
+
+
+SAID = {
+    "text": ("It is cold there.", {}, ["message"]),
+    "calls": (f"I look it up.\n{CALL}\n{OTHER}", {"tools": FLAT}, ["message", "function_call", "function_call"]),
+    "one call": (f"{CALL}\n{OTHER}", {"tools": FLAT, "parallel_tool_calls": False}, ["function_call"]),
+    "a text after a call": (f"{CALL}\nSo it is.", {"tools": FLAT}, ["function_call", "message"]),
+    "no calls": (CALL, {"tools": FLAT, "tool_choice": "none"}, ["message"]),
+    "nothing": ("", {}, ["message"]),
+    "a call cut off": (CALL, {"tools": FLAT, "max_output_tokens": 20}, ["function_call"]),
+    "scores": (f"I look.\n{CALL}", {"tools": FLAT, "top_logprobs": 1}, ["message", "function_call"]),
+}
+
+
+class TestEvents:
+    @pytest.mark.parametrize("name", SAID)
+    def test_a_stream_adds_up_to_the_whole(self, embedded, prescribe, name):
+        text, fields, kinds = SAID[name]
+        prescribe(embedded, text)
+        create(embedded, input=QUESTION, presence_penalty=0.1, **fields)  # so that both find the prompt cached
+        whole = create(embedded, input=QUESTION, presence_penalty=0.1, **fields)
+        streamed = create(embedded, input=QUESTION, presence_penalty=0.1, stream=True, **fields)
+        assert without_ids(streamed) == without_ids(whole)
+        assert [item["type"] for item in whole["output"]] == kinds
+        is_cut = name == "a call cut off"
+        assert [item["status"] for item in whole["output"]][-1] == ("incomplete" if is_cut else "completed")
+        assert whole["status"] == ("incomplete" if is_cut else "completed")
+
+    @pytest.mark.parametrize("name", ["an answer", "a call", "cut off"])
+    def test_thinking_is_an_item(self, thinker, prescribe, name):
+        rest, fields, kinds = {
+            "an answer": (f"</think>\n\n{ANSWER}", {}, ["reasoning", "message"]),
+            "a call": (f"</think>\n\n{CALL}", {"tools": FLAT}, ["reasoning", "function_call"]),
+            "cut off": ("", {"max_output_tokens": 8}, ["reasoning"]),
+        }[name]
+        prescribe(thinker, f"<think>\n{THINKING}\n{rest}")
+        fields |= {"presence_penalty": 0.1, "top_logprobs": 1}
+        create(thinker, input=QUESTION, **fields)
+        whole, streamed = (create(thinker, input=QUESTION, stream=stream, **fields) for stream in (False, True))
+        assert without_ids(streamed) == without_ids(whole)
+        assert [item["type"] for item in whole["output"]] == kinds
+        (thought,) = whole["output"][0]["content"]
+        assert THINKING.startswith(thought["text"])
+        assert (thought["text"] == THINKING) is (name != "cut off")
+        assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] <= whole["usage"]["output_tokens"]
+        if name == "an answer":
+            (part,) = whole["output"][1]["content"]
+            assert part["text"] == ANSWER
+            assert ANSWER in "".join(one["token"] for one in part["logprobs"])
+            assert "city" not in "".join(one["token"] for one in part["logprobs"])
+
+    def test_thinking_comes_back_to_the_template(self, thinker, prescribe):
+        """The items of an answer, sent back, are the message that the chat's answer is."""
+        prescribe(thinker, f"<think>\n{THINKING}\n</think>\n\n{CALL}")
+        first = create(thinker, input=QUESTION, tools=FLAT, presence_penalty=0.1)
+        call = first["output"][1]
+        items = [{"role": "user", "content": QUESTION}, *first["output"]]
+        items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "12 degrees"})
+        second = create(thinker, input=items, tools=FLAT, presence_penalty=0.1, return_token_ids=True)
+        prompt = thinker.serving.tokenizer.detokenize(second["prompt_token_ids"], skip_special_tokens=False)
+        assert f"<think>\n{THINKING}\n</think>\n\n{CALL}<|end|>" in prompt
+        known = first["usage"]["input_tokens"] + first["usage"]["output_tokens"] - 1
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] == known // 16 * 16
+
+    def test_a_fault_is_the_last_event(self, embedded, prescribe):
+        prescribed = prescribe(embedded, "It is cold there.")
+        prescribed.held_after = 3
+        body = BASE | {"input": QUESTION, "stream": True, "presence_penalty": 0.1}
+        with embedded.http.stream("POST", RESPONSES, json=body) as answer:
+            lines = answer.iter_lines()
+            received = []
+            for line in lines:
+                received.append(line)
+                if "output_text.delta" in line:
+                    break
+            first = json.loads(received[1].removeprefix("data: "))
+            group = embedded.serving.requests.answers[first["response"]["id"]]
+            fault = ApiError(503, "it has ended", kind="server_error")
+            embedded.loop.call_soon_threadsafe(embedded.serving.requests.end, group, fault)
+            prescribed.gate.set()
+            received += lines
+        events = events_of("\n".join(received) + "\n")
+        last = events[-1]
+        assert last["type"] == "response.failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": "it has ended"}
+        (item,) = last["response"]["output"]
+        assert item["status"] == "incomplete"
+        assert "It is cold there.".startswith(item["content"][0]["text"])
+        embedded.wait_until(lambda: not embedded.in_engine_thread(embedded.engine.has_unfinished_requests))
+
+    def test_a_client_that_leaves_frees_its_request(self, embedded, prescribe):
+        prescribed = prescribe(embedded, "It is cold there, with some snow in the evening.")
+        prescribed.held_after = 4
+        before = embedded.metric("requests_total", outcome="aborted")
+        body = BASE | {"input": QUESTION, "stream": True, "presence_penalty": 0.1}
+        with embedded.http.stream("POST", RESPONSES, json=body) as answer:
+            next(line for line in answer.iter_lines() if "output_text.delta" in line)
+        prescribed.gate.set()
+        embedded.check_idle()
+        embedded.wait_until(lambda: embedded.metric("requests_total", outcome="aborted") == before + 1)
+
+
+class Plan(BaseModel):
+    city: Literal["Oslo", "Rome"]
+    level: Literal["low", "high"]
+
+
+class TestClient:
+    """OpenAI's own client, whose helpers add events up by themselves."""
+
+    def test_stream(self, embedded):
+        client = embedded.client()
+        with client.responses.stream(model="embedded", input=QUESTION, temperature=0.0, text_format=Plan) as stream:
+            final = stream.get_final_response()
+        assert isinstance(final.output_parsed, Plan)
+        parsed = client.responses.parse(model="embedded", input=QUESTION, temperature=0.0, text_format=Plan)
+        assert parsed.output_parsed == final.output_parsed
+
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            {"type": "function", "name": "clock"},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]},
+        ],
+        ids=["named", "allowed"],
+    )
+    def test_tool_choice(self, embedded, choice):
+        response = create(embedded, input=QUESTION, tools=FLAT, tool_choice=choice, parallel_tool_calls=False)
+        assert [(one["name"], one["arguments"]) for one in response["output"]] == [("clock", "{}")]
+        assert response["tools"][2]["name"] == "clock"
+
+    def test_round_trip_of_tools(self, embedded, prescribe):
+        """The call and its result go back, and the next turn skips the blocks of the turn before."""
+        embedded.reset_cache()
+        client = embedded.client().responses
+        prescribe(embedded, f"I look it up.\n{CALL}\n{OTHER}")
+        items = [{"role": "user", "content": QUESTION}]
+        fields = {"model": "embedded", "tools": FLAT, "temperature": 0.5, "extra_body": {"presence_penalty": 0.1}}
+        first = client.create(input=items, **fields)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert [(one.name, json.loads(one.arguments)) for one in calls] == [
+            ("lookup", {"city": "Oslo", "days": 2}),
+            ("clock", {}),
+        ]
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [{"type": "function_call_output", "call_id": one.call_id, "output": "ok"} for one in calls]
+        prescribe(embedded, "Take a coat.")
+        second = client.create(input=items, **fields)
+        assert second.output_text == "Take a coat."
+        known = first.usage.input_tokens + first.usage.output_tokens - 1
+        assert second.usage.input_tokens_details.cached_tokens == known // 16 * 16 > 0
+
+    def test_count_of_tokens(self, embedded):
+        count = embedded.client().responses.input_tokens.count(input=QUESTION, instructions="Be brief.", tools=FLAT)
+        response = create(embedded, input=QUESTION, instructions="Be brief.", tools=FLAT, max_output_tokens=1)
+        assert count.input_tokens == response["usage"]["input_tokens"]
+
+
+REFUSED = [
+    ({"background": True}, ["background", "not supported"], "background"),
+    ({"conversation": "conv_1"}, ["conversation", "not supported"], "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, ["prompt", "not supported"], "prompt"),
+    *(
+        ({"tools": [{"type": kind}]}, [kind, "built-in"], "tools")
+        for kind in (
+            *("web_search", "file_search", "computer_use_preview", "code_interpreter"),
+            *("mcp", "image_generation", "local_shell", "custom"),
+        )
+    ),
+    ({"tool_choice": {"type": "web_search_preview"}}, ["web_search_preview"], "tool_choice"),
+    ({"tool_choice": "required"}, ["there are no tools"], "tool_choice"),
+    ({"tools": FLAT, "tool_choice": {"type": "function", "name": "time"}}, ["'time'"], "tool_choice"),
+    ({"input": [{"type": "web_search_call"}]}, ["web_search_call", "function_call_output"], "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["input.0.content", "input_image"], "input"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, ["call_id 'x'"], "input"),
+    ({"input": []}, ["input", "empty"], "input"),
+    ({"input": 5}, ["input", "text or a list"], "input"),
+    ({"text": {"format": {"type": "grammar"}}}, ["text.format", "json_schema"], "text"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/no"}}}}, ["schema"], "text.format"),
+    ({"max_output_tokens": 5000}, ["4096"], "max_output_tokens"),
+    ({"include": ["all"]}, ["include", "logprobs"], "include"),
+    ({"colour": "red"}, ["colour"], "colour"),
+    ({"messages": []}, ["messages"], "messages"),
+    ({"n": 2}, ["n is not"], "n"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named", "param"), REFUSED, ids=str)
+def test_refused_by_name(embedded, fields, named, param):
+    body = BASE | {"input": QUESTION} | fields
+    error = check_error(embedded.http.post(RESPONSES, json=body), 400)
+    assert all(one in error["message"] for one in named), error["message"]
+    assert error["param"] == param
+
+
+def test_unknown_model(embedded):
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        embedded.client().responses.create(model="gpt-5", input=QUESTION)
+
+
+def test_errors_that_the_api_has_codes_for(embedded):
+    """Codes of a failed response are those that clients know."""
+    found = []
+    for error in (ApiError(429, "full", kind="rate_limit_error"), ApiError(400, "no")):
+        answer = ResponseAnswer({}, AnswerFormat(), embedded.serving.vocabulary, "0" * 8)
+        found.append(answer.fail(error)["response"]["error"]["code"])
+    assert found == ["rate_limit_exceeded", "invalid_prompt"]
