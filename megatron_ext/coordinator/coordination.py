@@ -136,15 +136,21 @@ class Coordination:
             self._prefix_index[url].cleared()
 
     async def ask_any(
-        self, method: str, target: str, headers: Headers, body: bytes, group: str | None = None
+        self,
+        method: str,
+        target: str,
+        headers: Headers,
+        body: bytes,
+        group: str | None = None,
+        owner: Member | None = None,
     ) -> CompleteAnswer:
-        """Return the answer of the first replica of a group, or of all, that answers with JSON.
+        """Return the answer of the first replica of a group, or of all, that answers with JSON; or that of the owner.
 
         Raises:
             ApiError: 503 if no replica answers, 502 if what they answer is not JSON.
         """
         found: BadAnswer | None = None
-        members = self.fleet.groups.members(group, self.fleet.answering())
+        members = [owner] if owner is not None else self.fleet.groups.members(group, self.fleet.answering())
         for member in sorted(members, key=lambda one: len(one.calls)):
             bad = None
             try:

@@ -22,12 +22,12 @@ from megatron_ext.coordinator.proxied_request import ProxiedRequest
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, not_json
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
-from megatron_ext.routing.router import Decision
+from megatron_ext.routing.router import Decision, Reason
 from megatron_ext.server.api_errors import FAULT, ApiError
 from megatron_ext.server.openai.streaming import event
 
 _END = b"\n\n"  # of a server-sent event
-_GENERATED = re.compile(rb'"completion_tokens": ?(\d{1,18})')
+_GENERATED = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,18})')
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,13 @@ class Forwarder:
         started = time.perf_counter()
         router, prompt = self._fleet.router, routed.prompt.prompt
         excluded = {*retries.excluded, *self._fleet.groups.outside(routed.group)}
+        if routed.owner is not None:
+            excluded |= self._fleet.members.keys() - {routed.owner}
         decision = router.route(prompt, {*excluded, *self._fleet.doubtful()})
         decision = decision or router.route(prompt, excluded)
+        owner = routed.owner
+        if decision is None and owner is not None and owner not in retries.excluded and self._fleet.is_known(owner):
+            decision = Decision(owner, 0, 0, Reason.NOTHING_KNOWN)  # it drains, or is full, and no other can answer
         if decision is not None:
             self._metrics.decided(decision, time.perf_counter() - started)
         return decision

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.coordinator.membership.member import Member
@@ -15,12 +16,25 @@ from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Heade
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller, caller_of
+from megatron_ext.server.http.request_parts import TENANT_HEADER
+from megatron_ext.server.openai.responses_api.response_ids import owner_named
 
 MAX_ASKED = 2  # replicas asked for the tokens of one prompt before it is routed without them
 JSON = (b"content-type", b"application/json")
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_RESPONSE = ("input", "instructions", "previous_response_id", "tools", "reasoning", "chat_template_kwargs")
+_RESPONSES = "/v1/responses"
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _UNKNOWN_TOKENS = 1 << 30  # as many as fit
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Question for the tokens of a prompt: path, body, and the field of the answer with the tokens."""
+
+    path: str
+    body: Mapping[str, object]
+    field: str
 
 
 class Prompts:
@@ -56,42 +70,56 @@ class Prompts:
         members = self._fleet.groups.members(group, self._fleet.ready())
         are_keyed = any(member.beat is not None and member.beat.has_keys for member in members)
         salt = _text(content.get("cache_salt"))
+        named: Headers = []
         if self._has_keys and not are_keyed and members:  # replicas without keys do not bind salts
             salt = caller.bind(salt)
             body = json.dumps({**content, "cache_salt": salt}).encode()
+            named = [(TENANT_HEADER.encode(), caller.tenant.encode())]
         elif are_keyed:
             scheme, _, key = (authorization or b"").partition(b" ")
             if scheme.lower() == b"bearer":
                 salt = caller_of(key.decode("latin-1")).bind(salt)
-        headers = [JSON, self._fleet.sender]
+        headers = [JSON, self._fleet.sender, *named]
         headers += [] if authorization is None else [(b"authorization", authorization)]
-        prompt = await self._prompt(content, headers, members, salt)
-        return RoutedRequest(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt, group)
+        owner = self._owner(path, content, group)
+        if self._needs_tokens and len(members) > 1:
+            prompt = await self._prompt(path, content, headers, members if owner is None else [owner], salt)
+        else:
+            prompt = RoutedPrompt.private()
+        is_stream, new_tokens = content.get("stream") is True, _new_tokens(content)
+        url = None if owner is None else owner.url
+        return RoutedRequest(path, headers, body, is_stream, new_tokens, prompt, group, url)
+
+    def _owner(self, path: str, content: Mapping[str, object], group: str | None) -> Member | None:
+        """Return the replica of the group that has stored what a request continues; None if it continues nothing."""
+        owner = self._fleet.owner(owner_named(content)) if path == _RESPONSES else None
+        return None if owner is None else next(iter(self._fleet.groups.members(group, [owner])), None)
 
     async def _prompt(
-        self, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None
+        self, path: str, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None
     ) -> RoutedPrompt:
-        if not self._needs_tokens or len(members) < 2:
-            return RoutedPrompt.private()
         tokens = _first(content.get("prompt"))
-        if isinstance(tokens, str) or "messages" in content:
-            tokens = await self._tokenized(content, tokens, headers, members)
+        if path == _RESPONSES:
+            fields = {name: content[name] for name in _RESPONSE if content.get(name) is not None}
+            question = _Question("/v1/responses/input_tokens", fields | {"return_token_ids": True}, "prompt_token_ids")
+            tokens = await self._tokenized(question, headers, members)
+        elif isinstance(tokens, str) or "messages" in content:
+            fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
+            question = _Question("/tokenize", fields if "messages" in fields else {"prompt": tokens}, "tokens")
+            tokens = await self._tokenized(question, headers, members)
         try:
             shares = content.get("enable_prefix_caching") is not False
             return RoutedPrompt.of(tokens, salt) if shares and tokens else RoutedPrompt.private(tokens or ())
         except (OverflowError, TypeError):  # invalid token ids; the replica reports them
             return RoutedPrompt.private()
 
-    async def _tokenized(
-        self, content: Mapping[str, object], text: object, headers: Headers, members: list[Member]
-    ) -> list[int]:
+    async def _tokenized(self, question: _Question, headers: Headers, members: list[Member]) -> list[int]:
         """Return token ids; empty if no replica answers, or the request is invalid."""
-        fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
-        question = json.dumps(fields if "messages" in fields else {"prompt": text}).encode()
+        body = json.dumps(question.body).encode()
         for member in sorted(members, key=lambda one: len(one.calls))[:MAX_ASKED]:
             try:
                 answer = await fetch(
-                    member.address, "POST", "/tokenize", headers, question, patience=self._fleet.timeout / 2
+                    member.address, "POST", question.path, headers, body, patience=self._fleet.timeout / 2
                 )
             except BadAnswer as error:
                 self._fleet.note_bad_answer(member, error)
@@ -100,7 +128,7 @@ class Prompts:
                 self._fleet.note_silence(member, str(error))
                 continue
             reply = answer.json()
-            tokens = reply.get("tokens") if answer.status == 200 and isinstance(reply, dict) else None
+            tokens = reply.get(question.field) if answer.status == 200 and isinstance(reply, dict) else None
             return tokens if isinstance(tokens, list) else []
         return []
 
@@ -118,9 +146,11 @@ def _text(value: object) -> str | None:
 
 def _new_tokens(content: Mapping[str, object]) -> int:
     """Return the maximum number of generated tokens of all choices."""
-    limits = [content.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [content.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")]
     known = [one for one in limits if isinstance(one, int) and one >= 0]
-    limit = known[0] if known else _UNKNOWN_TOKENS if "messages" in content else _COMPLETION_TOKENS
+    limit = (
+        known[0] if known else _UNKNOWN_TOKENS if "messages" in content or "input" in content else _COMPLETION_TOKENS
+    )
     choices = content.get("n")
     return limit * (choices if isinstance(choices, int) and 0 < choices <= 128 else 1)
 

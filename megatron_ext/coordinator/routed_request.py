@@ -63,6 +63,7 @@ class RoutedRequest:
         new_tokens: Maximum number of generated tokens, as far as the body says.
         prompt: Prompt for the router.
         group: Name of the group of replicas; None if there is at most one.
+        owner: URL of the only replica that can answer; None if all of the group can.
     """
 
     path: str
@@ -72,3 +73,4 @@ class RoutedRequest:
     new_tokens: int
     prompt: RoutedPrompt
     group: str | None = None
+    owner: str | None = None

@@ -45,6 +45,7 @@ from megatron_ext.ray_serve.settings import AppSettings
 from megatron_ext.server.access import AccessLog
 from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.log import set_up_logging
+from megatron_ext.server.openai.responses_api.response_ids import tag_of
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
@@ -238,6 +239,7 @@ class RoutedReplica(Replica):
             geometry.blocks,
             has_states=geometry.state_bytes > 0,
             caches=len(self._logs),
+            tag=tag_of(self._serving.instance),
         ).to_dict()
 
     async def cache_report(self, position: LogPosition, patience: float, cache: int = 0) -> CacheReport:

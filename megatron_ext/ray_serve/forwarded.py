@@ -19,12 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.first_token import FirstToken
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
-from megatron_ext.server.http.body import read_body
+from megatron_ext.server.http.body import parse_json, read_body
 from megatron_ext.server.http.request_parts import SENDER_HEADER
+from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import event, while_connected
 from megatron_ext.server.scope import HANDED_ON, route_path
 
-GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
+_RESPONSES = "/v1/responses"
+GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", _RESPONSES))
+_CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
 ATTEMPTS = 3  # replicas that a request is sent to
 _LEAVING = 10.0  # seconds for an application to end after its client has left
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
@@ -68,21 +71,38 @@ class ForwardedRequest:
         body: Body of the request.
         prompt: Prompts of the request; None if it generates nothing.
         first_token: Signal of its first token.
+        owner: Tag of the only replica that can answer, in the ids that it has given; None if all can.
     """
 
     scope: dict[str, object]
     body: bytes
     prompt: ReadPrompt | None = field(default=None, compare=False)
     first_token: FirstToken = field(default_factory=FirstToken, compare=False)
+    owner: str | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, scope: Scope, body: bytes, prompt: ReadPrompt | None = None) -> ForwardedRequest:
+    def of(
+        cls, scope: Scope, body: bytes, prompt: ReadPrompt | None = None, owner: str | None = None
+    ) -> ForwardedRequest:
         """Return the request of an ASGI scope, which names this process as its sender."""
         kept: dict[str, object] = {name: scope[name] for name in _SCOPE if name in scope}
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"] if bytes(name) != _SENDER_HEADER]
         kept["headers"] = [*headers, (_SENDER_HEADER, SENDER.encode())]
         kept |= {name: tuple(scope[name]) for name in _ADDRESSES if scope.get(name)}
-        return cls(kept, body, prompt)
+        return cls(kept, body, prompt, owner=owner)
+
+
+def owner_of(path: str, body: bytes) -> str | None:
+    """Return the tag of the replica that has stored what a request names; None without one."""
+    if path.startswith(f"{_RESPONSES}/") and not body:
+        return owner_tag(path.rpartition("/")[2])
+    if not path.startswith(_RESPONSES) or not any(name in body for name in _CONTINUES):
+        return None
+    try:
+        content = parse_json(body)
+    except ApiError:  # the replica reports it
+        return None
+    return owner_named(content) if isinstance(content, dict) else None
 
 
 async def respond(
@@ -164,11 +184,11 @@ class IngressApp:
             await error.to_response()(scope, receive, send)
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
-        prompt = None
-        if scope["method"] == "POST" and (path := route_path(scope)) in GENERATION_PATHS and body:
+        prompt, path = None, route_path(scope)
+        if scope["method"] == "POST" and path in GENERATION_PATHS and body:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
             prompt = await self._tried(lambda: self._read(path, authorization, body))
-        request = ForwardedRequest.of(scope, body, prompt)
+        request = ForwardedRequest.of(scope, body, prompt, owner_of(path, body))
         answer = Answer(send)
         await self._tried(lambda: answer.take(self._forward(request)))
 

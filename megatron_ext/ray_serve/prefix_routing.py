@@ -113,6 +113,10 @@ class PrefixRouting:
         member = self._members.get(replica)
         return None if member is None else member.facts
 
+    def owner(self, tag: str | None) -> str | None:
+        """Return the replica whose ids of responses have a tag; None if it has not joined, or has left."""
+        return next((name for name, member in self._members.items() if member.facts.tag == tag), None)
+
     @property
     def groups(self) -> list[Group]:
         """Groups of the replicas."""

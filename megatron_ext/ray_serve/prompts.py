@@ -8,14 +8,18 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.ray_serve.forwarded import ReadPrompt
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.body import parse_json
 from megatron_ext.server.openai.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
 from megatron_ext.server.openai.protocol import ChatRequest, CompletionRequest
+from megatron_ext.server.openai.responses_api.continuing import conversation_of
+from megatron_ext.server.openai.responses_api.create_request import ResponsesRequest
 
 if TYPE_CHECKING:
     from megatron_ext.server.serving import Serving
 
 _CHAT = "/v1/chat/completions"
+_RESPONSES = "/v1/responses"
 
 
 async def read_prompt(serving: Serving, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
@@ -34,7 +38,7 @@ async def read_prompt(serving: Serving, path: str, authorization: bytes, body: b
     if not caller.can_generate:
         return ReadPrompt()
     try:
-        found, choices = await _specs(serving, path, parse_json(body))
+        found, choices = await _specs(serving, path, parse_json(body), caller)
         specs = caller.own(found)
         tokens = tuple(packed_tokens(spec.tokens) for spec in specs[::choices])
     except (ApiError, ConfigError, ValueError, TypeError, OverflowError):
@@ -44,11 +48,15 @@ async def read_prompt(serving: Serving, path: str, authorization: bytes, body: b
     return ReadPrompt(tokens, first.cache_salt, new_tokens, first.enable_prefix_caching)
 
 
-async def _specs(serving: Serving, path: str, content: object) -> tuple[list[RequestSpec], int]:
+async def _specs(serving: Serving, path: str, content: object, caller: Caller) -> tuple[list[RequestSpec], int]:
     """Return the engine requests of a body, prompt by prompt, and the number of choices of each prompt."""
     limits, defaults = serving.prompt_limits, serving.defaults
-    if path == _CHAT:
-        chat = ChatRequest.model_validate(content)
+    if path in (_CHAT, _RESPONSES):
+        if path == _CHAT:
+            chat = ChatRequest.model_validate(content)
+        else:
+            body = ResponsesRequest.model_validate(content)
+            chat = body.chat_request(conversation_of(body, serving.responses, caller.tenant).messages)
         prompt = await serving.tokenize_chat(chat.messages, chat.chat_options)
         return chat_specs(chat, prompt, limits, serving.chat, defaults), chat.n or 1
     completion = CompletionRequest.model_validate(content)

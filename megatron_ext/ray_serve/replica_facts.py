@@ -32,6 +32,7 @@ class ReplicaFacts:
         has_states: Whether requests resume only at snapshots.
         caches: Number of caches: data-parallel ranks of the replica's world.
         has_keys: Whether the replica binds salts to API keys.
+        tag: Tag of the replica in the ids of responses.
     """
 
     group: Group
@@ -40,6 +41,7 @@ class ReplicaFacts:
     has_states: bool
     caches: int = 1
     has_keys: bool = False
+    tag: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """Return the facts as JSON."""

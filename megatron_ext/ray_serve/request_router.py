@@ -85,6 +85,10 @@ class PrefixRequestRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # if all of them are full
         by_name = {_name(one.replica_id): one for one in candidate_replicas}
+        forwarded = _forwarded(pending_request)
+        owner = None if forwarded is None or forwarded.owner is None else self._routing.owner(forwarded.owner)
+        if owner is not None and owner in by_name:
+            return [[by_name[owner]]]  # no other one has what the request continues
         decision = self._routing.choose(self._prompt(pending_request), by_name)
         if decision is None:
             return [candidate_replicas]

@@ -18,6 +18,7 @@ from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.routing.router import Router
 from megatron_ext.server.http.request_parts import SENDER_HEADER
+from megatron_ext.server.openai.responses_api.response_ids import tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,15 @@ class Fleet:
         """Replicas that answer calls other than generation."""
         kinds = (Status.READY, Status.DRAINING, Status.OUTDATED, Status.ASLEEP, Status.FAILING)
         return [member for member in self.members.values() if member.status in kinds]
+
+    def is_known(self, url: str) -> bool:
+        """Return whether a replica is in the router."""
+        return url in self.members and self.members[url].is_known
+
+    def owner(self, tag: str | None) -> Member | None:
+        """Return the replica whose stored responses have a tag in their ids; None if it has left or is dead."""
+        known = [(member, member.beat) for member in self.members.values() if member.is_known]
+        return next((one for one, beat in known if beat is not None and tag_of(beat.instance) == tag), None)
 
     def doubtful(self) -> list[str]:
         """URLs of replicas to be avoided: their last heartbeat failed."""

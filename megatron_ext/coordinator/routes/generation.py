@@ -33,6 +33,12 @@ async def create_chat_completion(request: Request, coordination: CoordinationDep
     return await _generate(request, coordination)
 
 
+@router.post("/v1/responses")
+async def create_response(request: Request, coordination: CoordinationDependency) -> Response:
+    """Answer in a conversation; the body is that of a replica's route. A follow-up goes to the replica that has it."""
+    return await _generate(request, coordination)
+
+
 async def _generate(request: Request, coordination: Coordination) -> Response:
     body = await read_body(request, coordination.settings.limits.body_bytes)
     if body:

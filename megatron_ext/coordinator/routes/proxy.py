@@ -8,10 +8,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
+from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
 from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
+from megatron_ext.server.http.request_parts import TENANT_HEADER
+from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import while_connected
 
 router = APIRouter()
@@ -60,23 +64,40 @@ async def tokenizer_info(request: Request, coordination: CoordinationDependency)
     return passed_on(await _ask(request, coordination, group))
 
 
+async def ask_owner(response_id: str, request: Request, coordination: CoordinationDependency) -> Response:
+    """Forward the request to the replica that has stored the response; any other answers that it has not."""
+    owner = coordination.fleet.owner(owner_tag(response_id))
+    return passed_on(await _ask(request, coordination, None, owner=owner))
+
+
+for method in ("GET", "DELETE"):
+    path = "/v1/responses/{response_id}"
+    router.add_api_route(path, ask_owner, methods=[method], name=f"{method} {path}", response_model=None)
+
+
 async def ask_one(request: Request, coordination: CoordinationDependency) -> Response:
     """Forward the request to one replica of the group that its body means."""
     body = await read_body(request, coordination.settings.limits.body_bytes)
-    group = None
+    group, owner = None, None
     if body:
         check_content_type(request.headers.get("content-type"))
         content = parse_json(body)
-        group = coordination.fleet.groups.resolve(content.get("model") if isinstance(content, dict) else None)
-    return passed_on(await _ask(request, coordination, group, body))
+        fields = content if isinstance(content, dict) else {}
+        group = coordination.fleet.groups.resolve(fields.get("model"))
+        owner = coordination.fleet.owner(owner_named(fields))
+    return passed_on(await _ask(request, coordination, group, body, owner))
 
 
-for path in ("/tokenize", "/detokenize"):
+for path in ("/tokenize", "/detokenize", "/v1/responses/input_tokens"):
     router.add_api_route(path, ask_one, methods=["POST"], name=f"POST {path}", response_model=None)
 
 
-async def _ask(request: Request, coordination: Coordination, group: str | None, body: bytes = b"") -> CompleteAnswer:
-    asking = coordination.ask_any(request.method, target_of(request), headers_of(request), body, group)
+async def _ask(
+    request: Request, coordination: Coordination, group: str | None, body: bytes = b"", owner: Member | None = None
+) -> CompleteAnswer:
+    headers, tenant = headers_of(request), request.scope[CALLER].tenant
+    headers = [*headers, (TENANT_HEADER.encode(), tenant.encode())] if tenant else headers
+    asking = coordination.ask_any(request.method, target_of(request), headers, body, group, owner)
     return await while_connected(request.receive, asking)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -13,17 +12,14 @@ from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.http.request_parts import only_queries, tenant_of
-from megatron_ext.server.openai.protocol import Message
-from megatron_ext.server.openai.request_fields import MAX_MESSAGES
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
-from megatron_ext.server.openai.responses_api.conversation import ItemReference, items_of, messages_of
+from megatron_ext.server.openai.responses_api.continuing import conversation_of
 from megatron_ext.server.openai.responses_api.create_request import ResponsePrompt, ResponsesRequest
 from megatron_ext.server.openai.responses_api.response_ids import tag_of
-from megatron_ext.server.openai.responses_api.response_store import StoredResponse
 from megatron_ext.server.openai.streaming import EventStream, PieceReader, event, failure_of
 from megatron_ext.server.routes.generation import chat_work, json_response, run_requests
-from megatron_ext.server.serving import ServerDependency, Serving
+from megatron_ext.server.serving import ServerDependency
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -36,26 +32,11 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class _Conversation:
-    """Conversation of a request.
-
-    Attributes:
-        messages: Messages of the chat.
-        items: The request's own input items, as JSON values.
-        before: Stored response that they follow.
-    """
-
-    messages: list[Message]
-    items: list[object]
-    before: StoredResponse | None
-
-
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, given as items or continued from a stored response."""
     tenant = tenant_of(request)
-    conversation = _conversation(body, serving, tenant)
+    conversation = conversation_of(body, serving.responses, tenant)
     chat = body.chat_request(conversation.messages)
     try:
         specs, form = await chat_work(chat, request, serving)
@@ -91,7 +72,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
 async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
-    conversation = _conversation(body, serving, tenant_of(request))
+    conversation = conversation_of(body, serving.responses, tenant_of(request))
     tokens = await serving.tokenize_chat(conversation.messages, body.chat_options)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
@@ -109,25 +90,6 @@ async def delete_response(response_id: str, request: Request, serving: ServerDep
     """Delete a stored response; those that continue it keep its turn."""
     serving.responses.delete((tenant_of(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}
-
-
-def _conversation(body: ResponsePrompt, serving: Serving, tenant: str) -> _Conversation:
-    """Return the conversation of a request, with what it continues.
-
-    Raises:
-        ApiError: What it names is not stored, or it is no conversation.
-    """
-    store, name = serving.responses, body.previous_response_id
-    before = None if name is None else store.get((tenant, name), "previous_response_id")
-    own: list[object] = [
-        store.item((tenant, item.id), "input") if isinstance(item, ItemReference) else item.model_dump()
-        for item in body.input
-    ]
-    known: Sequence[object] = () if before is None else before.conversation()
-    if len(known) + len(own) > MAX_MESSAGES:
-        count = len(known) + len(own)
-        raise ApiError(400, f"the conversation has {count} items; at most {MAX_MESSAGES} are taken", param="input")
-    return _Conversation(messages_of(items_of([*known, *own]), body.instructions), own, before)
 
 
 async def _events(

@@ -1,0 +1,358 @@
+"""Stored responses: follow-ups by id, bounds, tenants, and the way to the replica that has them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.config import ServerLimits
+from megatron_ext.ray_serve.forwarded import owner_of
+from megatron_ext.ray_serve.prefix_routing import PrefixRouting
+from megatron_ext.ray_serve.prompts import read_prompt
+from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag, tag_of
+from megatron_ext.server.openai.responses_api.response_store import LONGEST_AGE, ResponseStore
+from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.fleet import coordinator
+from tests.unit_tests.support.server import LiveServer, embedded_engine
+
+STORES = ServerLimits(responses_store_mb=1.0)
+ALICE, BOB = "alice's key", "bob's key"
+NEXT = "And in Rome?"
+
+
+@pytest.fixture(scope="module")
+def storing(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded", limits=STORES)
+
+
+@pytest.fixture(scope="module")
+def other(serve) -> LiveServer:
+    """Another replica of the same model."""
+    return serve(embedded_engine(), "embedded", limits=STORES)
+
+
+@pytest.fixture(scope="module")
+def locked(serve, tmp_path_factory) -> LiveServer:
+    file = tmp_path_factory.mktemp("keys") / "api"
+    file.write_text(f"{ALICE}\n{BOB}\n")
+    return serve(embedded_engine(), "embedded", limits=STORES, api_key_file=str(file))
+
+
+class TestFollowUps:
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    def test_equal_the_whole_conversation(self, storing, stream):
+        """Tokens are those of a request with all items, and the next turn skips the blocks of the turn before."""
+        storing.reset_cache()
+        fields = {"max_output_tokens": 24, "return_token_ids": True}
+        first = create(storing, input=QUESTION, instructions="Be brief.", stream=stream, **fields)
+        assert first["store"] is True
+        items = [{"role": "user", "content": QUESTION}, *first["output"], {"role": "user", "content": NEXT}]
+        second = create(storing, previous_response_id=first["id"], input=NEXT, instructions="Be brief.", **fields)
+        known = first["usage"]["input_tokens"] + first["usage"]["output_tokens"] - 1
+        assert second["usage"]["input_tokens_details"]["cached_tokens"] == known // 16 * 16 > 0
+        whole = create(storing, input=items, instructions="Be brief.", stream=stream, store=False, **fields)
+        assert (second["prompt_token_ids"], second["token_ids"]) == (whole["prompt_token_ids"], whole["token_ids"])
+        assert (second["previous_response_id"], whole["store"]) == (first["id"], False)
+        third = create(storing, previous_response_id=second["id"], input=NEXT, **fields)
+        items += [*second["output"], {"role": "user", "content": NEXT}]
+        assert third["prompt_token_ids"] == create(storing, input=items, **fields)["prompt_token_ids"]
+
+    def test_instructions_are_not_taken_over(self, storing):
+        first = create(storing, input=QUESTION, instructions="Be brief.", max_output_tokens=2)
+        second = create(
+            storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=1, return_token_ids=True
+        )
+        prompt = storing.serving.tokenizer.detokenize(second["prompt_token_ids"], skip_special_tokens=False)
+        assert QUESTION in prompt
+        assert "Be brief." not in prompt
+
+    def test_results_of_calls_need_no_call(self, storing):
+        clock = {"type": "function", "name": "clock"}
+        first = create(storing, input=QUESTION, tools=FLAT, tool_choice=clock, parallel_tool_calls=False)
+        (call,) = first["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+        create(storing, previous_response_id=first["id"], input=[result], tools=FLAT, max_output_tokens=1)
+        error = check_error(storing.http.post(RESPONSES, json=BASE | {"input": [result]}), 400)
+        assert "function_call" in error["message"]
+
+    def test_references_to_items(self, storing):
+        first = create(storing, input=QUESTION, max_output_tokens=8)
+        (item,) = first["output"]
+        asked = {"role": "user", "content": QUESTION}
+        for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
+            fields = {"max_output_tokens": 1, "return_token_ids": True}
+            named = create(storing, input=[asked, reference, {"role": "user", "content": NEXT}], **fields)
+            given = create(storing, input=[asked, item, {"role": "user", "content": NEXT}], **fields)
+            assert named["prompt_token_ids"] == given["prompt_token_ids"]
+
+    def test_retrieved_and_deleted(self, storing):
+        client = storing.client()
+        made = client.responses.create(model="embedded", input=QUESTION, max_output_tokens=4)
+        assert client.responses.retrieve(made.id) == made
+        follows = client.responses.create(
+            model="embedded", previous_response_id=made.id, input=NEXT, max_output_tokens=4
+        )
+        client.responses.delete(made.id)
+        assert storing.http.delete(f"{RESPONSES}/{follows.id}").json() == {
+            "id": follows.id,
+            "object": "response",
+            "deleted": True,
+        }
+        for gone in (made.id, follows.id):
+            error = check_error(storing.http.get(f"{RESPONSES}/{gone}"), 404)
+            assert (error["code"], error["param"]) == ("response_not_found", "response_id")
+
+    def test_a_deleted_turn_stays_in_what_follows_it(self, storing):
+        first = create(storing, input=QUESTION, max_output_tokens=2)
+        second = create(storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=2)
+        storing.http.delete(f"{RESPONSES}/{first['id']}").raise_for_status()
+        third = create(storing, previous_response_id=second["id"], input=NEXT, max_output_tokens=1)
+        assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
+            ({"input": [{"type": "item_reference", "id": "msg_unknown"}]}, "input"),
+        ],
+        ids=["response", "item"],
+    )
+    @pytest.mark.parametrize("is_on", [True, False], ids=["with a store", "without"])
+    def test_unknown_ids_name_the_flag(self, storing, embedded, fields, param, is_on):
+        server = storing if is_on else embedded
+        error = check_error(server.http.post(RESPONSES, json=BASE | {"input": NEXT} | fields), 404)
+        assert error["param"] == param
+        assert "--responses-store-mb" in error["message"]
+        assert ("stores no responses" in error["message"]) is not is_on
+
+    def test_nothing_is_logged(self, storing, caplog):
+        with caplog.at_level("DEBUG"):
+            first = create(storing, input=QUESTION, max_output_tokens=2)
+            create(storing, previous_response_id=first["id"], input=NEXT, max_output_tokens=2)
+        assert QUESTION not in caplog.text
+        assert NEXT not in caplog.text
+
+    def test_one_that_does_not_fit_is_not_stored(self, serve):
+        server = serve(embedded_engine(), "embedded", limits=ServerLimits(responses_store_mb=0.001))
+        response = create(server, input=QUESTION, max_output_tokens=2)
+        assert response["store"] is False
+        assert server.http.get(f"{RESPONSES}/{response['id']}").status_code == 404
+
+
+def test_another_key_finds_nothing(locked):
+    alice, bob = (locked.client(api_key=key).responses for key in (ALICE, BOB))
+    made = alice.create(model="embedded", input=QUESTION, max_output_tokens=2)
+    headers = {"authorization": f"Bearer {BOB}"}
+    reference = {"input": [{"type": "item_reference", "id": made.output[0].id}]}
+    for fields in ({"input": NEXT, "previous_response_id": made.id}, reference):
+        check_error(locked.http.post(RESPONSES, json=BASE | fields, headers=headers), 404)
+    for method in ("GET", "DELETE"):
+        check_error(locked.http.request(method, f"{RESPONSES}/{made.id}", headers=headers), 404)
+        check_error(locked.http.request(method, f"{RESPONSES}/{made.id}"), 401)
+    assert alice.retrieve(made.id).id == made.id
+    with pytest.raises(Exception, match="not stored"):
+        bob.retrieve(made.id)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def response_of(identifier: str, text: str = "") -> dict:
+    return {"id": identifier, "output": [{"id": f"msg_{identifier}", "type": "message", "text": text}]}
+
+
+class TestBounds:
+    def put(self, store: ResponseStore, name: str, text: str = "", before: str | None = None, tenant: str = "") -> bool:
+        turn = None if before is None else store.get((tenant, before), "x")
+        return store.put((tenant, name), [text], response_of(name), turn)
+
+    def has(self, store: ResponseStore, name: str) -> bool:
+        try:
+            return store.get(("", name), "x").key == ("", name)
+        except ApiError:
+            return False
+
+    def test_the_oldest_make_room(self):
+        store = ResponseStore(11_000)
+        for name in "abc":
+            assert self.put(store, name, "x" * 2000)
+        assert self.put(store, "d", "x" * 2000)
+        assert store.used_bytes <= 11_000
+        assert [self.has(store, name) for name in "abcd"] == [False, True, True, True]
+        assert not self.put(store, "e", "x" * 11_000)
+        assert store.used_bytes == len(store) == 0
+
+    def test_a_conversation_counts_each_turn_once(self):
+        """Turns are shared, and are free when the last response after them has gone."""
+        store = ResponseStore(20_000)
+        self.put(store, "a", "x" * 4000)
+        alone = store.used_bytes
+        for before, name in zip("abcd", "bcde", strict=True):
+            self.put(store, name, "y", before=before)
+        assert store.used_bytes < 2.5 * alone
+        for name in "abcd":
+            store.delete(("", name))
+        assert store.get(("", "e"), "x").conversation() == ["x" * 4000, "y", "y", "y", "y"]
+        assert store.used_bytes > alone
+        store.delete(("", "e"))
+        assert store.used_bytes == 0
+
+    def test_a_turn_that_goes_while_its_follow_up_is_generated_is_counted_again(self):
+        store = ResponseStore(20_000)
+        self.put(store, "a", "x" * 4000)
+        alone, turn = store.used_bytes, store.get(("", "a"), "x")
+        store.delete(("", "a"))
+        assert store.used_bytes == 0
+        store.put(("", "b"), ["y"], response_of("b"), turn)
+        assert store.used_bytes > alone
+        store.delete(("", "b"))
+        assert store.used_bytes == 0
+
+    def test_old_ones_are_dropped(self):
+        clock = Clock()
+        store = ResponseStore(20_000, clock)
+        self.put(store, "a")
+        clock.now = LONGEST_AGE / 2
+        self.put(store, "b", before="a")
+        clock.now = LONGEST_AGE
+        assert (self.has(store, "a"), self.has(store, "b")) == (False, True)
+        clock.now = 2 * LONGEST_AGE
+        store.drop_old()
+        assert store.used_bytes == len(store) == 0
+
+    def test_items_go_with_their_response(self):
+        store = ResponseStore(20_000)
+        self.put(store, "a")
+        assert store.item(("", "msg_a"), "input")["id"] == "msg_a"
+        for key in (("bob", "msg_a"), ("", "a")):
+            with pytest.raises(ApiError):
+                store.item(key, "input")
+        store.delete(("", "a"))
+        with pytest.raises(ApiError):
+            store.item(("", "msg_a"), "input")
+
+
+class TestIds:
+    def test_random_and_tagged(self):
+        ids = {new_id("resp", "0123abcd") for _ in range(100)}
+        assert len({one[5:37] for one in ids}) == 100
+        assert {owner_tag(one) for one in ids} == {"0123abcd"}
+        assert [owner_tag(one) for one in ("resp_x", None, 5, f"{ids.pop()}0")] == [None] * 4
+
+    def test_named_in_bodies(self):
+        first, second = new_id("resp", "a" * 8), new_id("msg", "b" * 8)
+        reference = {"type": "item_reference", "id": second}
+        assert owner_named({"previous_response_id": first, "input": [reference]}) == "a" * 8
+        assert owner_named({"input": [{"role": "user", "content": "x"}, reference]}) == "b" * 8
+        assert owner_named({"input": [{"type": "message", "role": "assistant", "id": second}]}) is None
+        assert owner_named({"input": "text"}) is None
+
+
+def conversation(url_or_http, first: dict, **headers: str):
+    body = BASE | {"previous_response_id": first["id"], "input": NEXT, "max_output_tokens": 4}
+    return url_or_http.post(RESPONSES, json=body, headers=headers)
+
+
+class TestFleet:
+    async def test_a_follow_up_goes_to_the_replica_that_has_it(self, storing, other):
+        """Whatever load and cached prefixes say; retrieval and deletion, too."""
+        storing.reset_cache()
+        other.reset_cache()
+        async with coordinator(storing, other, policy="round_robin") as front:
+            body = BASE | {"input": QUESTION, "max_output_tokens": 4}
+            owners = set()
+            for _ in range(4):
+                first = (await front.http.post(RESPONSES, json=body)).json()
+                owners.add(owner_tag(first["id"]))
+                for _ in range(2):
+                    answer = await conversation(front.http, first)
+                    assert answer.status_code == 200, answer.text
+                    assert owner_tag(answer.json()["id"]) == owner_tag(first["id"])
+                    assert answer.json()["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+                path = f"{RESPONSES}/{first['id']}"
+                assert (await front.http.get(path)).json() == first
+                assert (await front.http.delete(path)).json()["deleted"] is True
+                assert (await front.http.get(path)).status_code == 404
+            assert owners == {tag_of(one.serving.instance) for one in (storing, other)}
+            unknown = {"id": new_id("resp", "f" * 8)}
+            error = check_error(await conversation(front.http, unknown), 404)
+            assert "--responses-store-mb" in error["message"]
+            await front.check_idle()
+
+    async def test_a_replica_that_drains_goes_on_with_its_conversations(self, storing, other):
+        async with coordinator(storing, other) as front:
+            body = BASE | {"input": QUESTION, "max_output_tokens": 4, "stream": False}
+            first = (await front.http.post(RESPONSES, json=body)).json()
+            tags = {tag_of(one.serving.instance): one.url for one in (storing, other)}
+            front.coordination.fleet.drain(tags[owner_tag(first["id"])])
+            answer = await conversation(front.http, first)
+            assert answer.status_code == 200, answer.text
+            assert owner_tag(answer.json()["id"]) == owner_tag(first["id"])
+            fresh = (await front.http.post(RESPONSES, json=body)).json()
+            assert owner_tag(fresh["id"]) != owner_tag(first["id"])
+
+    async def test_a_prompt_is_routed_by_its_tokens(self, storing, other):
+        """RP-2: the same conversation goes to the replica that has its prefix, as a chat's does."""
+        storing.reset_cache()
+        other.reset_cache()
+        async with coordinator(storing, other) as front:
+            fields = BASE | {"input": QUESTION * 10, "max_output_tokens": 2, "instructions": "Be brief."}
+            first = (await front.http.post(RESPONSES, json=fields)).json()
+            for _ in range(3):
+                again = (await front.http.post(RESPONSES, json=fields)).json()
+                assert owner_tag(again["id"]) == owner_tag(first["id"])
+                assert again["usage"]["input_tokens_details"]["cached_tokens"] > 0
+            count = await front.http.post(f"{RESPONSES}/input_tokens", json={"input": QUESTION})
+            assert count.json()["input_tokens"] < first["usage"]["input_tokens"]
+            stream = await front.http.post(RESPONSES, json=fields | {"stream": True})
+            assert "response.incomplete" in stream.text
+            await front.check_idle()
+
+    async def test_keys_of_a_coordinator_are_tenants_of_replicas_without_keys(self, storing, other, tmp_path):
+        """Another key's response is a 404 there, too."""
+        file = tmp_path / "api"
+        file.write_text(f"{ALICE}\n{BOB}\n")
+        async with coordinator(storing, other, api_key_file=str(file)) as front:
+            alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+            body = BASE | {"input": QUESTION, "max_output_tokens": 2}
+            first = (await front.http.post(RESPONSES, json=body, headers=alice)).json()
+            path = f"{RESPONSES}/{first['id']}"
+            assert (await conversation(front.http, first, **bob)).status_code == 404
+            assert (await front.http.get(path, headers=bob)).status_code == 404
+            assert (await front.http.delete(path, headers=bob)).status_code == 404
+            assert (await conversation(front.http, first, **alice)).status_code == 200
+            assert (await front.http.get(path, headers=alice)).json() == first
+
+
+class TestRay:
+    def test_the_router_knows_the_owner(self):
+        tags = ["a" * 8, "b" * 8]
+        routing = PrefixRouting()
+        for name, tag in zip("xy", tags, strict=True):
+            routing.join(name, ReplicaFacts(Group("m", "c", "t"), 16, 100, has_states=False, tag=tag))
+        assert [routing.owner(tag) for tag in (*tags, "c" * 8, None)] == ["x", "y", None, None]
+        named = new_id("resp", tags[1])
+        follow = json.dumps({"previous_response_id": named, "input": "x"}).encode()
+        for path, body in ((RESPONSES, follow), (f"{RESPONSES}/{named}", b"")):
+            assert owner_of(path, body) == tags[1]
+        for body in (b'{"input": "previous_response_id"}', b'{"previous_response_id": ', b"[]"):
+            assert owner_of(RESPONSES, body) is None
+
+    async def test_prompts_are_those_that_the_route_computes(self, storing):
+        """RP-2: a follow-up is read by the replica that has what it continues, and by no other."""
+        first = create(storing, input=QUESTION, max_output_tokens=2)
+        body = {"previous_response_id": first["id"], "input": NEXT, "max_output_tokens": 3}
+        read = await read_prompt(storing.serving, RESPONSES, b"", json.dumps(body).encode())
+        computed = create(storing, **body, return_token_ids=True)
+        assert [list(one) for one in read.tokens] == [computed["prompt_token_ids"]]
+        assert read.new_tokens == 3
+        unknown = json.dumps(body | {"previous_response_id": "resp_x"}).encode()
+        assert (await read_prompt(storing.serving, RESPONSES, b"", unknown)).tokens == ()
