@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from megatron_ext.config import ServerLimits
-from megatron_ext.ray_serve.forwarded import owner_of
+from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, owner_of
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.prompts import read_prompt
 from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
@@ -345,6 +346,24 @@ class TestRay:
             assert owner_of(path, body) == tags[1]
         for body in (b'{"input": "previous_response_id"}', b'{"previous_response_id": ', b"[]"):
             assert owner_of(RESPONSES, body) is None
+
+    async def test_the_ingress_names_the_owner(self):
+        named, owners = new_id("resp", "a" * 8), []
+
+        async def read(path: str, authorization: bytes, body: bytes) -> ReadPrompt:
+            return ReadPrompt()
+
+        async def forward(request: ForwardedRequest):
+            owners.append(request.owner)
+            yield {"type": "http.response.start", "status": 200, "headers": []}
+            yield {"type": "http.response.body", "body": b"", "more_body": False}
+
+        transport = httpx.ASGITransport(IngressApp(read, forward, max_body_bytes=1000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.post(RESPONSES, json={"previous_response_id": named, "input": "x"})
+            await client.get(f"{RESPONSES}/{named}")
+            await client.post("/v1/chat/completions", json={"messages": [], "previous_response_id": named})
+        assert owners == ["a" * 8, "a" * 8, None]
 
     async def test_prompts_are_those_that_the_route_computes(self, storing):
         """RP-2: a follow-up is read by the replica that has what it continues, and by no other."""

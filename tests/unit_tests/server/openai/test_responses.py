@@ -167,6 +167,41 @@ def test_equals_chat_completions(embedded, name, stream):
     assert ended == (cut_off if choice["finish_reason"] == "length" else ("completed", None))
 
 
+class TestCounts:
+    def test_hidden(self, serve):
+        """SE-3: counts that clients expect are 0, and the others are left out."""
+        server = serve(embedded_engine(), "embedded", hide_cache_counts=True)
+        for _ in range(2):
+            usage = create(server, input=QUESTION, max_output_tokens=1)["usage"]
+            assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+
+    def test_written(self, embedded):
+        """Written tokens are those of whole blocks that were not cached."""
+        embedded.reset_cache()
+        fields = {"input": QUESTION, "instructions": "Be brief. " * 8, "max_output_tokens": 1}
+        first, again = (create(embedded, **fields)["usage"] for _ in range(2))
+        written = first["input_tokens_details"]["cache_write_tokens"]
+        assert written == first["input_tokens"] // 16 * 16 > 0
+        assert again["input_tokens_details"]["cache_write_tokens"] == 0
+
+    def test_explained(self, serve):
+        """SI-5: with the server's flag the response has an explanation."""
+        server = serve(embedded_engine(explain_prefix_cache=True), "embedded")
+        response = create(server, input=QUESTION, max_output_tokens=1, explain_prefix_cache=True, stream=True)
+        assert response["prefix_cache_explanation"]["text"]
+        assert "prefix_cache_explanation" not in create(server, input=QUESTION, max_output_tokens=1)
+
+    def test_logged(self, embedded, caplog):
+        """The line of a request has the response's id and counts, and no text."""
+        with caplog.at_level("INFO"):
+            response = create(embedded, input=QUESTION, max_output_tokens=3, stream=True)
+            embedded.wait_until(lambda: response["id"] in caplog.text)
+        (line,) = [one.message for one in caplog.records if response["id"] in one.message]
+        assert f"POST {RESPONSES} 200 prompt={response['usage']['input_tokens']} " in line
+        assert "generated=3" in line
+        assert QUESTION not in caplog.text
+
+
 class TestSampling:
     def test_options_are_those_of_a_chat(self, embedded):
         options = {"temperature": 1.3, "top_p": 0.9, "seed": 5, "presence_penalty": 0.5, "logit_bias": {"203": 2}}
