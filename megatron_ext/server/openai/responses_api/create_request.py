@@ -183,7 +183,7 @@ class ResponsesRequest(SamplingFields, ResponsePrompt):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # nothing is ever left out of a prompt
-    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools, which there are none of
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools only, so without effect
     prompt_cache_retention: str | None = None
     background: object = None
     conversation: object = None

@@ -116,7 +116,7 @@ class ResponseStore:
             param: Field that names it, for the error.
 
         Raises:
-            ApiError: 404: there is none of this id for this tenant.
+            ApiError: 404: the tenant has no stored response of this id.
         """
         self.drop_old()
         found = self._stored.get(key)

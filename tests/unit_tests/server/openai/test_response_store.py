@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
@@ -229,6 +230,18 @@ class TestBounds:
         store.drop_old()
         assert store.used_bytes == len(store) == 0
 
+    async def test_old_ones_are_dropped_without_a_request(self, monkeypatch):
+        monkeypatch.setattr("megatron_ext.server.openai.responses_api.response_store._PERIOD", 0)
+        clock = Clock()
+        store = ResponseStore(20_000, clock)
+        self.put(store, "a")
+        clock.now = LONGEST_AGE
+        dropping = asyncio.create_task(store.run())
+        while len(store):
+            await asyncio.sleep(0)
+        dropping.cancel()
+        await ResponseStore(0).run()  # without a store there is nothing to look for
+
     def test_items_go_with_their_response(self):
         store = ResponseStore(20_000)
         self.put(store, "a")
@@ -264,7 +277,7 @@ def conversation(url_or_http, first: dict, **headers: str):
 
 class TestFleet:
     async def test_a_follow_up_goes_to_the_replica_that_has_it(self, storing, other):
-        """Whatever load and cached prefixes say; retrieval and deletion, too."""
+        """Follow-ups, retrieval and deletion reach the owner, whatever load and cached prefixes say."""
         storing.reset_cache()
         other.reset_cache()
         async with coordinator(storing, other, policy="round_robin") as front:
