@@ -22,7 +22,7 @@ from megatron_ext.text.template_worker import Rendering
 
 logger = logging.getLogger(__name__)
 
-REASONING_EFFORT, ENABLE_THINKING = "reasoning_effort", "enable_thinking"
+REASONING_EFFORT, ENABLE_THINKING, VERBOSITY = "reasoning_effort", "enable_thinking", "verbosity"
 TEMPLATE_FILE = "chat_template.jinja"
 _LONGEST_TEMPLATE = 1024**2  # bytes
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -50,6 +50,7 @@ class ChatOptions:
         tools: Functions that the model may call, in OpenAI's form.
         variables: Variables of the template itself.
         reasoning_effort: Value of the template's variable of this name, if it has one.
+        verbosity: The same for the variable `verbosity`.
     """
 
     add_generation_prompt: bool = True
@@ -57,6 +58,7 @@ class ChatOptions:
     tools: Sequence[Mapping[str, object]] = ()
     variables: Mapping[str, object] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    verbosity: str | None = None
 
     def known_to(self, template: str) -> tuple[dict[str, object], list[str]]:
         """Return the variables that a template is rendered with, and the names of those that it does not mention."""
@@ -69,6 +71,11 @@ class ChatOptions:
                 given.setdefault(ENABLE_THINKING, False)
             else:
                 unknown.append(REASONING_EFFORT)
+        if self.verbosity is not None:
+            if _mentions(template, VERBOSITY):
+                given.setdefault(VERBOSITY, self.verbosity)
+            else:
+                unknown.append(VERBOSITY)
         return given, unknown
 
     def check(self, template: str) -> None:

@@ -225,6 +225,7 @@ class TemplateFields(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    verbosity: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
 
     @model_validator(mode="after")
     def _ends_agree(self) -> TemplateFields:
@@ -248,6 +249,7 @@ class TemplateFields(Body):
             tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
             variables=self.chat_template_kwargs or {},
             reasoning_effort=self.reasoning_effort,
+            verbosity=self.verbosity,
         )
 
 
@@ -267,11 +269,10 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     function_call: object = None
     modalities: object = None
     audio: object = None
-    prediction: object = None
+    prediction: object = None  # without effect: drafts are the engine's
     separate_reasoning: bool | None = None  # False leaves thinking in the content
     thinking_budget_tokens: Annotated[int, Field(ge=1)] | None = None
     stream_reasoning: object = None
-    verbosity: object = None
     web_search_options: object = None
 
     @model_validator(mode="after")

@@ -58,8 +58,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "verbosity": (),
     "web_search_options": (),
     **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's gateway adds these and the next
     "stream_reasoning": (True, False),
