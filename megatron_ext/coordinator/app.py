@@ -12,7 +12,7 @@ from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launcher.launch import Launcher
 from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy
 from megatron_ext.server.http.auth import ADMIN_PATHS
-from megatron_ext.server.http.middleware import install_middleware
+from megatron_ext.server.http.middleware import include_routers, install_middleware
 
 ROUTERS = (generation.router, proxy.router, observing.router, broadcast.router)
 ADMIN_ROUTERS = (membership.router,)  # with --enable-admin-routes
@@ -41,7 +41,6 @@ def create_app(coordination: Coordination, launcher: Launcher | None = None) -> 
         redoc_url=None,
     )
     app.state.coordination = coordination
-    for router in (*ROUTERS, *(ADMIN_ROUTERS if settings.enable_admin_routes else ())):
-        app.include_router(router)
+    include_routers(app, (*ROUTERS, *(ADMIN_ROUTERS if settings.enable_admin_routes else ())))
     install_middleware(app, settings, coordination.keys, access_log=settings.access_log, admin_paths=OUR_ADMIN_PATHS)
     return app

@@ -16,13 +16,18 @@ from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Heade
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller, caller_of
+from megatron_ext.server.http.request_ids import HEADER
 from megatron_ext.server.http.request_parts import TENANT_HEADER
+from megatron_ext.server.log import REQUEST_ID
 from megatron_ext.server.openai.responses_api.response_ids import owner_named
 
 MAX_ASKED = 2  # replicas asked for the tokens of one prompt before it is routed without them
 JSON = (b"content-type", b"application/json")
-_TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-_RESPONSE = ("input", "instructions", "previous_response_id", "tools", "reasoning", "chat_template_kwargs")
+_TEMPLATE = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("reasoning_effort", "verbosity"),
+)
+_RESPONSE = ("input", "instructions", "previous_response_id", "tools", "reasoning", "text", "chat_template_kwargs")
 _RESPONSES = "/v1/responses"
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _UNKNOWN_TOKENS = 1 << 30  # as many as fit
@@ -79,7 +84,7 @@ class Prompts:
             scheme, _, key = (authorization or b"").partition(b" ")
             if scheme.lower() == b"bearer":
                 salt = caller_of(key.decode("latin-1")).bind(salt)
-        headers = [JSON, self._fleet.sender, *named]
+        headers = [JSON, self._fleet.sender, (HEADER, REQUEST_ID.get().encode()), *named]
         headers += [] if authorization is None else [(b"authorization", authorization)]
         owner = self._owner(path, content, group)
         if self._needs_tokens and len(members) > 1:

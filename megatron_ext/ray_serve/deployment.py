@@ -116,7 +116,9 @@ class Replica(ReplicaHooks):
         from megatron_ext.server.app import create_app
 
         export = MetricsExport(self._serving.metrics.families, Gauge)
-        app = create_app(self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,))
+        app = create_app(
+            self._serving, routers=routers, admin_paths=admin_paths, tasks=(export.run,), answers_ids=False
+        )
         started = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -279,7 +281,7 @@ class Ingress:
         """Return the application that Ray's proxy calls."""
         app: ASGIApp = IngressApp(self._read, self._forward, self._limit)
         app = FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit)
-        return RequestIds(AccessLog(app) if self._logs else app)
+        return RequestIds(AccessLog(app) if self._logs else app, answers=False)  # Ray's proxy does
 
     async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:
         with _naming_lost_replicas():

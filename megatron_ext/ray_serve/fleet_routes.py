@@ -178,6 +178,7 @@ class _Route:
 
 _ROUTES: Mapping[tuple[str, str], _Route] = {
     ("GET", "/health"): _Route(_health, PROMPT_REPLY),
+    ("HEAD", "/health"): _Route(_health, PROMPT_REPLY),
     ("GET", "/ping"): _Route(_health, PROMPT_REPLY),
     ("POST", "/ping"): _Route(_health, PROMPT_REPLY),
     ("GET", "/load"): _Route(_load, PROMPT_REPLY),

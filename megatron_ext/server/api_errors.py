@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.log import printable
@@ -173,15 +174,30 @@ def not_explained(why: str) -> ApiError:
     return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
 
 
-def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
+class ContextExceeded(ApiError):
+    """400: prompt and output exceed the model's context. Frameworks look for the first words, and for the code.
+
+    Args:
+        excess: What exceeds the limit, as a sentence without its end.
+        prompt: Tokens of the prompt; the least number if they have not been counted.
+        generated: Tokens to be generated; 0 if the prompt alone is too long.
+        limit: Maximum tokens of both.
+        param: Field that the error is about.
+    """
+
+    def __init__(self, excess: str, prompt: int, generated: int, limit: int, param: str | None) -> None:
+        code = "context_length_exceeded"
+        message = f"This model's maximum context length is {limit} tokens. However, {excess} ({code})"
+        super().__init__(400, message, param=param, code=code)
+        self.prompt, self.generated, self.limit = prompt, generated, limit
+
+
+def context_exceeded(prompt: int, generated: int, limit: int) -> ContextExceeded:
     """400: prompt and output exceed the model's context."""
-    return ApiError(
-        400,
-        f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}; "
-        f"the limit of this server is {limit} tokens",
-        param="max_tokens" if prompt < limit else None,
-        code="context_length_exceeded",
-    )
+    excess = f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}"
+    remedy = "shorten the prompt" if prompt >= limit else f"shorten the prompt, or generate at most {limit - prompt}"
+    param = "max_tokens" if prompt < limit else None
+    return ContextExceeded(f"{excess}; {remedy}", prompt, generated, limit, param)
 
 
 def generates_nothing() -> ApiError:
@@ -207,15 +223,27 @@ def response_format_refused(reason: str, param: str) -> ApiError:
     return ApiError(400, reason, param=param, code="schema_not_supported")
 
 
-def text_too_long(characters: int, max_characters: int, limit: int) -> ApiError:
+def text_too_long(characters: int, max_characters: int, limit: int) -> ContextExceeded:
     """400: a text is too long for the model's context under any tokenization."""
-    return ApiError(
-        400,
-        f"a prompt of {characters} characters is too long; the limit of {limit} tokens has at most {max_characters} "
-        "characters",
-        param="prompt",
-        code="context_length_exceeded",
-    )
+    excess = f"a prompt of {characters} characters is too long; {limit} tokens have at most {max_characters} characters"
+    return ContextExceeded(excess, -(-characters * limit // max_characters), 0, limit, "prompt")
+
+
+def no_route(method: str, path: str, allowed: Sequence[str], routes: Sequence[str]) -> ApiError:
+    """404 or 405: no route has this path, or none this method.
+
+    Args:
+        method: Method of the request.
+        path: Path of the request.
+        allowed: Methods of the routes with this path; empty if there is none.
+        routes: Paths of all routes.
+    """
+    there, shown = f"the routes are {', '.join(routes)}", printable(path, LONGEST_NAME)
+    if not allowed:
+        return ApiError(404, f"there is no route {shown}; {there}")
+    methods = ", ".join(allowed)
+    message = f"{shown} does not take {method[:LONGEST_NAME]}, but {methods}; {there}"
+    return ApiError(405, message, headers={"Allow": methods})
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -251,8 +279,18 @@ async def _bad_fields(_: Request, error: RequestValidationError) -> Response:
     return ApiError(400, message, param=param).to_response()
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    if error.status_code not in (404, 405):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
+    routes: Sequence[Route] = request.app.state.routes  # see `include_routers`
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = sorted({method for route in matching for method in route.methods or ()})
+    paths = dict.fromkeys(_shown(route.path) for route in routes)
+    return no_route(request.method, request.url.path, allowed, list(paths)).to_response()
+
+
+def _shown(path: str) -> str:
+    return path.replace(":path}", "}")
 
 
 async def _too_deep(*_: object) -> Response:

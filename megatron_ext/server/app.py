@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 import megatron_ext
 from megatron_ext.server.http.auth import ADMIN_PATHS
-from megatron_ext.server.http.middleware import install_middleware
+from megatron_ext.server.http.middleware import include_routers, install_middleware
 from megatron_ext.server.routes import admin, generation, models, observing, replica, responses, tokens
 from megatron_ext.server.serving import Serving
 
@@ -24,6 +24,7 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     admin_paths: frozenset[str] = frozenset(),
     tasks: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+    answers_ids: bool = True,
 ) -> FastAPI:
     """Return the application. Its lifespan starts and stops the engine's thread.
 
@@ -32,6 +33,7 @@ def create_app(
         routers: More routes, which replace those of equal paths.
         admin_paths: Paths of these routes that are for administrators.
         tasks: Functions that run beside the engine until the application stops.
+        answers_ids: See `install_middleware`.
     """
 
     @asynccontextmanager
@@ -49,7 +51,13 @@ def create_app(
         title="megatron_ext", version=megatron_ext.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.serving = serving
-    for router in (*routers, *ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())):
-        app.include_router(router)
-    install_middleware(app, settings, keys, access_log=settings.access_log, admin_paths=ADMIN_PATHS | admin_paths)
+    include_routers(app, (*routers, *ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())))
+    install_middleware(
+        app,
+        settings,
+        keys,
+        access_log=settings.access_log,
+        admin_paths=ADMIN_PATHS | admin_paths,
+        answers_ids=answers_ids,
+    )
     return app

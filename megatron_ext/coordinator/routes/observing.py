@@ -27,6 +27,7 @@ async def health(coordination: CoordinationDependency) -> JSONResponse:
 
 for method in ("GET", "POST"):  # some platforms send POST
     router.add_api_route("/ping", health, methods=[method], summary="Ping")
+router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/version")
@@ -72,3 +73,6 @@ async def documentation(request: Request) -> HTMLResponse:
 async def status_page() -> HTMLResponse:
     """Return the status page, with all replicas."""
     return HTMLResponse(FLEET_PAGE, headers=FLEET_PAGE_HEADERS)
+
+
+router.add_api_route("/", status_page, methods=["HEAD"], include_in_schema=False)

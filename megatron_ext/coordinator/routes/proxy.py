@@ -14,11 +14,14 @@ from megatron_ext.coordinator.routes.generation import passed_on
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
+from megatron_ext.server.http.request_ids import HEADER
 from megatron_ext.server.http.request_parts import TENANT_HEADER
 from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
 from megatron_ext.server.openai.streaming import while_connected
 
 router = APIRouter()
+
+_HANDED_ON = (b"authorization", b"content-type", HEADER)
 
 
 @router.get("/v1/models")
@@ -44,6 +47,9 @@ async def list_models(request: Request, coordination: CoordinationDependency) ->
         raise problem
     listed = {"object": "list", "data": found}
     return Response(json.dumps(listed).encode(), media_type="application/json")
+
+
+router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/v1/models/{model:path}")
@@ -95,9 +101,10 @@ for path in ("/tokenize", "/detokenize", "/v1/responses/input_tokens"):
 async def _ask(
     request: Request, coordination: Coordination, group: str | None, body: bytes = b"", owner: Member | None = None
 ) -> CompleteAnswer:
+    method = "GET" if request.method == "HEAD" else request.method  # an answer without a body cannot be checked
     headers, tenant = headers_of(request), request.scope[CALLER].tenant
     headers = [*headers, (TENANT_HEADER.encode(), tenant.encode())] if tenant else headers
-    asking = coordination.ask_any(request.method, target_of(request), headers, body, group, owner)
+    asking = coordination.ask_any(method, target_of(request), headers, body, group, owner)
     return await while_connected(request.receive, asking)
 
 
@@ -110,4 +117,4 @@ def target_of(request: Request) -> str:
 
 def headers_of(request: Request) -> Headers:
     """Return the headers that are forwarded to a replica."""
-    return [(name, value) for name, value in request.scope["headers"] if name in (b"authorization", b"content-type")]
+    return [(name, value) for name, value in request.scope["headers"] if name in _HANDED_ON]

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.api_errors import ApiError, connections_full, request_timeout
+from megatron_ext.server.http.request_ids import new_request_id
 from megatron_ext.server.log import BoundedRate
 
 logger = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ class GuardedProtocol(H11Protocol):
         """Send the error and close; writes raw bytes, since uvicorn's state may not allow a response."""
         body = json.dumps(error.to_dict()).encode()
         fields = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+        fields["X-Request-Id"] = new_request_id()
         lines = [f"HTTP/1.1 {error.status} {error.reason}", *(f"{name}: {value}" for name, value in fields.items())]
         lines += [f"{name}: {value}" for name, value in error.headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Iterable
+
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from megatron_ext.config import AccessConfig
 from megatron_ext.server.access import AccessLog
@@ -17,8 +21,23 @@ from megatron_ext.server.http.request_ids import RequestIds
 CORS_SECONDS = 600  # for which a browser caches a preflight response
 
 
+def include_routers(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Add routes to an application, and note them for its errors: FastAPI's own list does not show what it includes."""
+    found = list(app.routes)
+    for router in routers:
+        app.include_router(router)
+        found += router.routes
+    app.state.routes = [route for route in found if isinstance(route, Route)]
+
+
 def install_middleware(
-    app: FastAPI, settings: AccessConfig, keys: Keys, *, access_log: bool, admin_paths: frozenset[str] = ADMIN_PATHS
+    app: FastAPI,
+    settings: AccessConfig,
+    keys: Keys,
+    *,
+    access_log: bool,
+    admin_paths: frozenset[str] = ADMIN_PATHS,
+    answers_ids: bool = True,
 ) -> None:
     """Install all middleware on an application that has all its routes.
 
@@ -28,6 +47,7 @@ def install_middleware(
         keys: Keys of the tenants and the administrator.
         access_log: Whether each request is logged.
         admin_paths: Paths for administrators only.
+        answers_ids: Whether answers have `X-Request-Id`; False where a proxy before the application adds it.
     """
     install_error_handlers(app)
     unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
@@ -47,6 +67,11 @@ def install_middleware(
             allow_headers=("*",),
             max_age=CORS_SECONDS,
         )
-    if access_log:
-        app.add_middleware(AccessLog)
-    app.add_middleware(RequestIds)  # the last one added is the first to see a request
+    build = app.build_middleware_stack
+
+    def build_stack() -> ASGIApp:
+        """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
+        stack = build()
+        return RequestIds(AccessLog(stack) if access_log else stack, answers=answers_ids)
+
+    app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it

@@ -15,6 +15,9 @@ async def list_models(serving: ServerDependency) -> dict[str, object]:
     return {"object": "list", "data": [serving.describe()]}
 
 
+router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_schema=False)
+
+
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
     """Return the model by its name."""

@@ -26,6 +26,7 @@ async def health(serving: ServerDependency) -> JSONResponse:
 
 for method in ("GET", "POST"):  # some platforms send POST
     router.add_api_route("/ping", health, methods=[method], summary="Ping")
+router.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
 
 @router.get("/version")
@@ -90,3 +91,6 @@ async def documentation(request: Request) -> HTMLResponse:
 async def status_page() -> HTMLResponse:
     """Return the status page, which draws the metrics' history and the prefix cache."""
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)
+
+
+router.add_api_route("/", status_page, methods=["HEAD"], include_in_schema=False)

@@ -214,7 +214,7 @@ async def test_the_log_has_the_replica_and_the_id(caplog: pytest.LogCaptureFixtu
         answer = await http.post("/v1/completions", headers={"x-request-id": "one\x1b"})
     assert answer.json() == {"path": "/v1/completions"}
     (line,) = [line for line in caplog.text.splitlines() if access.__name__ in line]
-    assert re.search(rf"- POST /v1/completions 200 replica={NAMES[1]} duration=\S+ request=one\\x1b$", line), line
+    assert re.search(rf"- POST /v1/completions 200 replica={NAMES[1]} duration=\S+ request=one$", line), line
 
 
 def request(path: str) -> ForwardedRequest:

@@ -160,10 +160,14 @@ def test_a_message_can_quote_lone_surrogates(tiny):
 
 
 def test_no_such_route(tiny):
-    assert check_error(tiny.http.get("/v2"), 404)["message"] == "Not Found"
+    unknown = check_error(tiny.http.get("/v2"), 404)
     response = tiny.http.get(COMPLETIONS)
-    check_error(response, 405)
+    other = check_error(response, 405)
     assert response.headers["allow"] == "POST"
+    for error, path in ((unknown, "/v2"), (other, COMPLETIONS)):
+        assert path in error["message"]
+        assert all(one in error["message"] for one in (COMPLETIONS, CHAT, "/v1/models/{model}", "/metrics"))
+    assert "POST" in other["message"]
 
 
 def test_models(tiny):

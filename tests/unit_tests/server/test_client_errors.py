@@ -1,0 +1,134 @@
+"""Errors in the words that frameworks look for, ids of requests, HEAD, and fields without effect."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_ext.server.http.request_ids import LONGEST_ID
+from megatron_ext.text.chat_template import ChatOptions
+from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
+from tests.unit_tests.support.server import embedded_engine, tiny_engine
+
+ID = re.compile(r"req_[0-9a-f]{32}")
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+class TestContextLength:
+    """Too long a prompt begins with the words, and has the code, that LiteLLM and LangChain look for."""
+
+    @pytest.mark.parametrize(
+        ("prompt", "max_tokens", "param"), [([1], 2048, "max_tokens"), ([1] * 2050, 1, None), ([1] * 2048, 1, None)]
+    )
+    def test_counted_tokens(self, tiny, prompt, max_tokens, param):
+        answer = tiny.http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": max_tokens})
+        error = check_error(answer, 400)
+        assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, ")
+        assert str(len(prompt) + max_tokens) in error["message"]
+        assert "context_length_exceeded" in error["message"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+    def test_a_text_that_is_too_long_under_any_tokenization(self, embedded):
+        limit = embedded.serving.prompt_limits.sequence
+        longest = embedded.serving.tokenizer.longest_token
+        content = "word " * (limit * longest // 5 + 1)
+        chat = {"messages": [{"role": "user", "content": content}]}
+        for path, body in ((CHAT, chat), (COMPLETIONS, {"prompt": content})):
+            error = check_error(embedded.http.post(path, json=body), 400)
+            assert error["message"].startswith(f"This model's maximum context length is {limit} tokens. However, ")
+            assert error["code"] == "context_length_exceeded" in error["message"]
+
+
+class TestIds:
+    """RP-6: every answer has an id, the request's own where it has one."""
+
+    @pytest.mark.parametrize(
+        ("method", "path", "body", "status"),
+        [
+            ("POST", COMPLETIONS, {"prompt": [1], "max_tokens": 1}, 200),
+            ("POST", COMPLETIONS, {"prompt": [1], "max_tokens": 1, "stream": True}, 200),
+            ("POST", COMPLETIONS, {"prompt": "", "max_tokens": 1}, 400),
+            ("GET", "/health", None, 200),
+            ("GET", "/nowhere", None, 404),
+            ("GET", CHAT, None, 405),
+        ],
+    )
+    def test_of_answers(self, tiny, method, path, body, status):
+        given = tiny.http.request(method, path, json=body, headers={"X-Request-Id": "mine-1"})
+        assert given.status_code == status
+        assert given.headers.get_list("x-request-id") == ["mine-1"]
+        first, second = (tiny.http.request(method, path, json=body).headers["x-request-id"] for _ in range(2))
+        assert ID.fullmatch(first)
+        assert first != second
+
+    def test_unsafe_characters_are_left_out(self, tiny):
+        for given, expected in (('a"b\\c; d\xe9', "abcd"), ("x" * 500, "x" * LONGEST_ID)):
+            answer = tiny.http.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
+            assert answer.headers["x-request-id"] == expected
+        assert ID.fullmatch(tiny.http.get("/health", headers={"X-Request-Id": '"";'}).headers["x-request-id"])
+
+    def test_of_unexpected_errors(self, tiny, monkeypatch, caplog):
+        """Their handler is outside of other middleware; answer and log have id and status all the same."""
+        monkeypatch.setattr(tiny.serving, "describe", lambda: 1 / 0)
+        with caplog.at_level("INFO"):
+            answer = tiny.http.get("/v1/models", headers={"X-Request-Id": "mine-2"})
+            tiny.wait_until(lambda: any("GET /v1/models" in one for one in caplog.messages if "duration" in one))
+        check_error(answer, 500)
+        assert answer.headers["x-request-id"] == "mine-2"
+        assert [one for one in caplog.messages if "GET /v1/models 500" in one]
+
+    def test_a_missing_key(self, serve):
+        server = serve(tiny_engine(), api_key="k")
+        answer = server.http.get("/v1/models")
+        assert (answer.status_code, bool(ID.fullmatch(answer.headers["x-request-id"]))) == (401, True)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models"])
+def test_head(tiny, path):
+    """The headers are those of GET, without a body."""
+    head, got = tiny.http.head(path), tiny.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    same = ("content-type", "content-length")
+    assert [head.headers[name] for name in same] == [got.headers[name] for name in same]
+    assert set(tiny.http.put(path).headers["allow"].split(", ")) == {"GET", "HEAD"}
+    assert "head" not in tiny.http.get("/openapi.json").json()["paths"][path]
+
+
+def test_fields_without_effect(embedded):
+    """The answer is that of a request without them."""
+    body = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
+    fields = {
+        "prediction": {"type": "content", "content": "Hello"},
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "flex",
+        "safety_identifier": "x",
+        "user": "y",
+        "verbosity": "low",
+    }
+    plain, answer = (embedded.http.post(CHAT, json=one).json() for one in (body, body | fields))
+    assert answer["choices"] == plain["choices"]
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
+class TestVerbosity:
+    TEMPLATE = "{{ messages[0].content }}{% if verbosity is defined %} {{ verbosity }}{% endif %}"
+
+    def test_reaches_templates_that_know_it(self):
+        assert ChatOptions(verbosity="low").known_to(self.TEMPLATE) == ({"verbosity": "low"}, [])
+        assert ChatOptions(verbosity="low").known_to("{{ messages }}") == ({}, ["verbosity"])
+        own = ChatOptions(verbosity="low", variables={"verbosity": "high"})
+        assert own.known_to(self.TEMPLATE)[0] == {"verbosity": "high"}
+
+    def test_is_rendered(self, serve):
+        engine = embedded_engine()
+        engine.controller.tokenizer._chat_template = self.TEMPLATE
+        server = serve(engine, "embedded")
+        counts = []
+        for fields in ({}, {"verbosity": "low"}):
+            body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True} | fields
+            ids = server.http.post(CHAT, json=body).json()["prompt_token_ids"]
+            assert server.http.post("/tokenize", json={"messages": HELLO} | fields).json()["tokens"] == ids
+            counts.append(server.serving.tokenizer.detokenize(ids))
+        assert counts == ["Hello", "Hello low"]
