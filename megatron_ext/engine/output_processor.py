@@ -100,6 +100,7 @@ class OutputProcessor:
             is_end = request.finish_reason == "stop" and i == request.generated_count
             text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
             if text is not None:
+                request.output.stop_word = matcher.found
                 if not request.params.detokenize_stop_sequence:
                     request.output.generated_text = text
                 return i

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_ext.scheduling.request import Request
 
@@ -16,6 +16,8 @@ class Update:
 
     Attributes:
         start: Number of generated tokens in the previous updates.
+        skipped_prefill_token_count: See `RequestRecord`.
+        prefill_reasons: See `RequestRecord`; empty except in the first update.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -25,11 +27,13 @@ class Update:
     generated_top_n_log_probs: Sequence[dict[int, float]]
     prompt_log_probs: Sequence[float]
     prompt_top_n_log_probs: Sequence[dict[int, float]]
+    skipped_prefill_token_count: int = 0
+    prefill_reasons: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: Request, start: int) -> Update:
         """Copy what a request has generated from its `start`-th token on."""
-        is_first = start == 0
+        is_first, ledger = start == 0, request.sequence.ledger
         return cls(
             request.prompt_tokens,
             start,
@@ -38,14 +42,22 @@ class Update:
             request.output.generated_top_n[start:],
             request.output.prompt_log_probs[:] if is_first else (),
             request.output.prompt_top_n[:] if is_first else (),
+            ledger.skipped,
+            dict(ledger.reasons) if is_first else {},
         )
 
 
 class Progress:
-    """Output of a living request so far: the sum of its updates. The attributes are named as in `RequestRecord`."""
+    """Output of a living request so far: the sum of its updates. The attributes are named as in `RequestRecord`.
 
-    def __init__(self, prompt_tokens: tuple[int, ...]) -> None:
-        self.prompt_tokens = prompt_tokens
+    Args:
+        first: First update, which is still to be added.
+    """
+
+    def __init__(self, first: Update) -> None:
+        self.prompt_tokens = first.prompt_tokens
+        self.skipped_prefill_token_count = first.skipped_prefill_token_count
+        self.prefill_reasons = dict(first.prefill_reasons)
         self.generated_tokens: list[int] = []
         self.generated_log_probs: list[float] = []
         self.generated_top_n_log_probs: list[dict[int, float]] = []

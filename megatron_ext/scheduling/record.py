@@ -19,6 +19,7 @@ class Output:
 
     Attributes:
         generated_text: Set when a stop word cuts the text.
+        stop_word: Stop word that has ended the request.
         prompt_log_probs: Log-probs of the prompt's tokens from the second on, as far as they are computed.
         prompt_top_n: Top-n alternatives to the prompt's tokens.
         generated_log_probs: Log-probs of the generated tokens.
@@ -28,6 +29,7 @@ class Output:
     """
 
     generated_text: str | None = None
+    stop_word: str | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top_n: list[TopN] = field(default_factory=list)
     generated_log_probs: list[float] = field(default_factory=list)
@@ -73,6 +75,7 @@ class RequestRecord:
     prompt_tokens: tuple[int, ...]
     generated_text: str
     generated_tokens: tuple[int, ...]
+    stop_word: str | None = None  # that has ended the request; None if it ended otherwise
 
     # Log-probs; None if they were not requested
     prompt_log_probs: tuple[float, ...] | None = None  # entry i belongs to prompt token i + 1

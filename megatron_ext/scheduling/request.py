@@ -255,6 +255,7 @@ class Request:
         return dataclasses.replace(
             self.bare_record(),
             generated_text=generated_text,
+            stop_word=output.stop_word,
             prompt_log_probs=tuple(output.prompt_log_probs) if has_prompt else None,
             generated_log_probs=tuple(output.generated_log_probs) if has_generated else None,
             prompt_top_n_log_probs=tuple(output.prompt_top_n) if has_top_n and has_prompt else None,

@@ -15,9 +15,13 @@ class StopWordMatcher:
     Args:
         stop_words: Non-empty strings.
         detokenize: Token ids, and `skip_special_tokens`, to text. Words may be special tokens, or parts of them.
+
+    Attributes:
+        found: The first stop word; None if no word is complete yet.
     """
 
     def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
+        self.found: str | None = None
         self._stop_words = stop_words
         self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may already be in the text
         self._detokenize = detokenize
@@ -49,9 +53,11 @@ class StopWordMatcher:
         return ("".join(piece.visible for piece in self._recent) + self._text.tail).rstrip(INCOMPLETE)
 
     def _first_hit(self, text: str) -> int | None:
-        """Return the start of the first word whose end was not searched before."""
+        """Return the start of the first word whose end was not searched before; of equal starts the longest word."""
         starts = {word: max(0, self._searched - len(word) + 1) for word in self._stop_words}
-        return min((hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0), default=None)
+        hits = {word: hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0}
+        self.found = min(hits, key=lambda word: (hits[word], -len(word)), default=None)
+        return None if self.found is None else hits[self.found]
 
     def _forget_old(self) -> None:
         """Drop pieces that were searched and end before any position where an unfinished word can begin."""

@@ -33,7 +33,7 @@ class RequestHandle:
     def take(self, update: Update) -> None:
         """Append an update."""
         if self.progress is None:
-            self.progress = Progress(update.prompt_tokens)
+            self.progress = Progress(update)
         self.progress.add(update)
 
 

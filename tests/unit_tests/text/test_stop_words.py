@@ -106,6 +106,18 @@ class TestMatching:
         assert first_stop(["bc", "ab"], spell("x", "ab", "c")) == (2, "x")
         assert first_stop(["ND", "EN"], spell("x", " END")) == (2, "x ")
 
+    def test_the_found_word(self):
+        """Of words that begin at the same place the longest, as far as they are complete together."""
+        for words, text, expected in (
+            (["abc", "b"], "abc", "b"),
+            (["EN", "END"], " END", "END"),
+            (["END", "ND"], "so END", "END"),
+            (["END"], "so", None),
+        ):
+            matcher = StopWordMatcher(words, detokenize)
+            matcher.feed(spell(text))
+            assert matcher.found == expected
+
     def test_the_word_that_is_complete_first_stops(self):
         """The completed word wins, although the other word begins before it."""
         assert first_stop(["abc", "b"], spell("a", "b", "c")) == (2, "a")
