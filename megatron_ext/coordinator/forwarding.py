@@ -23,8 +23,8 @@ from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Compl
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision, Reason
+from megatron_ext.server.anthropic.error_envelope import error_event
 from megatron_ext.server.api_errors import FAULT, ApiError
-from megatron_ext.server.openai.streaming import event
 
 _END = b"\n\n"  # of a server-sent event
 _GENERATED = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,18})')
@@ -172,7 +172,7 @@ class Forwarder:
             else:
                 self._fleet.note_silence(proxied.member, str(error))
                 proxied.member.poked.set()
-            yield event(broken_off(error).to_dict())
+            yield error_event(broken_off(error), routed.path)
         else:
             self._computed(routed, proxied.member)
             proxied.end(count)

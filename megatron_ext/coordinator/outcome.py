@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.server.access import UNKNOWN
 
 _ID = re.compile(rb'"id": ?"([\w.:-]{1,100})"')
-_CACHED = b'"cached_tokens":'
-_SKIPPED = re.compile(rb'"cached_tokens": ?(\d{1,18})')
+_CACHED = (b'"cached_tokens":', b'"cache_read_input_tokens":')  # OpenAI's name, and Anthropic's
+_SKIPPED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)": ?(\d{1,18})')
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Outcome:
         """Read the id and the usage from an answer, or from a part of a stream."""
         if self.request_id is None and (found := _ID.search(content)):
             self.request_id = found[1].decode()
-        if (start := content.rfind(_CACHED)) >= 0 and (found := _SKIPPED.match(content, start)):
+        start = max(map(content.rfind, _CACHED))
+        if start >= 0 and (found := _SKIPPED.match(content, start)):
             self.skipped = int(found[1])
 
     def describe(self) -> tuple[str, str]:

@@ -14,6 +14,9 @@ from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, Headers, fetch
 from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
+from megatron_ext.server.anthropic.chat_translation import as_chat
+from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH
+from megatron_ext.server.anthropic.message_fields import CountTokensRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller, caller_of
 from megatron_ext.server.http.request_ids import HEADER
@@ -103,14 +106,10 @@ class Prompts:
     async def _prompt(
         self, path: str, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None
     ) -> RoutedPrompt:
-        tokens = _first(content.get("prompt"))
-        if path == _RESPONSES:
-            fields = {name: content[name] for name in _RESPONSE if content.get(name) is not None}
-            question = _Question("/v1/responses/input_tokens", fields | {"return_token_ids": True}, "prompt_token_ids")
-            tokens = await self._tokenized(question, headers, members)
-        elif isinstance(tokens, str) or "messages" in content:
-            fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
-            question = _Question("/tokenize", fields if "messages" in fields else {"prompt": tokens}, "tokens")
+        given = _first(content.get("prompt"))
+        question = _question(path, content, given)
+        tokens = given if isinstance(given, list) else []
+        if question is not None:
             tokens = await self._tokenized(question, headers, members)
         try:
             shares = content.get("enable_prefix_caching") is not False
@@ -136,6 +135,23 @@ class Prompts:
             tokens = reply.get(question.field) if answer.status == 200 and isinstance(reply, dict) else None
             return tokens if isinstance(tokens, list) else []
         return []
+
+
+def _question(path: str, content: Mapping[str, object], prompt: object) -> _Question | None:
+    """Return the question for a prompt's tokens; None if the prompt has them, or the request is invalid."""
+    if path == _RESPONSES:
+        fields = {name: content[name] for name in _RESPONSE if content.get(name) is not None}
+        return _Question("/v1/responses/input_tokens", fields | {"return_token_ids": True}, "prompt_token_ids")
+    if path == MESSAGES_PATH:
+        try:
+            chat = as_chat(CountTokensRequest.model_validate({**content}))
+        except (ApiError, ValueError):
+            return None
+        content = chat.model_dump(include=set(_TEMPLATE), exclude_none=True)
+    elif not isinstance(prompt, str) and "messages" not in content:
+        return None
+    fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
+    return _Question("/tokenize", fields if "messages" in fields else {"prompt": prompt}, "tokens")
 
 
 def _first(prompt: object) -> list[int] | str:

@@ -43,6 +43,7 @@ from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
 from megatron_ext.server.access import AccessLog
+from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.http.request_ids import RequestIds
 from megatron_ext.server.log import set_up_logging
 from megatron_ext.server.openai.responses_api.response_ids import tag_of
@@ -280,7 +281,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application that Ray's proxy calls."""
         app: ASGIApp = IngressApp(self._read, self._forward, self._limit)
-        app = FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit)
+        app = AnthropicClients(FleetRoutes(app, FleetCalls(self._replicas).ask_all, self._limit))
         return RequestIds(AccessLog(app) if self._logs else app, answers=False)  # Ray's proxy does
 
     async def _read(self, path: str, authorization: bytes, body: bytes) -> ReadPrompt:

@@ -18,15 +18,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.ray_serve.first_token import FirstToken
+from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH, error_event
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import parse_json, read_body
 from megatron_ext.server.http.request_parts import SENDER_HEADER
 from megatron_ext.server.openai.responses_api.response_ids import owner_named, owner_tag
-from megatron_ext.server.openai.streaming import event, while_connected
+from megatron_ext.server.openai.streaming import while_connected
 from megatron_ext.server.scope import HANDED_ON, route_path
 
 _RESPONSES = "/v1/responses"
-GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", _RESPONSES))
+GENERATION_PATHS = frozenset(("/v1/completions", "/v1/chat/completions", MESSAGES_PATH, _RESPONSES))
 _CONTINUES = (b"previous_response_id", b"item_reference")  # names in bodies that are worth to be parsed
 ATTEMPTS = 3  # replicas that a request is sent to
 _LEAVING = 10.0  # seconds for an application to end after its client has left
@@ -189,7 +190,7 @@ class IngressApp:
             authorization = dict(scope["headers"]).get(b"authorization", b"")
             prompt = await self._tried(lambda: self._read(path, authorization, body))
         request = ForwardedRequest.of(scope, body, prompt, owner_of(path, body))
-        answer = Answer(send)
+        answer = Answer(send, path)
         await self._tried(lambda: answer.take(self._forward(request)))
 
     async def _tried(self, work: Callable[[], Awaitable[Result]]) -> Result:
@@ -212,14 +213,16 @@ class Answer:
 
     Args:
         send: Sends a message to the client.
+        path: Path of the route.
 
     Attributes:
         has_begun: Whether the client has a part of it.
         is_complete: Whether the client has all of it.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, path: str) -> None:
         self._send = send
+        self._path = path
         self._head: Message | None = None
         self.has_begun = self.is_complete = False
 
@@ -259,7 +262,9 @@ class Answer:
             raise error
         if not _is_stream(self._head):
             raise BrokenAnswerError(f"the replica was lost in the middle of its answer: {error}") from None
-        await self._send({"type": "http.response.body", "body": event(lost(error).to_dict()), "more_body": False})
+        await self._send(
+            {"type": "http.response.body", "body": error_event(lost(error), self._path), "more_body": False}
+        )
 
 
 def _is_stream(head: Message) -> bool:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.ray_serve.forwarded import ReadPrompt
+from megatron_ext.server.anthropic.chat_translation import as_chat
+from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH
+from megatron_ext.server.anthropic.message_fields import MessagesRequest
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.http.body import parse_json
@@ -51,9 +54,11 @@ async def read_prompt(serving: Serving, path: str, authorization: bytes, body: b
 async def _specs(serving: Serving, path: str, content: object, caller: Caller) -> tuple[list[RequestSpec], int]:
     """Return the engine requests of a body, prompt by prompt, and the number of choices of each prompt."""
     limits, defaults = serving.prompt_limits, serving.defaults
-    if path in (_CHAT, _RESPONSES):
+    if path in (_CHAT, _RESPONSES, MESSAGES_PATH):
         if path == _CHAT:
             chat = ChatRequest.model_validate(content)
+        elif path == MESSAGES_PATH:
+            chat = as_chat(MessagesRequest.model_validate(content))
         else:
             body = ResponsesRequest.model_validate(content)
             chat = body.chat_request(conversation_of(body, serving.responses, caller.tenant).messages)

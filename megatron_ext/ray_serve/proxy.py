@@ -50,7 +50,7 @@ class SurvivingRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body, answer = _Body(receive), Answer(send)
+        body, answer = _Body(receive), Answer(send, scope["path"])
 
         async def pass_on(message: Message) -> None:
             await answer.send(message)

@@ -11,10 +11,18 @@ from fastapi import APIRouter, FastAPI
 import megatron_ext
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import include_routers, install_middleware
-from megatron_ext.server.routes import admin, generation, models, observing, replica, responses, tokens
+from megatron_ext.server.routes import admin, generation, messages, models, observing, replica, responses, tokens
 from megatron_ext.server.serving import Serving
 
-ROUTERS = (models.router, generation.router, responses.router, tokens.router, observing.router, replica.router)
+ROUTERS = (
+    models.router,
+    generation.router,
+    responses.router,
+    messages.router,
+    tokens.router,
+    observing.router,
+    replica.router,
+)
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 
 

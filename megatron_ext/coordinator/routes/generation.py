@@ -11,6 +11,7 @@ from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.prompt_tokens import checked
 from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
 from megatron_ext.server.access import note_description
+from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
@@ -36,6 +37,12 @@ async def create_chat_completion(request: Request, coordination: CoordinationDep
 @router.post("/v1/responses")
 async def create_response(request: Request, coordination: CoordinationDependency) -> Response:
     """Answer in a conversation; the body is that of a replica's route. A follow-up goes to the replica that has it."""
+    return await _generate(request, coordination)
+
+
+@router.post(MESSAGES_PATH)
+async def create_message(request: Request, coordination: CoordinationDependency) -> Response:
+    """Answer in a conversation, in the form of Anthropic's Messages API; the body is that of a replica's route."""
     return await _generate(request, coordination)
 
 

@@ -11,6 +11,7 @@ from megatron_ext.coordinator.coordination import Coordination, CoordinationDepe
 from megatron_ext.coordinator.membership.member import Member
 from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
 from megatron_ext.coordinator.routes.generation import passed_on
+from megatron_ext.server.anthropic.error_envelope import COUNT_PATH
 from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import check_content_type, parse_json, read_body
@@ -94,7 +95,7 @@ async def ask_one(request: Request, coordination: CoordinationDependency) -> Res
     return passed_on(await _ask(request, coordination, group, body, owner))
 
 
-for path in ("/tokenize", "/detokenize", "/v1/responses/input_tokens"):
+for path in ("/tokenize", "/detokenize", "/v1/responses/input_tokens", COUNT_PATH):
     router.add_api_route(path, ask_one, methods=["POST"], name=f"POST {path}", response_model=None)
 
 

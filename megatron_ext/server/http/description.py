@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.field_descriptions import FIELDS, OF_SCHEMA, FieldText
 
@@ -30,6 +31,20 @@ _ERROR_SCHEMA: Schema = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_MESSAGES_ERROR = "MessagesError"
+_MESSAGES_ERROR_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string", "minLength": 1}},
+        },
+        "request_id": {"type": "string"},
     },
 }
 _KEY = "key"
@@ -76,6 +91,8 @@ def _described(app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> S
     for name in _FOREIGN:
         schemas.pop(name, None)
     schemas[_ERROR] = _ERROR_SCHEMA
+    if MESSAGES_PATH in schema["paths"]:
+        schemas[_MESSAGES_ERROR] = _MESSAGES_ERROR_SCHEMA
     if has_keys:
         components["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
     for name, component in schemas.items():
@@ -124,8 +141,9 @@ def _complete(operation: Schema, path: str, schemas: Schema, *, needs_key: bool)
     if "stream" in fields:
         errors |= _GENERATES
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    error = _reference(_MESSAGES_ERROR if path in (MESSAGES_PATH, COUNT_PATH) else _ERROR)
     for status, text in errors.items():
-        responses[status] = {"description": text, "content": {"application/json": {"schema": _reference(_ERROR)}}}
+        responses[status] = {"description": text, "content": {"application/json": {"schema": error}}}
     if path in ("/health", "/ping"):
         responses["503"]["content"]["application/json"] = {"schema": {"type": "object"}}
 

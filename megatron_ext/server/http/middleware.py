@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from megatron_ext.config import AccessConfig
 from megatron_ext.server.access import AccessLog
+from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.api_errors import install_error_handlers
 from megatron_ext.server.api_keys import Keys
 from megatron_ext.server.http.auth import ADMIN_PATHS, KeyAuth, open_paths
@@ -71,7 +72,7 @@ def install_middleware(
 
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
-        stack = build()
+        stack = AnthropicClients(build())
         return RequestIds(AccessLog(stack) if access_log else stack, answers=answers_ids)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it

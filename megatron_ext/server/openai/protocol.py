@@ -62,9 +62,10 @@ class CompletionRequest(GatewayFields, GenerationRequest):
 
 
 class CacheControl(Body):
-    """Mark after a part of a message: other prompts may have everything before it in common with this one."""
+    """Mark of a prefix that is worth caching: other prompts may have everything before it in common with this one."""
 
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None  # accepted, without effect: what is used last stays longest
 
 
 class TextPart(Body):
@@ -72,7 +73,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
-    cache_control: CacheControl | None = None
+    cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # templates do not see it
 
 
 class Message(BaseModel):
@@ -87,6 +88,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
+    cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # of the whole message
 
     @field_validator("content", mode="before")
     @classmethod
@@ -103,11 +105,13 @@ class Message(BaseModel):
         return None if value is None else [_with_object(call) for call in value]
 
     def marked_prefixes(self) -> Iterator[Message]:
-        """Yield the message up to each of its parts with a `cache_control` mark."""
+        """Yield the message up to each of its parts with a `cache_control` mark, and whole if it has one itself."""
         parts = self.content if isinstance(self.content, list) else []
         for i, part in enumerate(parts):
             if part.cache_control is not None:
                 yield self.model_copy(update={"content": "".join(part.text for part in parts[: i + 1])})
+        if self.cache_control is not None:
+            yield self
 
     def to_dict(self) -> dict[str, object]:
         """Return the message for chat templates: content is one text, and tool call arguments are objects."""
@@ -149,6 +153,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Annotated[CacheControl | None, Field(exclude=True)] = None  # tools end with the system prompt
 
 
 @dataclass(frozen=True)

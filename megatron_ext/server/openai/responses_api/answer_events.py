@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.scheduling.explanation import Reason
@@ -15,7 +15,7 @@ from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
 from megatron_ext.server.openai.answers import AnswerFormat, AnswerReader, CallPart, Thinking, thinking_length
 from megatron_ext.server.openai.response_builders import scored_tokens
-from megatron_ext.server.openai.responses import Explains, Piece, Scored, explained, usage
+from megatron_ext.server.openai.responses import Piece, Scored, explained, usage
 from megatron_ext.server.openai.responses_api.response_ids import new_id
 from megatron_ext.text.tool_calls.events import Content
 from megatron_ext.text.vocabulary import Vocabulary
@@ -101,7 +101,7 @@ class ResponseAnswer:
     ) -> None:
         self.id = new_id("resp", tag)
         self.shows_cache = True
-        self.explains = Explains.NOTHING
+        self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
         self._form = form
         self._vocabulary = vocabulary

@@ -1,0 +1,255 @@
+"""Bodies of requests to `/v1/messages` and `/v1/messages/count_tokens`.
+
+Clients send many fields that only Anthropic's own service has. Unknown ones are ignored, which the log says once for
+each name; contents that cannot be ignored, such as images, are refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from megatron_ext.server.log import printable
+from megatron_ext.server.openai.protocol import LONGEST_EFFORT, LONGEST_TOOL_NAME, MAX_TOOLS, MAX_VARIABLES
+from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Text, few_words, option_bounds
+
+logger = logging.getLogger(__name__)
+
+MAX_BLOCKS = 10_000  # of one message
+_LONGEST_NAME = 100  # characters
+_WITHOUT_EFFECT = frozenset(("metadata", "service_tier"))  # about the client and its bill, not about the answer
+
+
+class _Object(BaseModel):
+    """Base of objects in a body: strict types; unknown fields are ignored, as those that clients copy from answers."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+Mark = dict[str, object] | None  # as in {"type": "ephemeral", "ttl": "5m"}
+
+
+class TextBlock(_Object):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Mark = None
+
+
+class ThinkingBlock(_Object):
+    """Thinking of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedThinkingBlock(_Object):
+    """Thinking that only Anthropic's service can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(_Object):
+    """Call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, object]
+    cache_control: Mark = None
+
+
+def _blocks_of(*known: str) -> BeforeValidator:
+    """Return a conversion of a content to blocks; its error names the type of a block that is not known."""
+
+    def convert(value: object) -> object:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        for block in value if isinstance(value, list) else ():
+            given = block.get("type") if isinstance(block, dict) else None
+            if isinstance(given, str) and given not in known:
+                shown = printable(given, _LONGEST_NAME)
+                raise ValueError(f"has a block of type {shown!r}; only {', '.join(known)} are supported")
+        return value
+
+    return BeforeValidator(convert, json_schema_input_type=str | list[dict[str, Any]])
+
+
+_Texts = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), _blocks_of("text")]
+
+
+class ToolResultBlock(_Object):
+    """Result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: _Texts | None = None
+    is_error: bool | None = None
+    cache_control: Mark = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+_Blocks = Annotated[
+    list[Block],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+    _blocks_of("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
+_OF_ROLE = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+
+
+class MessageParam(_Object):
+    """Message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks
+
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> MessageParam:
+        for block in self.content:
+            if not isinstance(block, _OF_ROLE[self.role]):
+                raise ValueError(f"has role {self.role!r}, and a block of type {block.type!r}")
+        return self
+
+
+class ToolParam(_Object):
+    """Function that the client runs."""
+
+    name: Annotated[Text, Field(min_length=1, max_length=LONGEST_TOOL_NAME)]
+    input_schema: dict[str, object]
+    description: Text | None = None
+    strict: bool | None = None
+    cache_control: Mark = None
+
+
+def _client_tools(value: object) -> object:
+    """Refuse tools that Anthropic's service runs or describes."""
+    for tool in value if isinstance(value, list) else ():
+        given = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(given, str) and given != "custom":
+            shown = printable(given, _LONGEST_NAME)
+            raise ValueError(f"has a tool of type {shown!r}, which only Anthropic's service has; give an input_schema")
+    return value
+
+
+class ToolChoiceParam(_Object):
+    """Choice among the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> ToolChoiceParam:
+        if self.type == "tool" and self.name is None:
+            raise ValueError('of type "tool" needs the name of one')
+        return self
+
+
+class ThinkingParam(_Object):
+    """Thinking of the answer; of any kind but "enabled" and "disabled" the model decides."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> ThinkingParam:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise ValueError('of type "enabled" needs budget_tokens')
+        return self
+
+
+class OutputFormatParam(_Object):
+    """JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfigParam(_Object):
+    """Effort and format of the answer."""
+
+    effort: Annotated[str, Field(max_length=LONGEST_EFFORT)] | None = None
+    format: OutputFormatParam | None = None
+
+
+class CountTokensRequest(Body):
+    """Body of `/v1/messages/count_tokens`: the fields that make the prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: _Texts | None = None
+    tools: (
+        Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(_client_tools)] | None
+    ) = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
+    output_config: OutputConfigParam | None = None
+    cache_control: Mark = None  # of the last message
+
+    # Extensions of this engine
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
+
+    @model_validator(mode="after")
+    def _log_what_is_ignored(self) -> CountTokensRequest:
+        note_ignored(f"field {name}" for name in self.model_extra or () if name not in _WITHOUT_EFFECT)
+        return self
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[Text] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, option_bounds("temperature")] | None = None
+    top_p: Annotated[float, option_bounds("top_p")] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+
+    # Extensions of this engine
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+    seed: int | None = None
+
+    @field_validator("stop_sequences", mode="before")
+    @classmethod
+    def _has_few_stop_words(cls, value: object) -> object:
+        return few_words(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _leaves_tokens_for_the_answer(self) -> MessagesRequest:
+        budget = None if self.thinking is None or self.thinking.type != "enabled" else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} must be greater than thinking.budget_tokens {budget}")
+        return self
+
+
+def note_ignored(names: Iterable[str]) -> None:
+    """Log once for each name that it has no effect."""
+    for name in names:
+        _note_ignored(printable(name, _LONGEST_NAME))
+
+
+@functools.lru_cache(maxsize=64)
+def _note_ignored(name: str) -> None:
+    logger.info("the Messages API here does not use %s; it is ignored", name)
+
+
+def note_betas(header: str) -> None:
+    """Log once for each feature of an `anthropic-beta` header that it has no effect."""
+    note_ignored(f"beta {one}" for one in map(str.strip, header.split(",")) if one)
+
+
+Fields = dict[str, Any]
