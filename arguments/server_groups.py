@@ -13,7 +13,11 @@ SERVER = FlagGroup(
     (
         Flag("host", "Address to listen on"),
         Flag("port", "Port to listen on; 0: any free port"),
-        Flag("served_model_name", "Model name for clients; default: the checkpoint's", metavar="NAME"),
+        Flag(
+            "served_model_name",
+            "Names of the model for clients, of which the first is shown; default: the checkpoint's",
+            metavar="NAME",
+        ),
         Flag("max_waiting_requests", "Maximum number of waiting requests; further ones get a 429"),
         Flag("shutdown_timeout", "Seconds after a stop signal before running requests are cancelled"),
         Flag("inference_logging_step_interval", "Number of steps between two log lines; 0: no log lines"),

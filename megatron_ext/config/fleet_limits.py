@@ -36,6 +36,7 @@ EVENT_BYTES = 2**26  # one server-sent event; the first may have the scores of t
 
 # Fields of GET /replica
 MAX_NAME = 512  # characters of a model's name and of identifiers
+MAX_NAMES = 2**6  # other names of a model
 MAX_BLOCK_SIZE = 2**20  # tokens
 MAX_COUNT = 2**63 - 1  # counters, requests
 MAX_BLOCKS = 2**23  # of all caches of a replica; the router keeps about 250 bytes of each, and as much of a snapshot

@@ -147,7 +147,7 @@ class ServerConfig(AccessConfig):
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    served_model_name: str | None = None  # default: the last part of the checkpoint's path
+    served_model_name: tuple[str, ...] = ()  # the first is shown; default: the last part of the checkpoint's path
     max_waiting_requests: int = 256
     shutdown_timeout: float = 30.0  # seconds
     inference_logging_step_interval: int = 0  # steps; 0 is no log
@@ -163,7 +163,10 @@ class ServerConfig(AccessConfig):
         require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
         require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
         require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
-        require(self.served_model_name != "", "--served-model-name is empty; leave it out for the checkpoint's name")
+        names = self.served_model_name
+        require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
+        require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
+        require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
         waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
         require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
         valid_timeout = math.isfinite(timeout) and timeout >= 0

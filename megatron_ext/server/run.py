@@ -174,9 +174,9 @@ def readable_root(loaded: LoadedModel) -> str:
 
 
 def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
-    """Return the name to serve a model under: the given one, or the last part of the checkpoint's path."""
-    if server.served_model_name is not None:
-        return server.served_model_name
+    """Return the name to serve a model under: the first given one, or the last part of the checkpoint's path."""
+    if server.served_model_name:
+        return server.served_model_name[0]
     directory = source.load or source.load_hf
     return loaded if directory is None else Path(directory).resolve().name or loaded
 

@@ -42,7 +42,7 @@ class Serving:
 
     Args:
         engine: Engine; only its tokenizer may be used elsewhere from now on.
-        model: Name that the model is served under.
+        model: Name that the model is served under; the settings may have others.
         settings: Limits and access settings.
         keys: API keys; by default those that the settings name.
         root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
@@ -85,6 +85,16 @@ class Serving:
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
         self.forms = StructuredOutputChecks(self.engine.controller.grammars, self.settings.limits)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.prompt_tokens, longest)
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Return the other names that the model is served under."""
+        return self.settings.served_model_name[1:]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names that the model is served under."""
+        return (self.model, *self.aliases)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
         """Return the ids of a conversation rendered with its template options.
@@ -137,26 +147,26 @@ class Serving:
         self.check_name(body.model)
 
     def check_name(self, name: str | None) -> None:
-        """Check that a name, if there is one, is this model's.
+        """Check that a name, if there is one, is one of this model's.
 
         Raises:
             ApiError: The name is another model's.
         """
         if name is not None and not self.is_name(name):
-            raise unknown_model(name, self.model)
+            raise unknown_model(name, *self.names)
 
     def is_name(self, name: str) -> bool:
-        """Return whether a name is the model's: the served one, or its root, which load generators send."""
-        return name in (self.model, self.root)
+        """Return whether a name is the model's: a served one, or its root, which load generators send."""
+        return name in (*self.names, self.root)
 
     def describe_server(self) -> dict[str, object]:
         """Return the heading of the status page: model, version, and the start in seconds since 1970."""
         return {"model": self.model, "version": megatron_ext.__version__, "started": self.created}
 
-    def describe(self) -> dict[str, object]:
-        """Return OpenAI's model object."""
+    def describe(self, name: str) -> dict[str, object]:
+        """Return OpenAI's model object under one of the model's names."""
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "megatron_ext",

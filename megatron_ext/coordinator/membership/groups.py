@@ -70,12 +70,23 @@ class Groups:
         """
         names = self.names
         if isinstance(model, str) and names:
-            if model not in names:
-                raise unknown_model(model, *names)
-            return model
+            if model in names:
+                return model
+            aliases = self._aliases()
+            if model not in aliases:
+                raise unknown_model(model, *names, *aliases)
+            return aliases[model]
         if len(names) > 1:
             raise ApiError(400, f"model: must be one of {', '.join(map(repr, names))}", param="model")
         return None
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the group of each other name; of a name in several groups that of the replica that joined first."""
+        found: dict[str, str] = {}
+        for _, beat in sorted(self._known(), key=lambda pair: pair[0].joined_at):
+            for alias in beat.identity.aliases:
+                found.setdefault(alias, beat.model)
+        return found
 
     def weigh(self) -> list[Member]:
         """Update which replicas have other weights than their group; return those that changed."""

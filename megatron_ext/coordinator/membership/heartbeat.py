@@ -19,6 +19,7 @@ from megatron_ext.config.fleet_limits import (
     MAX_COUNT,
     MAX_EVENT_SOURCES,
     MAX_NAME,
+    MAX_NAMES,
     MAX_REQUESTS,
     MAX_SHOWN,
 )
@@ -117,14 +118,17 @@ class Identity:
         model: Name that the model is served under.
         configuration: Hash of the model configuration.
         tokenizer: Hash of the tokenizer and its chat template.
+        aliases: Other names that the model is served under.
     """
 
     model: str
     configuration: str
     tokenizer: str
+    aliases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.model!r} (configuration {self.configuration}, tokenizer {self.tokenizer})"
+        names = ", ".join(map(repr, (self.model, *self.aliases)))
+        return f"{names} (configuration {self.configuration}, tokenizer {self.tokenizer})"
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,12 @@ class Heartbeat:
             events, problem = _events(fields, places)
             return cls(
                 instance=fields.text("instance"),
-                identity=Identity(fields.text("model"), fields.text("configuration"), fields.text("tokenizer")),
+                identity=Identity(
+                    fields.text("model"),
+                    fields.text("configuration"),
+                    fields.text("tokenizer"),
+                    fields.texts("aliases"),
+                ),
                 weights=fields.text("weights"),
                 status=fields.choice("status", (OK, ASLEEP, FAILING)),
                 has_keys=fields.flag("has_keys"),
@@ -267,6 +276,10 @@ class _Fields:
         if found is not None and (not isinstance(found, list) or len(found) > maximum):
             raise BadHeartbeat(f"{name} must be a list of at most {maximum}")
         return found or []
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return a list of texts; a replica of an earlier version has none."""
+        return tuple(_Fields({name: one}).text(name) for one in self.items(name, MAX_NAMES))
 
     def text(self, name: str, minimum: int = 1) -> str:
         found = self.content.get(name)

@@ -11,8 +11,8 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(serving: ServerDependency) -> dict[str, object]:
-    """Return the list with the one model."""
-    return {"object": "list", "data": [serving.describe()]}
+    """Return the one model under each of its names."""
+    return {"object": "list", "data": [serving.describe(name) for name in serving.names]}
 
 
 router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_schema=False)
@@ -20,6 +20,6 @@ router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_sch
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
-    """Return the model by its name."""
+    """Return the model by one of its names."""
     serving.check_name(model)
-    return serving.describe()
+    return serving.describe(model if model in serving.names else serving.model)

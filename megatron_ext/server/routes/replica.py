@@ -15,10 +15,10 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
     """Return this process's instance id, model, health, progress, and its counts of computed and cached tokens.
 
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
-    not, since `/health` is answered without the engine. Replicas of equal `model`, `configuration` and `tokenizer` can
-    answer for each other; `weights` is the version of the weights. `others` has the requests that the asking
-    coordinator has not sent, their prompt tokens that are yet to be computed, and the sum of their `max_tokens`. Counts
-    are null where `--hide-cache-counts` hides them.
+    not, since `/health` is answered without the engine. Replicas of equal `model`, `aliases`, `configuration` and
+    `tokenizer` can answer for each other; `weights` is the version of the weights. `others` has the requests that the
+    asking coordinator has not sent, their prompt tokens that are yet to be computed, and the sum of their `max_tokens`.
+    Counts are null where `--hide-cache-counts` hides them.
     """
     others, prompt_tokens, output_tokens = serving.requests.load_of_others(sender_of(request))
     requests, state = serving.requests, serving.metrics.state
@@ -26,6 +26,7 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
     return {
         "instance": serving.instance,
         "model": serving.model,
+        "aliases": list(serving.aliases),
         "configuration": serving.identity.configuration,
         "tokenizer": serving.identity.tokenizer,
         "weights": serving.identity.weights,

@@ -40,7 +40,7 @@ def test_texts_and_typed_values_give_equal_settings():
     )
     assert texts == typed
     server = texts.server
-    assert (server.server.served_model_name, server.batching.block_size) == ("m", 16)
+    assert (server.server.served_model_name, server.batching.block_size) == (("m",), 16)
     assert (server.server.access_log, server.server.allowed_hosts) == (False, ("a",))
     assert texts.deployment.num_replicas == 2
     assert texts.deployment.actor_options == {"num_cpus": 0.5}

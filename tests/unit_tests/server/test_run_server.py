@@ -199,7 +199,7 @@ class TestMistakes:
         (SourceConfig(), ServerConfig(), "embedded"),
         (SourceConfig(load_hf="/models/Llama-8B/"), ServerConfig(), "Llama-8B"),
         (SourceConfig(load="runs/three"), ServerConfig(), "three"),
-        (SourceConfig(load="runs/three"), ServerConfig(served_model_name="mine"), "mine"),
+        (SourceConfig(load="runs/three"), ServerConfig(served_model_name=("mine", "other")), "mine"),
     ],
 )
 def test_the_name_of_a_model(source, server, name):
@@ -213,6 +213,8 @@ def test_refuses_connections_until_the_model_is_loaded():
 
 def test_serving_is_built_from_settings():
     platform.initialize()
-    serving = build_serving(parse_server_arguments([*TINY, "--served-model-name", "x", "--max-waiting-requests", "3"]))
+    words = [*TINY, "--served-model-name", "x", "y", "--max-waiting-requests", "3"]
+    serving = build_serving(parse_server_arguments(words))
     assert isinstance(serving, Serving)
+    assert serving.names == ("x", "y")
     assert (serving.model, serving.requests.capacity) == ("x", 7)
