@@ -197,7 +197,7 @@ class FakeReplica:
             leaving.cancel()
 
     async def _behave(self, exchange: Exchange) -> None:
-        is_generation = exchange.path.startswith("/v1/c")
+        is_generation = exchange.path.startswith("/v1/c") or exchange.path == "/v1/messages"
         (self.requests if is_generation else self.others).append(exchange)
         while self.is_frozen:
             await asyncio.sleep(0.01)
