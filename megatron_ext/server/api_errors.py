@@ -225,7 +225,8 @@ def response_format_refused(reason: str, param: str) -> ApiError:
 
 def text_too_long(characters: int, max_characters: int, limit: int) -> ContextExceeded:
     """400: a text is too long for the model's context under any tokenization."""
-    excess = f"a prompt of {characters} characters is too long; {limit} tokens have at most {max_characters} characters"
+    most = f"the limit of {limit} tokens has at most {max_characters} characters"
+    excess = f"a prompt of {characters} characters is too long; {most}"
     return ContextExceeded(excess, -(-characters * limit // max_characters), 0, limit, "prompt")
 
 

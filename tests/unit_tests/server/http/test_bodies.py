@@ -250,7 +250,7 @@ class TestTexts:
             ):
                 error = check_error(embedded.http.post(path, json=body), 400)
                 assert error["code"] == "context_length_exceeded"
-                assert f"have at most {longest}" in error["message"]
+                assert f"has at most {longest}" in error["message"]
         error = check_error(embedded.http.post(COMPLETIONS, json={"prompt": "b" * longest}), 400)
         assert "tokens of prompt" in error["message"]
         check_alive(embedded)
