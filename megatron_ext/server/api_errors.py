@@ -236,7 +236,7 @@ def no_route(method: str, path: str, allowed: Sequence[str], routes: Sequence[st
     Args:
         method: Method of the request.
         path: Path of the request.
-        allowed: Methods of the routes with this path; empty if there is none.
+        allowed: Methods of the routes with this path; empty if no route has it.
         routes: Paths of all routes.
     """
     there, shown = f"the routes are {', '.join(routes)}", printable(path, LONGEST_NAME)

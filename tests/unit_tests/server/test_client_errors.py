@@ -69,7 +69,7 @@ class TestIds:
         assert ID.fullmatch(tiny.http.get("/health", headers={"X-Request-Id": '"";'}).headers["x-request-id"])
 
     def test_of_unexpected_errors(self, tiny, monkeypatch, caplog):
-        """Their handler is outside of other middleware; answer and log have id and status all the same."""
+        """The handler of these is outside of other middleware; answer and log have id and status all the same."""
         monkeypatch.setattr(tiny.serving, "describe", lambda: 1 / 0)
         with caplog.at_level("INFO"):
             answer = tiny.http.get("/v1/models", headers={"X-Request-Id": "mine-2"})

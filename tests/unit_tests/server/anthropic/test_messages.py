@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,7 @@ from tests.unit_tests.support.messages import (
     text_of,
     without_ids,
 )
-from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine, tiny_engine
 
 BLOCK = 16
 SYSTEM = "You plan journeys. Look up the weather, and take notes of what matters to the traveller."
@@ -79,7 +81,7 @@ def chat(server: LiveServer, **fields: object) -> dict:
 
 
 def in_chat_words(message: dict) -> tuple:
-    """What a message and a chat's answer have in common, of a message."""
+    """Text, calls, end and counts of a message, in the words of chats."""
     usage = message["usage"]
     calls = [(one["name"], one["input"]) for one in message["content"] if one["type"] == "tool_use"]
     reason = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
@@ -95,7 +97,7 @@ def in_chat_words(message: dict) -> tuple:
 
 
 def of_chat(answer: dict) -> tuple:
-    """The same of a chat's answer."""
+    """Text, calls, end and counts of a chat's answer."""
     (choice,), usage = answer["choices"], answer["usage"]
     calls = [
         (one["function"]["name"], json.loads(one["function"]["arguments"]))
@@ -128,7 +130,7 @@ class TestEqualToChats:
         assert expected[1][4] > 0, "the second request hits the first one"
 
     def test_top_k(self, embedded, stream):
-        """With one candidate a temperature changes nothing."""
+        """A temperature changes nothing where there is one candidate."""
         greedy = create(embedded, messages=contents(QUESTION))
         hot = create(embedded, stream=stream, messages=contents(QUESTION), temperature=1.0, top_k=1, seed=9)
         assert text_of(hot) == text_of(greedy)
@@ -476,22 +478,32 @@ class TestErrors:
         answer = embedded.http.post(MESSAGES, json=ASKED | {"model": "embedded"})
         assert "ZeroDivisionError" in check_envelope(answer, 500, "api_error")["message"]
 
-    def test_in_a_stream_that_has_begun(self, serve):
+    def test_in_a_stream_that_has_begun(self, serve, monkeypatch):
         """An administrator ends it: the last event is the error, and the id is that of the answer."""
         server = serve(embedded_engine(), "embedded", api_key="k", enable_admin_routes=True)
         key = {"x-api-key": "k"}
-        body = ASKED | {"max_tokens": 1000, "stream": True}
+        body, step = ASKED | {"max_tokens": 50, "stream": True}, server.engine.core.step
+        steps, go_on = itertools.count(), threading.Event()
+
+        def held(*arguments):
+            """The first step gives a token; the others wait."""
+            assert next(steps) == 0 or go_on.wait(PATIENCE)
+            return step(*arguments)
+
+        monkeypatch.setattr(server.engine.core, "step", held)
         with server.http.stream("POST", MESSAGES, json=body, headers=key) as answer:
             chunks = answer.iter_text()
             text = next(chunks)
             begun = events_of(text.split("\n\n")[0] + "\n\n")[0]
             ended = server.http.post("/abort", json={"request_id": begun["message"]["id"]}, headers=key).json()
+            go_on.set()
             text += "".join(chunks)
         last = events_of(text)[-1]
         assert ended == {"aborted": 1}
         assert last["type"] == "error"
         assert (last["error"]["type"], last["error"]["code"]) == ("overloaded_error", "request_aborted")
         assert last["request_id"] == answer.headers["request-id"]
+        server.wait_until(lambda: not server.in_engine_thread(server.engine.has_unfinished_requests))
         server.check_idle()
 
 
@@ -521,7 +533,7 @@ class TestKeys:
 
 class TestWithoutEffect:
     def test_is_said_once(self, embedded, caplog):
-        """What only Anthropic's service has is accepted, and the log names it once; who asks is not logged."""
+        """Fields of Anthropic's service alone are accepted, and logged once by name; those about the client never."""
         fields = {"inference_geo": "eu", "context_management": {"edits": []}, "metadata": {"user_id": "u"}}
         fields["service_tier"] = "auto"
         beta = {"anthropic-beta": "interleaved-thinking-2025-05-14, files-api-2025-04-14"}
@@ -546,7 +558,7 @@ class TestWithoutEffect:
         assert counted(embedded, **marked) == counted(embedded, **plain)
 
     def test_text_about_the_bill_is_left_out(self, embedded):
-        """It differs from request to request, and would hide the cached prefix."""
+        """Text about the bill differs from request to request, and would hide the cached prefix."""
         blocks = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in range(2)]
         text = {"type": "text", "text": SYSTEM}
         count = counted(embedded, system=SYSTEM, messages=contents(QUESTION))
