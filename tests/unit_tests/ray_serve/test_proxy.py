@@ -66,7 +66,7 @@ class Proxy:
         async def send(message: Message) -> None:
             self.sent.append(message)
 
-        await self.app({"type": "http", "root_path": "", "headers": []}, receive, send)
+        await self.app({"type": "http", "path": "/v1/completions", "root_path": "", "headers": []}, receive, send)
         assert [one["type"] for one in self.sent].count("http.response.start") <= 1
         return b"".join(one.get("body", b"") for one in self.sent)
 
