@@ -1,0 +1,76 @@
+"""Start `tools/run_server.py` with prescribed answers: the embedded model was not trained to call functions.
+
+Before a grammar is compiled, the choices that a trained model would make are taken from it, so that what a client gets
+depends on the conversation alone. With tools, an answer calls each function that may be called and was not called since
+the user's last message, once each, in the order of `tools` and with the declared arguments only; after that it is
+`TEXT`, or follows the response format.
+Everything else (routes, chat template, tokens, masks, parsers, streams, errors) is the server as it is.
+
+    python -m tests.clients.server --port 0
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_ext.config.response_format import LARK, ResponseFormat
+from megatron_ext.server.openai import guided_answers
+from megatron_ext.server.openai.answers import AnswerFormat
+from megatron_ext.server.openai.chat import ChatFormat
+from megatron_ext.server.openai.protocol import ChatRequest, Message, ToolChoice
+from megatron_ext.text.tool_calls.formats import ToolCallFormat
+from megatron_ext.text.tool_calls.functions import GrammarRules
+from megatron_ext.text.tool_calls.grammar import Guidance, grammar_of
+from tests.clients.expected import TEXT
+
+guided_form = guided_answers.guided_form
+
+
+def called(messages: Sequence[Message]) -> set[str]:
+    """Names of the functions that were called since the user's last message."""
+    begin = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
+    calls = [call for message in messages[begin:] for call in message.tool_calls or ()]
+    return {str(call["function"]["name"]) for call in calls}
+
+
+def prescribed_form(body: ChatRequest, form: AnswerFormat, chat: ChatFormat) -> ResponseFormat | None:
+    """Response format of an answer without choices, in place of `guided_form`."""
+    if not form.functions:
+        return guided_form(body, form, chat)
+    done = called(body.messages)
+    given = tuple(replace(one, schema={**one.schema, "additionalProperties": False}) for one in form.functions)
+    functions = tuple(one for one in given if one.name not in done)
+    if body.tool_choice.mode == "required":
+        functions = functions or given
+    if not functions:
+        body = body.model_copy(update={"tool_choice": ToolChoice("none")})
+        answer = guided_form(body, replace(form, functions=()), chat)
+        return ResponseFormat(LARK, GrammarRules(chat.token_of).text(f'"{TEXT}"')) if answer is None else answer
+    names = tuple(one.name for one in functions)
+    body = body.model_copy(update={"tool_choice": ToolChoice("required", names)})
+    return guided_form(body, replace(form, functions=functions), chat)
+
+
+def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Callable[[str], int | None]) -> str:
+    """Grammar that calls each function once, or the first one where calls are not parallel."""
+    if not guidance.must_call:
+        return grammar_of(guidance, form, token_of)
+    rules = GrammarRules(token_of)
+    functions = guidance.functions if guidance.is_parallel else guidance.functions[:1]
+    opening, closing = rules.marker(form.opening), rules.marker(form.closing)
+    calls = [form.syntax.grammar([one], rules, is_parallel=False) for one in functions]
+    return rules.text(' "\\n" '.join(f"{opening} {call} {closing}" for call in calls))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve; see `tools/run_server.py`."""
+    guided_answers.guided_form, guided_answers.grammar_of = prescribed_form, prescribed_grammar
+    from tools import run_server  # imports the routes, which take the functions of this module, when it starts
+
+    return run_server.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
