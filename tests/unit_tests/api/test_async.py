@@ -21,7 +21,7 @@ from megatron_ext import (
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.api.conftest import SMALL
-from tests.unit_tests.support.holding import held_steps
+from tests.unit_tests.support.holding import PATIENCE, held_steps
 
 GREEDY = RequestParams(num_tokens_to_generate=12)
 LONG = RequestParams(num_tokens_to_generate=200, ignore_eos=True)
@@ -163,12 +163,18 @@ class TestLeaving:
         assert record.status is Status.ABORTED
         assert len(record.generated_tokens) < LONG.num_tokens_to_generate
 
-    def test_nothing_else_is_asked(self, engine):
+    def test_nothing_else_is_asked(self, engine, monkeypatch):
         """TE-6: the next step finds out by itself that nothing waits for a request any more."""
-        request = EngineRequest((5, 6, 7), LONG)
-        with held_steps(engine._client):
-            engine._client.submit([request]).result()
-            engine._client.abort([request])
+        request, step, has_left = EngineRequest((5, 6, 7), LONG), engine._engine.core.step, threading.Event()
+
+        def held():
+            assert has_left.wait(PATIENCE)
+            return step()
+
+        monkeypatch.setattr(engine._engine.core, "step", held)
+        engine._client.submit([request]).result()
+        engine._client.abort([request])
+        has_left.set()
         assert request.record.result().status is Status.ABORTED
 
     async def test_closing(self, engine):
