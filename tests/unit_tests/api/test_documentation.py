@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import doctest
 import re
+import time
 
 import torch
 
 import megatron_ext
 from megatron_ext.api.engine import LoadedEngine
+from tests.unit_tests.support.holding import PATIENCE
 from tests.unit_tests.support.source import ROOT
 
 PAGE = (ROOT / "docs" / "python.md").read_text("utf-8")
@@ -24,8 +26,18 @@ def run_docstrings(thing: object, names: dict[str, object]) -> int:
     return runner.tries
 
 
-def test_docstrings(engine):
-    """PY-8: examples in docstrings run, with the results shown."""
+def test_docstrings(engine, monkeypatch):
+    """PY-8: examples in docstrings run, with the results shown; each token is read before the next step."""
+    step, pending = engine._engine.core.step, engine._client._pending
+
+    def step_after_readers():
+        deadline = time.monotonic() + PATIENCE
+        while any(one.updates and not one.is_abandoned for one in pending.values()):
+            assert time.monotonic() < deadline, "a part is not read"
+            time.sleep(0.001)
+        return step()
+
+    monkeypatch.setattr(engine._engine.core, "step", step_after_readers)
     names = {name: getattr(megatron_ext, name) for name in megatron_ext.__all__}
     names |= {"asyncio": asyncio, "torch": torch, "engine": engine}
     assert run_docstrings(LoadedEngine, names) >= 10
