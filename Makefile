@@ -14,7 +14,7 @@ BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients kernels oracles bench lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -77,6 +77,9 @@ test-ray: $(RAY)/.installed ## Run the tests of replicas under Ray Serve: cluste
 # Each client in an environment of its own below out/clients, from its lock file; needs Node 20 and npm for some of them.
 test-clients: $(STAMP) ## Play the agent loops of real clients against a server, and print a table (ARGS=litellm: some of them).
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+soak: $(STAMP) ## Run the whole campaigns on the prefix cache on disk (kills, losses of power, flipped bytes), with their counts.
+	$(PYTEST) -m soak -rP $(ARGS)
 
 kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
 	$(BIN)/python tools/compile_kernels.py $(ARGS)

@@ -37,7 +37,6 @@ HOST = {
     "ops/test_cpp_compiler.py": CPU,
     "ops/test_cpp_library.py": CPU,
     "ops/test_paged_attention_cpp.py": CPU,
-    "ops/test_trusted_path.py": CPU,
 }
 """By file, or file and function, below tests/unit_tests: why not on a device."""
 _LEFT_OUT = pytest.StashKey[int]()

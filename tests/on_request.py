@@ -1,9 +1,9 @@
-"""Pytest plugin for the marks `long`, `kernels`, `versions` and `ray`: tests that run only where `-m` names their mark.
+"""Pytest plugin for marks of tests that run only where `-m` names them: `long`, `kernels`, `versions`, `ray`, `soak`.
 
 `make test` leaves out all of them, whatever else its `-m` asks for; `make test-all` adds those marked long, `make
-test-kernels` runs those marked kernels, `make test-versions` those marked versions, `make test-ray` those marked ray. A
-test that starts several ranks (mark `worlds`, tests/worlds.py) is long without saying so, unless it is a smoke test:
-`@pytest.mark.worlds(smoke=True)`.
+test-kernels` runs those marked kernels, `make test-versions` those marked versions, `make test-ray` those marked ray,
+`make soak` those marked soak. A test that starts several ranks (mark `worlds`, tests/worlds.py) is long without saying
+so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable
 import pytest
 
 LONG = "long"
-MARKS = (LONG, "kernels", "versions", "ray")
+MARKS = (LONG, "kernels", "versions", "ray", "soak")
 
 
 def long_except(kept: Container[object], values: Iterable[object]) -> list[object]:

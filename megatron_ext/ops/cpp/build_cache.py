@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.ops.cpp.trusted_path import open_directory, open_file
+from megatron_ext.trusted_path import open_directory, open_file
 
 LIBRARY = "operators.so"
 MAX_BUILDS = 64

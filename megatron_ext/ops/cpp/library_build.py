@@ -23,7 +23,7 @@ import torch
 
 from megatron_ext.ops.cpp.build_cache import LIBRARY, BuildCache, Library, cache_path
 from megatron_ext.ops.cpp.compilation import CompileError, compile_library
-from megatron_ext.ops.cpp.trusted_path import UntrustedPathError
+from megatron_ext.trusted_path import UntrustedPathError
 
 OPS = Path(__file__).parents[1]
 _RETRY_AFTER = 600.0  # seconds; processes that start together do not all retry a failed build
@@ -94,7 +94,7 @@ def open_library(say: Callable[[str], None]) -> Library:
                     library = cache.find(key) or _build(tools, cache, key, say)
             return library
     except UntrustedPathError as error:
-        raise BuildError(str(error)) from None
+        raise BuildError(f"{error} (set XDG_CACHE_HOME)") from None
     except OSError as error:
         named = str(error.filename or "")
         place = path if named.startswith("/proc/self/fd/") else path / named

@@ -144,8 +144,8 @@ def _require_trusted(handle: int, may_be_sticky: bool) -> None:
     kind = "link" if stat.S_ISLNK(status.st_mode) else "directory" if stat.S_ISDIR(status.st_mode) else "file"
     if status.st_uid not in (0, os.geteuid()):
         why = f"the {kind} belongs to another user (uid {status.st_uid})"
-        raise UntrustedPathError(f"{name_of(handle)}: {why}; chown it, or set XDG_CACHE_HOME to another directory")
+        raise UntrustedPathError(f"{name_of(handle)}: {why}; chown it, or name another directory")
     is_shared = kind != "link" and status.st_mode & 0o022 != 0
     if is_shared and not (may_be_sticky and kind == "directory" and status.st_mode & stat.S_ISVTX):
         why = f"other users can write to the {kind} (mode {stat.S_IMODE(status.st_mode):04o})"
-        raise UntrustedPathError(f"{name_of(handle)}: {why}; chmod go-w it, or set XDG_CACHE_HOME to another directory")
+        raise UntrustedPathError(f"{name_of(handle)}: {why}; chmod go-w it, or name another directory")

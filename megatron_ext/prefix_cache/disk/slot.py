@@ -1,0 +1,254 @@
+"""Directory of the store: its marker, and slots, each of which one process holds by a lock.
+
+```
+DIR/prefix_cache_marker     a line that names the format; only a directory with it, or an empty one, is used
+DIR/slot-0/lock             locked by the process that holds the slot; has its number
+DIR/slot-0/index.sqlite     see `index.py`, and SQLite's own files beside it
+DIR/slot-0/data             see `data_file.py`
+```
+Files are those of this user alone. No other file is ever made, written or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.disk.index import FORMAT, SUFFIXES
+from megatron_ext.prefix_cache.disk.mounts import network_type
+from megatron_ext.trusted_path import UntrustedPathError, name_of, open_directory
+
+MARKER = "prefix_cache_marker"
+LOCK, INDEX, DATA = "lock", "index.sqlite", "data"
+MAX_SLOTS = 64
+FILES = (LOCK, DATA, *(INDEX + suffix for suffix in SUFFIXES))
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MARKER_TEXT = re.compile(rb"megatron_ext prefix cache, format (\d{1,9})\n")
+_MAX_PID_BYTES = 20
+
+
+class DiskUnavailableError(Exception):
+    """Store that cannot be used on this machine now; serving goes on without it. The message is one line."""
+
+
+class SlotHeldError(ConfigError):
+    """Slot that another process holds. The message is one line: the slot, and the process."""
+
+
+class SlotDirectory:
+    """Slot of a directory, held by this process until it is closed.
+
+    Args:
+        handle: Handle of the slot's directory.
+        lock: Handle of its lock file, locked.
+    """
+
+    def __init__(self, handle: int, lock: int) -> None:
+        self._handle, self._lock = handle, lock
+        self.path = Path(name_of(handle))
+        self._files: dict[str, tuple[int, int]] = {}  # device and inode of the files that are in use
+
+    def open_file(self, name: str) -> int:
+        """Open one of the slot's files for reading and writing; created for this user alone if missing.
+
+        Raises:
+            UntrustedPathError: It is not a regular file of this user alone.
+            OSError: It cannot be opened.
+        """
+        handle = _open_file(self._handle, name)
+        status = os.fstat(handle)
+        self._files[name] = status.st_dev, status.st_ino
+        return handle
+
+    def open_index(self) -> None:
+        """Check the files that SQLite is about to open by their names; the index is created if missing.
+
+        Raises:
+            UntrustedPathError: One is not a regular file of this user alone.
+            OSError: One cannot be opened.
+        """
+        present = os.listdir(self._handle)
+        for name in (INDEX, *(INDEX + suffix for suffix in SUFFIXES if INDEX + suffix in present)):
+            os.close(self.open_file(name))
+            if name != INDEX:
+                del self._files[name]  # SQLite may remove it
+
+    def check(self) -> None:
+        """Check that the files in use are still in the directory.
+
+        Raises:
+            OSError: One has vanished, or is another one now.
+        """
+        for name, known in self._files.items():
+            status = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            if (status.st_dev, status.st_ino) != known:
+                raise OSError(errno.ESTALE, "another file has its name now", name)
+
+    def remove(self, *names: str) -> None:
+        """Remove files of the slot, as far as they are there."""
+        assert set(names) <= set(FILES), "only files of the slot are removed"
+        for name in names:
+            self._files.pop(name, None)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._handle)
+
+    def remove_index(self) -> None:
+        """Remove the index with all that SQLite made beside it."""
+        self.remove(*(INDEX + suffix for suffix in SUFFIXES))
+
+    def close(self) -> None:
+        """Give the slot up."""
+        os.close(self._lock)
+        os.close(self._handle)
+
+
+def take_slot(directory: Path) -> SlotDirectory:
+    """Take the first slot of a directory that no process holds; directory and slot are created if missing.
+
+    Raises:
+        ConfigError: The directory is not for this, has a newer format, others can write to it, or all slots are held.
+        DiskUnavailableError: It is on a network file system, or cannot be read or written.
+    """
+    with _marked_directory(directory, creates=True) as root:
+        holders = []
+        for number in range(MAX_SLOTS):
+            try:
+                return _lock_slot(root, f"slot-{number}", creates=True)
+            except SlotHeldError as error:
+                holders.append(str(error))
+    raise ConfigError(f"{directory}: all {MAX_SLOTS} slots are held ({holders[0]}, ...); name another directory")
+
+
+def take_all_slots(directory: Path) -> list[SlotDirectory]:
+    """Take every slot of a directory, for tools; nothing is created.
+
+    Raises:
+        ConfigError: As `take_slot`, or a process holds a slot: then none is taken.
+        DiskUnavailableError: See `take_slot`.
+    """
+    with contextlib.ExitStack() as taken, _marked_directory(directory, creates=False) as root:
+        slots = []
+        for number in range(MAX_SLOTS):
+            with contextlib.suppress(FileNotFoundError):
+                slot = _lock_slot(root, f"slot-{number}", creates=False)
+                taken.callback(slot.close)
+                slots.append(slot)
+        taken.pop_all()
+        return slots
+
+
+@contextlib.contextmanager
+def _marked_directory(directory: Path, *, creates: bool) -> Iterator[int]:
+    """Open a directory that has our marker, or is empty and gets it; others that do so wait meanwhile."""
+    try:
+        if not creates:
+            os.stat(directory)
+        root = open_directory(directory.absolute())
+        try:
+            network = network_type(root)
+            if network is not None:
+                raise DiskUnavailableError(f"{directory} is on a network file system ({network}); name a local one")
+            fcntl.flock(root, fcntl.LOCK_EX)
+            _require_marker(root, directory, creates=creates)
+            yield root
+        finally:
+            os.close(root)
+    except UntrustedPathError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise DiskUnavailableError(f"{directory}: {error.strerror}") from None
+
+
+def _require_marker(root: int, directory: Path, *, creates: bool) -> None:
+    names = os.listdir(root)
+    if MARKER not in names and (names or not creates):
+        why = f"has other files and no {MARKER}" if names else f"has no {MARKER}"
+        raise ConfigError(f"{directory} {why}: it is no directory of a prefix cache; name an empty one or a new one")
+    handle = _open_file(root, MARKER)
+    try:
+        text = os.read(handle, 100)
+        if not text and len(names) <= 1:  # new, or a process was killed before it wrote the marker
+            os.write(handle, f"megatron_ext prefix cache, format {FORMAT}\n".encode())
+            os.fsync(handle)
+            os.fsync(root)
+            return
+    finally:
+        os.close(handle)
+    found = _MARKER_TEXT.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{directory}/{MARKER} is not the marker of a prefix cache; name another directory")
+    if int(found[1]) > FORMAT:
+        raise newer_format(str(directory), found[1].decode())
+
+
+def newer_format(place: str, version: str) -> ConfigError:
+    """Return the error for a place that a later version of the package has written."""
+    return ConfigError(
+        f"{place} has format {version} of a later version; this one reads format {FORMAT}: name another directory"
+    )
+
+
+def _lock_slot(root: int, name: str, *, creates: bool) -> SlotDirectory:
+    """Open and lock a slot.
+
+    Raises:
+        SlotHeldError: Another process holds it.
+        FileNotFoundError: It is missing, and is not to be created.
+    """
+    if creates:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=root)
+    handle = os.open(name, _FOLDER, dir_fd=root)
+    try:
+        _require_own(handle, os.fstat(handle))
+        lock = _open_file(handle, LOCK)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, _MAX_PID_BYTES).decode("ascii", "replace").strip()
+            os.close(lock)
+            raise SlotHeldError(f"{name_of(handle)} is held by process {holder or 'of another user'}") from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        return SlotDirectory(handle, lock)
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _open_file(directory: int, name: str) -> int:
+    """Open a file that is this user's alone, without following a link; created if missing."""
+    handle = os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=directory)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise UntrustedPathError(f"{name_of(handle)} is not a regular file with one name; name another directory")
+        _require_own(handle, status)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _require_own(handle: int, status: os.stat_result) -> None:
+    """Check that a file or directory belongs to this user, and that no other one can write to it."""
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        why = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+        raise UntrustedPathError(f"{name_of(handle)} is not this user's alone ({why}); name another directory")
+
+
+def failure_reason(error: OSError | sqlite3.Error) -> str:
+    """Return why an operation failed, with the name of the file if that is known."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -1,0 +1,354 @@
+"""Store of cache entries in a directory: within a budget of bytes, whole or absent after a crash, verified when read.
+
+Order on the medium: an entry's bytes are written to free pages, synced, and then its row is committed. Pages are free
+again only when the removal of their row has been committed. So a crash at any point leaves entries that are whole, or
+absent. What a fault changes later is noticed: a row by its seal, bytes by their checksum, tokens by the block hash.
+Such an entry is dropped, counted, and is a miss.
+
+A failure of the directory itself (no room on the device, a file that is gone) ends the use of the store: it says so
+once, and from then on finds and takes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_of
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
+from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
+from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
+from megatron_ext.prefix_cache.disk.store_use import (
+    BAD_BYTES,
+    BAD_TOKENS,
+    EVICTED,
+    LESS_WORTH,
+    OTHER_IDENTITY,
+    TOO_SHORT,
+    StoreUse,
+)
+from megatron_ext.prefix_cache.disk.survey import survey_rows
+from megatron_ext.prefix_cache.disk.victims import VictimOrder
+from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, packed_tokens
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+PENDING_BYTES = 64 * 1024**2  # written since the last commit, at most
+EVICTION_SHARE = 64  # at least one such part of the budget is freed at once, since each commit waits for the device
+
+
+class DiskStore:
+    """Open store. Not thread-safe; only its holder's process has the slot.
+
+    Args:
+        slot: Slot of the directory, held by this process.
+        index: Index of the slot.
+        data: Data file of the slot.
+        identity: Identity of the model and of all else that the bytes of entries depend on, 32 bytes.
+        limit_bytes: Budget of the data file.
+
+    Attributes:
+        problem: Failure that ended the use of the store; None while it is in use.
+    """
+
+    def __init__(
+        self, slot: SlotDirectory, index: DiskIndex, data: DataFile, identity: bytes, limit_bytes: int
+    ) -> None:
+        assert len(identity) == HASH_BYTES, "an identity is a digest"
+        self.problem: str | None = None
+        self._is_closed = False
+        self._slot, self._index, self._data = slot, index, data
+        self._identity = identity
+        self._limit_pages = limit_bytes // PAGE_BYTES
+        self._entries: dict[int, StoredEntry] = {}
+        self._rows: dict[EntryKey, int] = {}  # of this identity
+        self._added: dict[int, StoredEntry] = {}  # since the last commit, also the next two
+        self._removed: dict[int, tuple[Extent, ...]] = {}
+        self._rated: dict[int, StoredEntry] = {}
+        self._pending_bytes = 0
+        self._victims = VictimOrder(self._entries, identity)
+        self._written = self._read = 0
+        self.drops: Counter[str] = Counter()
+        self._load()
+
+    def _load(self) -> None:
+        """Read the index, and drop the rows that cannot be used."""
+        survey = survey_rows(self._index, self._data.size // PAGE_BYTES, self._limit_pages)
+        self._next_row = 1 + max((entry.row_id for entry in survey.kept), default=0)
+        for entry in survey.kept:
+            self._keep(entry)
+        self.drops.update(survey.dropped.values())
+        if survey.dropped:
+            self._index.apply(survey.dropped)
+        self._index.checkpoint()
+        self._data.shrink()
+        self._free = FreePages(self._limit_pages, [extent for one in survey.kept for extent in one.extents])
+
+    def _keep(self, entry: StoredEntry) -> None:
+        self._entries[entry.row_id] = entry
+        if entry.identity == self._identity:
+            self._rows[entry.entry.key] = entry.row_id
+        self._victims.add(entry)
+
+    # Entries
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, key: EntryKey) -> bool:
+        """Return whether an entry of this identity is stored."""
+        return self.problem is None and key in self._rows
+
+    def entries(self) -> list[StoredEntry]:
+        """Return the entries of this identity, those of most worth first, a parent before its children."""
+        own = [self._entries[row_id] for row_id in self._rows.values()] if self.problem is None else []
+        return sorted(own, key=lambda entry: entry.order, reverse=True)
+
+    def all_entries(self) -> list[StoredEntry]:
+        """Return the entries of all identities, for tools."""
+        return list(self._entries.values())
+
+    def find(self, key: EntryKey) -> StoredEntry | None:
+        """Return the entry of this identity for a key; None if there is none."""
+        row_id = self._rows.get(key) if self.problem is None else None
+        return None if row_id is None else self._entries[row_id]
+
+    def put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
+        """Store an entry, evicting entries of less worth if there is no room.
+
+        It can be found at once, and outlives the process after the next `commit`.
+
+        Args:
+            entry: The entry, whose block hash is that of its tokens after its parent, and which is not stored.
+            buffers: Bytes of the entry, at least one.
+
+        Returns:
+            False if it was not stored: there is no room, or the store is off.
+        """
+        assert entry.is_genuine, "the block hash is not that of the tokens"
+        return self._guarded(lambda: self._put(entry, buffers), False)
+
+    def _put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
+        assert entry.key not in self._rows, "this entry is stored already"
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        entry = replace(entry, tokens=packed_tokens(entry.tokens))
+        stored = StoredEntry(self._next_row, self._identity, entry, (), size, checksum_of(buffers))
+        if not self._make_room(pages_of(size), stored):
+            self.drops[LESS_WORTH] += 1
+            return False
+        extents = self._free.take(pages_of(size))
+        stored = replace(stored, extents=extents)
+        self._next_row += 1
+        self._data.write(extents, buffers)
+        self._added[stored.row_id] = stored
+        self._keep(stored)
+        self._written += 1
+        self._pending_bytes += size
+        if self._pending_bytes >= PENDING_BYTES:
+            self._commit()
+        return True
+
+    def _make_room(self, pages: int, entry: StoredEntry) -> bool:
+        """Evict until so many pages are free; return False, with nothing evicted, if more worth had to go."""
+        if pages <= self._free.count:
+            return True
+        if self._removed:
+            self._commit()
+        missing = pages - self._free.count
+        if missing <= 0:
+            return True
+        enough = max(missing, self._limit_pages // EVICTION_SHARE)
+        chosen = self._victims.take(missing, enough, entry)
+        if not chosen:
+            return False
+        for known in chosen:
+            self._remove(known, EVICTED if known.identity == self._identity else OTHER_IDENTITY)
+        self._commit()
+        return True
+
+    def read(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None = None) -> bool:
+        """Fill writable buffers with an entry's bytes, and verify all that is stored of it.
+
+        Args:
+            key: Key of the entry.
+            into: Buffers, as large together as the entry.
+            tokens: Token ids that the block should have; None if they are known by the block hash alone.
+
+        Returns:
+            False if there is no such entry, or it failed and was dropped: then the buffers' contents are undefined.
+        """
+        return self._guarded(lambda: self._read_entry(key, into, tokens), False)
+
+    def _read_entry(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None) -> bool:
+        known = self.find(key)
+        if known is None:
+            return False
+        fault = self._fault(known, into, tokens)
+        if fault is not None:
+            self._remove(known, fault)
+            return False
+        self._read += 1
+        return True
+
+    def _fault(self, known: StoredEntry, into: Sequence[Buffer], tokens: Sequence[int] | None) -> str | None:
+        """Read an entry and return the reason why it cannot be used; None if it is sound."""
+        if not known.entry.is_genuine or (tokens is not None and list(known.entry.tokens) != list(tokens)):
+            return BAD_TOKENS
+        if sum(memoryview(buffer).nbytes for buffer in into) != known.size or not self._data.read(known.extents, into):
+            return TOO_SHORT
+        return None if checksum_of(into) == known.checksum else BAD_BYTES
+
+    def verify(self) -> int:
+        """Read all entries of all identities and drop those that are damaged; return the number of sound ones."""
+        self._guarded(self._verify, None)
+        return len(self._entries)
+
+    def _verify(self) -> None:
+        for entry in self.all_entries():
+            fault = self._fault(entry, [bytearray(entry.size)], None)
+            if fault is not None:
+                self._remove(entry, fault)
+        self._commit()
+
+    def rate(self, key: EntryKey, worth: float, used: float) -> None:
+        """Give a stored entry another worth and time of last use."""
+        known = self.find(key)
+        if known is not None:
+            rated = known.rated(worth, used)
+            self._entries[known.row_id] = rated
+            (self._added if known.row_id in self._added else self._rated)[known.row_id] = rated
+            self._victims.add(rated)
+
+    def remove(self, key: EntryKey) -> None:
+        """Remove the entry of a key, if there is one; it is gone from the medium after the next `commit`."""
+        known = self.find(key)
+        if known is not None:
+            self._remove(known)
+
+    def _remove(self, entry: StoredEntry, reason: str | None = None) -> None:
+        row_id = entry.row_id
+        del self._entries[row_id]
+        if entry.identity == self._identity:
+            del self._rows[entry.entry.key]
+        self._rated.pop(row_id, None)
+        self._removed[row_id] = entry.extents
+        if reason is not None:
+            self.drops[reason] += 1
+
+    def commit(self) -> None:
+        """Return when all changes are on the medium."""
+        self._guarded(self._commit, None)
+
+    def _commit(self) -> None:
+        added = {row_id: entry for row_id, entry in self._added.items() if row_id not in self._removed}
+        removed = [row_id for row_id in self._removed if row_id not in self._added]
+        if not (added or removed or self._rated or self._removed):
+            return
+        self._slot.check()
+        if added:
+            self._data.sync()
+        self._index.apply(removed, added.values(), self._rated.values())
+        for extents in self._removed.values():
+            self._free.give(extents)
+        self._added.clear()
+        self._removed.clear()
+        self._rated.clear()
+        self._pending_bytes = 0
+
+    def clear(self) -> None:
+        """Forget all entries of this identity, on the medium too when this returns.
+
+        If that fails, or the store is off, its files are removed, as far as that is possible.
+        """
+        assert not self._is_closed, "another process may hold the slot"
+        for row_id in list(self._rows.values()):
+            self._remove(self._entries[row_id])
+        self.commit()
+        if self.problem is not None:
+            self.erase()
+
+    def erase(self) -> None:
+        """Forget everything and remove the files of the slot; the store is off after that."""
+        assert not self._is_closed, "another process may hold the slot"
+        if self.problem is None:
+            self.problem = "its files were removed"
+            self._shut()
+        self._entries.clear()
+        self._rows.clear()
+        try:
+            self._slot.remove_index()
+            self._slot.remove(DATA)
+        except OSError as error:
+            logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self._slot.path, error.strerror)
+
+    def close(self) -> None:
+        """Commit, close all files, and give the slot up."""
+        self.commit()
+        if self.problem is None:
+            self._guarded(self._shut, None)
+        self.problem = self.problem or "it is closed"
+        if not self._is_closed:
+            self._is_closed = True
+            self._slot.close()
+
+    # Failures
+
+    def _guarded(self, action: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """Return the result of an action; after a failure of the directory the store is off, which is said once."""
+        if self.problem is not None:
+            return otherwise
+        try:
+            return action()
+        except (OSError, sqlite3.Error) as error:
+            self._fail(error)
+            return otherwise
+
+    def _fail(self, error: OSError | sqlite3.Error) -> None:
+        self.problem = failure_reason(error)
+        logger.warning("prefix cache on disk: %s: %s; serving goes on without it", self._slot.path, self.problem)
+        self._entries.clear()
+        self._rows.clear()
+        try:
+            self._shut()
+        except (OSError, sqlite3.Error):
+            logger.info("prefix cache on disk: its files could not be closed in order")
+
+    def _shut(self) -> None:
+        try:
+            self._index.close()
+        finally:
+            self._data.close()
+
+    # Statistics
+
+    @property
+    def use(self) -> StoreUse:
+        """Present counts."""
+        own = [self._entries[row_id] for row_id in self._rows.values()]
+        blocks = sum(entry.entry.key.kind is EntryKind.BLOCK for entry in own)
+        return StoreUse(
+            blocks=blocks,
+            snapshots=len(own) - blocks,
+            bytes=PAGE_BYTES * sum(pages_of(entry.size) for entry in own),
+            other_entries=len(self._entries) - len(own),
+            limit_bytes=self._limit_pages * PAGE_BYTES,
+            written=self._written,
+            read=self._read,
+            drops=dict(self.drops),
+            is_on=self.problem is None,
+        )
+
+    def check(self) -> None:
+        """Assert that every page is free, waits for a commit, or belongs to one entry."""
+        if self.problem is None:
+            used = [extent for entry in self._entries.values() for extent in entry.extents]
+            waiting = [extent for extents in self._removed.values() for extent in extents]
+            self._free.check([*used, *waiting])
+            assert set(self._rows.values()) <= self._entries.keys(), "a key without an entry"
+            assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"

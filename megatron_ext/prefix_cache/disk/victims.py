@@ -1,0 +1,63 @@
+"""Order in which entries of the store are evicted: those of other identities first, then those of least worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from megatron_ext.prefix_cache.disk.entry import StoredEntry
+
+
+class Victim(NamedTuple):
+    """Place of an entry in the order."""
+
+    is_own: bool
+    order: tuple[float, float, int]
+    row_id: int
+
+
+class VictimOrder:
+    """Heap of entries; those that are gone, or have another place since, are skipped.
+
+    Args:
+        entries: Entries of the store by row, as the store changes them.
+        identity: Identity whose entries are evicted last.
+    """
+
+    def __init__(self, entries: Mapping[int, StoredEntry], identity: bytes) -> None:
+        self._entries = entries
+        self._identity = identity
+        self._heap: list[Victim] = []
+
+    def _place(self, entry: StoredEntry) -> Victim:
+        return Victim(entry.identity == self._identity, entry.order, entry.row_id)
+
+    def add(self, entry: StoredEntry) -> None:
+        """Add an entry of the store, or give it another place."""
+        heappush(self._heap, self._place(entry))
+
+    def take(self, pages: int, enough: int, before: StoredEntry) -> list[StoredEntry]:
+        """Remove and return the first entries that have so many pages together.
+
+        Args:
+            pages: Pages that are needed.
+            enough: Pages after which no more entries are taken, at least `pages`.
+            before: Entry that only those before it in the order may make room for.
+
+        Returns:
+            The entries; none, and none is removed, if those before `before` have too few pages.
+        """
+        limit, found = self._place(before), 0
+        chosen: list[StoredEntry] = []
+        while found < enough and self._heap and self._heap[0] < limit:
+            victim = heappop(self._heap)
+            entry = self._entries.get(victim.row_id)
+            if entry is not None and self._place(entry) == victim:
+                chosen.append(entry)
+                found += sum(extent.pages for extent in entry.extents)
+        if found >= pages:
+            return chosen
+        for entry in chosen:
+            self.add(entry)
+        return []

@@ -1,0 +1,70 @@
+"""Processes that use a store and are killed at random moments: `python -m` this module SEED COUNT, prints counts.
+
+Each kill hits a child that is forked from this process, which has imported the store and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.slot import DATA
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory, faults, is_read, live
+
+LONGEST_LIFE = 0.06  # seconds
+
+
+def killed_life(directory: Path, seed: int, seconds: float) -> None:
+    """Run a life in a child, and kill it so many seconds after it has begun."""
+    begun, child_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            store = open_directory_store(directory, IDENTITY, LIMIT)
+            os.write(child_end, b".")
+            for life in count():
+                live(store, seed + life, 1000)
+        finally:  # an error of the child is an exit code, which the parent notices
+            os._exit(3)
+    os.close(child_end)
+    assert os.read(begun, 1) == b".", "the child failed before it began"
+    os.close(begun)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the child ended by itself"
+
+
+def run(seed: int, kills: int) -> dict[str, int]:
+    """Kill so many lives, on one directory; after each every entry is read."""
+    rng = random.Random(seed)
+    counts = {"kills": 0, "read": 0, "lost": 0}
+    with fast_directory() as folder:
+        directory = Path(folder, "cache")
+        for _ in range(kills):
+            killed_life(directory, rng.randrange(2**32), rng.random() * LONGEST_LIFE)
+            store = open_directory_store(directory, IDENTITY, LIMIT)
+            read = [is_read(store, entry.entry.key) for entry in store.entries()]
+            assert all(read), "an entry that is listed cannot be read"
+            assert not faults(store), f"damaged entries: {store.drops}"
+            assert store.use.is_on, store.problem
+            assert (directory / "slot-0" / DATA).stat().st_size <= LIMIT, "more than the budget"
+            store.check()
+            store.close()
+            assert [path.name for path in directory.glob("slot-*")] == ["slot-0"], "a killed process holds its slot"
+            counts["kills"] += 1
+            counts["read"] += len(read)
+            counts["lost"] += not read
+    return counts
+
+
+if __name__ == "__main__":
+    assert not {"torch", "numpy"} & set(sys.modules), "the store alone"
+    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]))))

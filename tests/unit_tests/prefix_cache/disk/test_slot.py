@@ -1,0 +1,184 @@
+"""Directories of the store: which are accepted, who holds a slot, and which files are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.disk import mounts
+from megatron_ext.prefix_cache.disk.mounts import file_system_type
+from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.slot import (
+    MARKER,
+    DiskUnavailableError,
+    SlotHeldError,
+    take_all_slots,
+    take_slot,
+)
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory
+from tests.unit_tests.support.foreign import ForeignFiles
+from tests.unit_tests.support.source import ROOT
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_each_process_gets_a_slot_of_its_own(directory):
+    """DC-4."""
+    first, second = take_slot(directory), take_slot(directory)
+    assert [slot.path.name for slot in (first, second)] == ["slot-0", "slot-1"]
+    first.close()
+    again = take_slot(directory)
+    assert again.path.name == "slot-0"
+    again.close()
+    second.close()
+
+
+def test_a_held_slot_is_refused_by_name(directory):
+    """DC-4."""
+    code = f"""
+import sys
+from pathlib import Path
+from megatron_ext.prefix_cache.disk.slot import take_slot
+slot = take_slot(Path({str(directory)!r}))
+print("held", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(SlotHeldError, match=f"slot-0 is held by process {holder.pid}$"):
+            take_all_slots(directory)
+        holder.kill()
+    (slot,) = take_all_slots(directory)
+    slot.close()
+
+
+def test_a_directory_with_other_files_is_refused(directory):
+    directory.mkdir()
+    (directory / "thesis.txt").write_text("words")
+    with pytest.raises(ConfigError, match=f"{directory} has other files and no {MARKER}"):
+        take_slot(directory)
+    assert os.listdir(directory) == ["thesis.txt"]
+
+
+def test_tools_create_nothing(directory):
+    with pytest.raises(DiskUnavailableError):
+        take_all_slots(directory)
+    directory.mkdir()
+    with pytest.raises(ConfigError, match=f"has no {MARKER}"):
+        take_all_slots(directory)
+    assert not os.listdir(directory)
+
+
+def test_a_marker_of_others_is_refused(directory):
+    directory.mkdir()
+    (directory / MARKER).write_text("something else\n")
+    with pytest.raises(ConfigError, match="is not the marker of a prefix cache"):
+        take_slot(directory)
+
+
+def test_a_marker_that_was_not_finished_is_written_again(directory):
+    directory.mkdir()
+    (directory / MARKER).touch(mode=0o600)
+    take_slot(directory).close()
+    take_slot(directory).close()
+
+
+def test_a_newer_format_is_refused_by_name(directory):
+    """DC-2."""
+    take_slot(directory).close()
+    (directory / MARKER).write_text("megatron_ext prefix cache, format 2\n")
+    with pytest.raises(ConfigError, match=f"{directory} has format 2 of a later version; this one reads format 1"):
+        take_slot(directory)
+
+
+@pytest.mark.parametrize("name", ["slot-0", "slot-0/lock", "slot-0/data", "slot-0/index.sqlite", MARKER])
+def test_links_are_not_followed(directory, tmp_path, name):
+    """DC-4."""
+    open_directory_store(directory, IDENTITY, LIMIT).close()
+    elsewhere = tmp_path / "elsewhere"
+    (directory / name).rename(elsewhere)
+    (directory / name).symlink_to(elsewhere)
+    with pytest.raises((ConfigError, DiskUnavailableError), match=r"symbolic links|Not a directory"):
+        open_directory_store(directory, IDENTITY, LIMIT)
+
+
+@pytest.mark.parametrize("name", ["slot-0/data", "slot-0/index.sqlite"])
+def test_a_second_name_of_a_file_is_refused(directory, tmp_path, name):
+    """DC-4."""
+    open_directory_store(directory, IDENTITY, LIMIT).close()
+    os.link(directory / name, tmp_path / "second")
+    with pytest.raises(ConfigError, match="is not a regular file with one name"):
+        open_directory_store(directory, IDENTITY, LIMIT)
+
+
+@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/lock", "slot-0/data", "slot-0/index.sqlite", MARKER])
+def test_what_others_can_write_to_is_refused(directory, name):
+    """DC-4."""
+    open_directory_store(directory, IDENTITY, LIMIT).close()
+    (directory / name).chmod(0o777)
+    with pytest.raises(ConfigError, match="0777"):
+        open_directory_store(directory, IDENTITY, LIMIT)
+
+
+@pytest.mark.parametrize("name", ["", "slot-0", "slot-0/index.sqlite"])
+def test_files_of_another_user_are_refused(directory, monkeypatch, name):
+    """DC-4."""
+    open_directory_store(directory, IDENTITY, LIMIT).close()
+    ForeignFiles(monkeypatch).add(directory / name)
+    with pytest.raises(ConfigError, match="uid 65534"):
+        open_directory_store(directory, IDENTITY, LIMIT)
+
+
+def test_a_directory_that_cannot_be_written_is_said_in_one_line():
+    """DC-3."""
+    with fast_directory() as folder:
+        directory = Path(folder) / "cache"
+        open_directory_store(directory, IDENTITY, LIMIT).close()
+        if os.geteuid() == 0:
+            for path in (Path(folder), directory, *directory.rglob("*")):
+                os.chown(path, 65534, -1)
+        (directory / "slot-0" / "data").chmod(0o400)
+        try:
+            os.seteuid(65534 if os.geteuid() == 0 else os.geteuid())
+            with pytest.raises(DiskUnavailableError, match="data: Permission denied"):
+                open_directory_store(directory, IDENTITY, LIMIT)
+        finally:
+            os.seteuid(os.getuid())
+
+
+def test_a_network_file_system_is_refused_by_name(directory, tmp_path, monkeypatch):
+    """DC-3."""
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 0:1 / / rw - ext4 a rw\n2 1 0:2 / {directory} rw - nfs4 host:/b rw\n")
+    monkeypatch.setattr(mounts, "MOUNT_TABLE", table)
+    with pytest.raises(DiskUnavailableError, match=f"{directory} is on a network file system .nfs4.; name a local one"):
+        take_slot(directory)
+    assert not os.listdir(directory)
+
+
+def test_types_of_mounts():
+    table = "\n".join(
+        [
+            "1 0 8:1 / / rw - ext4 /dev/sda rw",
+            "2 1 0:3 / /data rw,relatime shared:1 master:2 - nfs host:/x rw",
+            "3 2 0:4 / /data/local\\040disk rw - xfs /dev/sdb rw",
+            "4 1 0:5 / /data/local\\040disk/a rw - tmpfs none rw",
+            "5 1 0:6 / /data/local\\040disk/a rw - btrfs none rw",
+        ]
+    )
+    found = {path: file_system_type(path, table) for path in ("/", "/database", "/data", "/data/b/c")}
+    assert found == {"/": "ext4", "/database": "ext4", "/data": "nfs", "/data/b/c": "nfs"}
+    assert file_system_type("/data/local disk/b", table) == "xfs"
+    assert file_system_type("/data/local disk/a/b", table) == "btrfs"
+    assert file_system_type("/x", "") == ""

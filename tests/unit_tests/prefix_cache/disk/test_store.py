@@ -1,0 +1,248 @@
+"""Budget, order of eviction, identities and failures of the store of cache entries on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
+from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import DiskStore
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, entry_after, faults, is_read, put
+
+OTHER = bytes(32)
+PAGES = 16
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(directory) -> Iterator[DiskStore]:
+    opened = open_directory_store(directory, IDENTITY, PAGES * PAGE_BYTES)
+    yield opened
+    opened.close()
+
+
+def reopened(store: DiskStore, directory: Path, identity: bytes = IDENTITY, pages: int = PAGES) -> DiskStore:
+    store.close()
+    return open_directory_store(directory, identity, pages * PAGE_BYTES)
+
+
+def page(number: int, **rating: float) -> NewEntry:
+    """An entry that takes one page; see `fill`."""
+    return entry_after(None, [number], **rating)
+
+
+def fill(store: DiskStore, entry: NewEntry) -> bool:
+    """Store a page of bytes."""
+    return store.put(entry, [bytes([entry.tokens[0]]) * PAGE_BYTES])
+
+
+def numbers(store: DiskStore) -> list[int]:
+    """The numbers of the entries, those of most worth first."""
+    return [entry.entry.tokens[0] for entry in store.entries()]
+
+
+def test_entries_outlive_the_process(store, directory):
+    """DC-1."""
+    first = entry_after(None, [1, 2])
+    second = entry_after(first, [3, 4], EntryKind.SNAPSHOT, worth=1.5, used=9.0)
+    assert put(store, first)
+    assert is_read(store, first.key)
+    store = reopened(store, directory, pages=64)
+    assert put(store, second)
+    store = reopened(store, directory, pages=64)
+    assert is_read(store, first.key)
+    assert is_read(store, second.key)
+    found = store.find(second.key)
+    assert found is not None
+    assert (found.entry.parent, found.entry.depth) == (first.key.block_hash, 2)
+    assert (found.entry.worth, found.entry.used, list(found.entry.tokens)) == (1.5, 9.0, [3, 4])
+    use = store.use
+    assert (use.blocks, use.snapshots, use.written, use.read) == (1, 1, 0, 2)
+    store.close()
+
+
+def test_least_worth_goes_first_and_the_later_use_stays(store):
+    for number in range(PAGES):
+        assert fill(store, page(number, worth=float(number // 2), used=float(-number)))
+    assert fill(store, page(100, worth=5.0))
+    assert fill(store, page(101, worth=5.0))
+    assert set(range(PAGES)) - set(numbers(store)) == {0, 1}
+    assert fill(store, page(102, worth=5.0))
+    assert set(range(PAGES)) - set(numbers(store)) == {0, 1, 3}
+    store.check()
+
+
+def test_less_worth_is_not_taken(store):
+    for number in range(PAGES):
+        assert fill(store, page(number, worth=1.0))
+    assert not fill(store, page(100, worth=0.5))
+    assert store.use.drops == {"less_worth": 1}
+    assert len(store) == PAGES
+    assert not store.put(page(101, worth=9.0), [bytes(PAGES * PAGE_BYTES + 1)])
+    assert len(store) == PAGES
+    assert fill(store, page(102, worth=1.0))
+    store.check()
+
+
+def test_within_a_sequence_the_deeper_entry_goes_first(store):
+    chain = [page(0)]
+    for number in range(1, PAGES):
+        chain.append(entry_after(chain[-1], [number]))
+    for entry in chain:
+        assert fill(store, entry)
+    assert numbers(store) == list(range(PAGES))
+    assert fill(store, page(99, worth=1.0))
+    assert numbers(store) == [99, *range(PAGES - 1)]
+
+
+def test_rating_changes_the_order_also_after_a_restart(store, directory):
+    for number in range(PAGES):
+        assert fill(store, page(number, worth=1.0, used=float(number)))
+    store.commit()
+    store.rate(page(0).key, 1.0, 99.0)
+    store = reopened(store, directory)
+    assert numbers(store)[0] == 0
+    assert fill(store, page(100, worth=2.0))
+    assert 1 not in numbers(store)
+    assert is_read_page(store, 0)
+    store.close()
+
+
+def is_read_page(store: DiskStore, number: int) -> bool:
+    into = bytearray(PAGE_BYTES)
+    return store.read(page(number).key, [into]) and into == bytes([number]) * PAGE_BYTES
+
+
+def test_another_identity_finds_nothing_and_evicts_the_old_one_first(store, directory):
+    """DC-2."""
+    for number in range(PAGES):
+        assert fill(store, page(number, worth=100.0))
+    store = reopened(store, directory, OTHER)
+    assert (len(store), store.use.other_entries) == (0, PAGES)
+    assert not is_read_page(store, 3)
+    assert fill(store, page(3, worth=0.0))
+    assert store.use.drops == {"other_identity": 1}
+    assert is_read_page(store, 3)
+    store.check()
+    store = reopened(store, directory)
+    assert len(store) == PAGES - 1
+    store.clear()
+    store = reopened(store, directory, OTHER)
+    assert (len(store), store.use.other_entries) == (1, 0)
+    store.close()
+
+
+def test_a_smaller_budget_cuts_the_file(store, directory):
+    for number in range(PAGES):
+        assert fill(store, page(number))
+    store = reopened(store, directory, pages=4)
+    assert (directory / "slot-0" / "data").stat().st_size == 4 * PAGE_BYTES
+    assert len(store) == 4
+    assert store.use.drops == {"evicted": PAGES - 4}
+    assert all(is_read_page(store, number) for number in numbers(store))
+    store.check()
+    store.close()
+
+
+def test_tokens_are_compared(store):
+    entry = page(7)
+    fill(store, entry)
+    assert store.read(entry.key, [bytearray(PAGE_BYTES)], [7])
+    assert not store.read(entry.key, [bytearray(PAGE_BYTES)], [8])
+    assert store.use.drops == {"tokens": 1}
+
+
+def test_cleared_entries_are_gone_at_once(store, directory):
+    """DC-4: nothing has to follow `clear` for the entries to be gone from the medium."""
+    fill(store, page(1))
+    store.commit()
+    store.clear()
+    index = directory / "slot-0" / "index.sqlite"
+    copy = directory / "slot-1"
+    copy.mkdir(mode=0o700)
+    for path in index.parent.glob("index.sqlite*"):
+        (copy / path.name).write_bytes(path.read_bytes())
+    other = open_directory_store(directory, IDENTITY, PAGES * PAGE_BYTES)
+    assert (other.use.blocks, other.drops) == (0, {})
+    other.close()
+
+
+def test_a_damaged_index_begins_empty_and_says_so(store, directory, caplog):
+    """DC-3."""
+    fill(store, page(1))
+    store.close()
+    index = directory / "slot-0" / "index.sqlite"
+    index.write_bytes(b"garbage" * 1000)
+    with caplog.at_level(logging.WARNING):
+        store = open_directory_store(directory, IDENTITY, PAGES * PAGE_BYTES)
+    assert len(caplog.records) == 1
+    assert faults(store) == {"index": 1}
+    assert fill(store, page(1))
+    assert is_read_page(store, 1)
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["data", "index.sqlite"])
+def test_a_file_that_vanishes_ends_the_use_of_the_store(store, directory, caplog, name):
+    """DC-3: one line, and no error for the caller."""
+    assert fill(store, page(1))
+    (directory / "slot-0" / name).unlink()
+    with caplog.at_level(logging.WARNING):
+        store.commit()
+        assert not fill(store, page(2))
+        store.commit()
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+    assert not store.use.is_on
+    assert (len(store), store.entries(), store.find(page(1).key)) == (0, [], None)
+    store.clear()
+    assert not list(directory.glob("slot-0/index*"))
+
+
+def test_no_room_on_the_device_ends_the_use_of_the_store(directory, caplog):
+    """DC-3: a limit on the size of files stands for a full device."""
+    store = open_directory_store(directory, IDENTITY, LIMIT)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT // 4, before[1]))
+        with caplog.at_level(logging.WARNING):
+            stored = [store.put(page(number), [bytes(LIMIT // 8)]) for number in range(4)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stored == [True, True, False, False]
+    assert len(caplog.records) == 1
+    assert not store.use.is_on
+    store.close()
+    store = open_directory_store(directory, IDENTITY, LIMIT)
+    assert store.use.is_on
+    store.close()
+
+
+def test_files_are_this_users_alone(store, directory):
+    fill(store, page(1))
+    store.commit()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.rglob("*")}
+    assert modes.pop("slot-0") == 0o700
+    assert modes.keys() == {"prefix_cache_marker", "lock", "data", "index.sqlite", "index.sqlite-wal"}
+    assert set(modes.values()) == {0o600}
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_erase_removes_the_files_of_the_slot_alone(store, directory):
+    """DC-4."""
+    foreign = directory / "slot-0" / "notes.txt"
+    foreign.write_text("mine")
+    fill(store, page(1))
+    store.erase()
+    assert sorted(os.listdir(directory / "slot-0")) == ["lock", "notes.txt"]
+    assert not store.use.is_on
