@@ -296,6 +296,13 @@ CACHE = FlagGroup(
             "0: never",
             name="--prefix-cache-audit",
         ),
+        Flag(
+            "prefix_cache_dir",
+            "Directory, of a local file system, that keeps the cache's contents for the next start",
+            metavar="DIR",
+        ),
+        Flag("prefix_cache_disk_gb", "GiB of the files in --prefix-cache-dir, of each process"),
+        Flag("prefix_cache_drain_seconds", "Seconds at the end to write what is worth most; a second signal ends it"),
     ),
 )
 

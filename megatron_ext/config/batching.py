@@ -18,6 +18,7 @@ DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # per step
 DEFAULT_MAX_REQUESTS = 64  # or the maximum of tokens per step, if that is smaller
 # Without `max_prefills_per_step`: a step with so many prefill tokens starts no other prefill; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
+MAX_DISK_GB = 2**14  # GiB of a directory of cache entries
 MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each also costs the host some bytes
 
 
@@ -152,8 +153,12 @@ class CacheConfig:
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
     audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
+    prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
+    prefix_cache_disk_gb: float = 16.0  # GiB
+    prefix_cache_drain_seconds: float = 10.0  # at the end of a process
 
     def __post_init__(self) -> None:
+        self._check_disk()
         budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
         flag = "--inference-dynamic-batching-prefix-caching-mamba"
         valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
@@ -183,6 +188,26 @@ class CacheConfig:
         require(
             self.snapshot_mode in modes, f"{flag}-mode {self.snapshot_mode!r} is unknown; one of {', '.join(modes)}"
         )
+
+    def _check_disk(self) -> None:
+        size, seconds = self.prefix_cache_disk_gb, self.prefix_cache_drain_seconds
+        require(
+            0 < size <= MAX_DISK_GB, f"--prefix-cache-disk-gb {size} must be more than 0, and at most {MAX_DISK_GB}"
+        )
+        valid = math.isfinite(seconds) and seconds >= 0
+        require(valid, f"--prefix-cache-drain-seconds {seconds} must be zero (write nothing) or more seconds")
+        place = self.prefix_cache_dir
+        require(place != "", "--prefix-cache-dir is empty; leave it out for a cache that ends with the process")
+        require(
+            place is None or self.eviction_policy != EvictionPolicyName.REF_ZERO.value,
+            f"--prefix-cache-dir {place} and eviction policy ref_zero contradict each other: that policy keeps nothing "
+            "to be written; give lru or flops",
+        )
+
+    @property
+    def is_durable(self) -> bool:
+        """True if the contents of the cache are kept between processes."""
+        return self.enable_prefix_caching and self.prefix_cache_dir is not None
 
     @property
     def is_aligned(self) -> bool:

@@ -24,6 +24,7 @@ from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended
 from megatron_ext.prefix_cache.block_index import CachedPrefix
+from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import check_admissible
@@ -108,6 +109,7 @@ class EngineCore:
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.is_suspended = False
+        self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
         self._choice: ReplicaChoice | None = None  # None for one replica
@@ -206,6 +208,8 @@ class EngineCore:
             replica.ahead.drop()
             replica.structured.forget(self.output.requests())
         self.output.cancel()
+        if self.disk is not None:
+            self.disk.abandon()
 
     # Steps
 
@@ -281,6 +285,9 @@ class EngineCore:
         """Wait until the device is idle and stop the workers; no step may follow."""
         for replica in self.replicas:
             replica.close()
+        if self.disk is not None:
+            with self.error_isolation.guard("the prefix cache on disk"):
+                self.disk.close()
         self.workers.stop()
 
     # Cache, weights, pools
@@ -305,6 +312,8 @@ class EngineCore:
             self._use_new_weights()
 
     def _use_new_weights(self) -> None:
+        if self.disk is not None:
+            self.disk.weights_changed()
         for replica in self.replicas:
             replica.weights_changed()
         self.resources.use_new_weights()

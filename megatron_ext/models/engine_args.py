@@ -11,8 +11,10 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
+from megatron_ext.models.durable_cache import require_one_rank, warm_restart
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
+from megatron_ext.models.weights_digest import weights_digest
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
 
@@ -54,10 +56,13 @@ class EngineArgs:
         self._settings = settings
         self._parallel_context = parallel_context
         self._phase = phase
+        if settings.cache.is_durable:
+            require_one_rank(settings.cache, parallel_context)
         if settings.routing != RoutingConfig() and (parallel_context is None or parallel_context.replicas == 1):
             logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
             self.loaded = loaded or _load(settings)
+            self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
             self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
@@ -70,15 +75,18 @@ class EngineArgs:
             ConfigError: The memory or the block size does not fit the model.
         """
         settings, loaded = self._settings, self.loaded
+        cache = cache or settings.cache
+        if cache.is_durable and self._weights is None:  # before anything packs them
+            self._weights = weights_digest(loaded)
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
         with self._phase("plan"):
-            return build_engine(
+            engine = build_engine(
                 loaded.model,
                 loaded.config,
                 loaded.tokenizer,
                 settings.batching,
-                cache or settings.cache,
+                cache,
                 dtype=loaded.dtype,
                 seed=settings.source.seed,
                 logging_step_interval=settings.logging_step_interval,
@@ -88,6 +96,9 @@ class EngineArgs:
                 packs_weights=_packs_weights(settings, loaded),
                 routing=settings.routing,
             )
+        if self._weights is not None and cache.is_durable:
+            engine.core.disk = warm_restart(engine, loaded, self._weights, cache)
+        return engine
 
 
 def follow(

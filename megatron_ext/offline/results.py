@@ -39,6 +39,7 @@ RUN_KEYS = (
     "version",
     "prefix_cache",
     "prefix_cache_lost",
+    "prefix_cache_disk",
     "speculation",
     "geometry",
 )
@@ -77,6 +78,7 @@ def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> 
         "version": megatron_ext.__version__,
         "prefix_cache": engine.prefix_cache_statistics(),
         "prefix_cache_lost": statistics.prefix_cache_lost(),
+        "prefix_cache_disk": None if engine.core.disk is None else engine.core.disk.counts(),
         "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),
     }

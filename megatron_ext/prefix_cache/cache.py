@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
@@ -131,6 +132,10 @@ class PrefixCache:
     def match(self, block_hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
         """Return the blocks of the longest cached run from the start. Read-only: pin them before any allocation."""
         return self._index.longest_run(block_hashes)
+
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """Return the cached block of `block_hash`, or None."""
+        return self._index.find(block_hash)
 
     def depth_of(self, block_hash: BlockHash) -> int:
         """Return the depth of a cached block: blocks from the start of its sequence to its end."""
@@ -367,6 +372,24 @@ class PrefixCache:
     def hottest(self, count: int) -> list[CachedPrefix]:
         """Return the prefixes that most requests resumed from, the hottest first."""
         return self._index.hottest(count)
+
+    def by_worth(self) -> Iterator[tuple[BlockHash, bool]]:
+        """Yield the cached blocks, and True with that of a snapshot: those worth most first, a block after its parents.
+
+        A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
+        """
+        index, yielded = self._index, set[BlockHash]()
+        snapshots = [] if self.states is None else self.states.by_priority()[::-1]
+        in_use = [block for block in index if block not in self._policy]
+        blocks = [index.hash_of(block) for block in (*in_use, *reversed(self._policy.by_priority()))]
+        for ends, has_snapshot in ((snapshots, True), (blocks, False)):
+            for end in ends:
+                chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
+                for block_hash in reversed(list(chain)):
+                    yielded.add(block_hash)
+                    yield block_hash, False
+                if has_snapshot:
+                    yield end, True
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""

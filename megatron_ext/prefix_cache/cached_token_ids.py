@@ -99,6 +99,10 @@ class CachedTokenIds:
         if not self._ends[end[0]]:
             del self._ends[end[0]]
 
+    def find(self, block_hash: BlockHash) -> tuple[BlockHash, array[int]]:
+        """Return the block or root before a cached block, and the block's token ids."""
+        return self._before[block_hash], self._tokens[block_hash]
+
     def drop(self, block_hash: BlockHash) -> None:
         """Drop the ids of the block of `block_hash`, which is evicted and has no cached child."""
         if self._tokens.pop(block_hash, None) is not None:

@@ -16,6 +16,7 @@ runs of blocks:
 - `on_snapshot_removed(block_hash)`: note that a snapshot is gone; its block stays, or has just been evicted.
 - `choose(block)`: None, or a function (`Hints.choose_block`) that names the leaf which goes instead of the next block;
   that one takes its place in the order.
+- `by_priority()`: return the evictable blocks, the first to evict at the start; a block may precede its children.
 - `len(policy)`: number of evictable blocks, the most that `evict` can return.
 
 An eviction costs O(log n), amortized.
@@ -65,6 +66,9 @@ class EvictionPolicy(Protocol):
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Note that the block of `block_hash` no longer has a snapshot."""
+
+    def by_priority(self) -> list[BlockId]:
+        """Return the evictable blocks, those of lowest priority first."""
 
     def clear(self) -> None:
         """Remove all blocks from the order."""
@@ -149,6 +153,10 @@ class LeafFirstLru:
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Do nothing: snapshots do not change the order."""
+
+    def by_priority(self) -> list[BlockId]:
+        """Return the evictable blocks, the least recently used first."""
+        return list(self)
 
     def clear(self) -> None:
         """Empty the queue."""

@@ -165,6 +165,10 @@ class FlopsSnapshots:
         likely = chance(snapshot.uses, is_continued=snapshot.is_continued)
         return snapshot.depth - base, self._costs.block_flops(base, snapshot.depth) * likely
 
+    def by_priority(self) -> list[BlockHash]:
+        """Return all snapshots by rank, in each rank those of lowest priority first."""
+        return sorted(self._snapshots, key=lambda block_hash: (self._snapshots[block_hash].rank, self._key(block_hash)))
+
     def clear(self) -> None:
         """Remove all entries."""
         self._snapshots.clear()
@@ -279,6 +283,10 @@ class FlopsBlocks:
         block = self._index.find(block_hash)
         if block is not None and block in self._leaves:
             self._leaves.put(block, self._key(block))
+
+    def by_priority(self) -> list[BlockId]:
+        """Return the evictable blocks by priority, as if each were a leaf."""
+        return sorted(self._ages, key=self._key)
 
     def clear(self) -> None:
         """Remove all entries."""

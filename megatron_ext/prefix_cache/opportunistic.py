@@ -98,6 +98,10 @@ class OpportunisticFirst:
         """Return the rank of a snapshot; None if it is not in the order."""
         return Rank.OPPORTUNISTIC if block_hash in self._queue else self._others.rank(block_hash)
 
+    def by_priority(self) -> list[BlockHash]:
+        """Return all snapshots, the oldest opportunistic one first."""
+        return [*self._queue, *self._others.by_priority()]
+
     def clear(self) -> None:
         """Remove all snapshots."""
         self._queue.clear()

@@ -12,6 +12,7 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
   only ordinary ones, in a memory that is shared.
 - `choose(block_hash, order)`: None, or a function (`Hints.choose_snapshot`) that names the snapshot which goes instead
   of the next one; that one takes its rank and its place in the order.
+- `by_priority()`: return all snapshots, those of lower rank first, and within a rank the next one to evict first.
 
 `MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
 evicted before all others: the orders here never see them.
@@ -71,6 +72,9 @@ class SnapshotOrder(Protocol):
 
     def rank(self, block_hash: BlockHash) -> Rank | None:
         """Return the rank of a snapshot; None if it is not in the order."""
+
+    def by_priority(self) -> list[BlockHash]:
+        """Return all snapshots, by rank, then priority."""
 
     def clear(self) -> None:
         """Remove all snapshots."""
@@ -141,6 +145,10 @@ class LruSnapshots:
         """Return the rank of a snapshot; None if it is not in the order."""
         place = self._places.get(block_hash)
         return None if place is None else place[0]
+
+    def by_priority(self) -> list[BlockHash]:
+        """Return all snapshots by rank, in each rank the one used longest ago first."""
+        return list(self)
 
     def clear(self) -> None:
         """Empty all queues."""

@@ -166,6 +166,10 @@ class StateIndex:
         """Return the keys of the snapshots that can be found."""
         return self._visible.keys()
 
+    def by_priority(self) -> list[BlockHash]:
+        """Return the keys of the visible snapshots, the first to evict at the start."""
+        return self._order.by_priority()
+
     def is_reserved(self, block_hash: BlockHash) -> bool:
         """Return whether a snapshot of `block_hash` is being taken."""
         return block_hash in self._reserved
@@ -284,8 +288,13 @@ class StateIndex:
         is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.block_hash)
         return one.block_hash in self._reserved or (one.block_hash in self._visible and is_enough)
 
-    def commit(self, block_hash: BlockHash) -> None:
-        """Make the reserved snapshot of `block_hash`, which has been written, visible."""
+    def commit(self, block_hash: BlockHash, *, is_taken: bool = True) -> None:
+        """Make the reserved snapshot of `block_hash`, which has been written, visible.
+
+        Args:
+            block_hash: Key of the snapshot.
+            is_taken: Whether to count it as taken; False if it was taken by an earlier process.
+        """
         slot, rank = self._reserved.pop(block_hash)
         self._visible[block_hash] = slot
         self._in_slot[slot] = block_hash
@@ -295,7 +304,7 @@ class StateIndex:
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1
         else:
-            self.taken += 1
+            self.taken += is_taken
         if self._listener is not None:
             self._listener.on_snapshot_stored(block_hash)
 

@@ -32,6 +32,7 @@ class SchedulerLimits:
     enough_prefill_tokens: int | None = None  # a step with this many begins no other prefill; None: no limit
     explains: bool = False  # explain cache use of each request; keeps the token ids of cached blocks
     audit_interval: int = 0  # hits from one audit to the next; 0: none
+    keeps_tokens: bool = False  # keep them in any case
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for cost-aware policies; equal on all ranks
     opportunistic: OpportunisticRules = AS_MANY_AS_FREE  # opportunistic checkpoints of prefills, in free slots
     max_drafts: int = 0  # per request and step; 0 disables verification

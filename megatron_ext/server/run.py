@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -193,6 +194,13 @@ class _Server(AnnouncedServer):
         """Run until a signal arrives or other ranks are lost; in the latter case no request can complete."""
         self._serving.requests.on_lost_ranks = self._end_soon
         await super().main_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to shut down; a second signal also ends the writing of the prefix cache to disk."""
+        disk = self._serving.engine.core.disk
+        if self.should_exit and disk is not None:
+            disk.stop()
+        super().handle_exit(sig, frame)
 
     def _end_soon(self) -> None:
         self.should_exit = True

@@ -137,7 +137,7 @@ def _is_sound(stored: StoredEntry) -> bool:
     return (
         1 <= entry.depth <= MAX_DEPTH
         and 1 <= len(entry.tokens) <= MAX_TOKENS
-        and 1 <= stored.size <= MAX_BYTES
+        and 0 <= stored.size <= MAX_BYTES
         and 0 <= stored.checksum < 2**32
         and all(extent.pages > 0 for extent in stored.extents)
         and pages == pages_of(stored.size)

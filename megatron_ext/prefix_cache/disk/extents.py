@@ -23,8 +23,8 @@ class Extent(NamedTuple):
 
 
 def pages_of(size: int) -> int:
-    """Return the number of pages that `size` bytes need."""
-    return -(-size // PAGE_BYTES)
+    """Return the number of pages that `size` bytes take; at least one, which bounds entries without bytes, too."""
+    return max(1, -(-size // PAGE_BYTES))
 
 
 class FreePages:

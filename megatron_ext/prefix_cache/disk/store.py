@@ -103,11 +103,11 @@ class DiskStore:
 
     def __contains__(self, key: EntryKey) -> bool:
         """Return whether an entry of this identity is stored."""
-        return self.problem is None and key in self._rows
+        return key in self._rows
 
     def entries(self) -> list[StoredEntry]:
         """Return the entries of this identity, those of most worth first, a parent before its children."""
-        own = [self._entries[row_id] for row_id in self._rows.values()] if self.problem is None else []
+        own = [self._entries[row_id] for row_id in self._rows.values()]
         return sorted(own, key=lambda entry: entry.order, reverse=True)
 
     def all_entries(self) -> list[StoredEntry]:
@@ -115,8 +115,8 @@ class DiskStore:
         return list(self._entries.values())
 
     def find(self, key: EntryKey) -> StoredEntry | None:
-        """Return the entry of this identity for a key; None if there is none."""
-        row_id = self._rows.get(key) if self.problem is None else None
+        """Return the entry of this identity for a key, or None."""
+        row_id = self._rows.get(key)
         return None if row_id is None else self._entries[row_id]
 
     def put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
@@ -126,7 +126,7 @@ class DiskStore:
 
         Args:
             entry: The entry, whose block hash is that of its tokens after its parent, and which is not stored.
-            buffers: Bytes of the entry, at least one.
+            buffers: Bytes of the entry; none for a block of a model without attention layers.
 
         Returns:
             False if it was not stored: there is no room, or the store is off.
@@ -292,7 +292,6 @@ class DiskStore:
         self.commit()
         if self.problem is None:
             self._guarded(self._shut, None)
-        self.problem = self.problem or "it is closed"
         if not self._is_closed:
             self._is_closed = True
             self._slot.close()
@@ -301,7 +300,7 @@ class DiskStore:
 
     def _guarded(self, action: Callable[[], _Result], otherwise: _Result) -> _Result:
         """Return the result of an action; after a failure of the directory the store is off, which is said once."""
-        if self.problem is not None:
+        if self.problem is not None or self._is_closed:
             return otherwise
         try:
             return action()

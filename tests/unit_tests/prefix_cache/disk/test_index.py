@@ -51,6 +51,7 @@ def test_a_change_of_any_column_is_noticed(column):
 @pytest.mark.parametrize(
     "numbers",
     [
+        {"size": -1},
         {"size": 0},
         {"size": 4096 * 2 + 1},
         {"size": 4096},

@@ -1,0 +1,237 @@
+"""Warm restart: what the cache holds at the end of a process is written to the store, and put back at the next start.
+
+The end is bounded in time. What is worth most is written first, each block after its parents, so that whatever was
+written can be used. What the store has already is not written again, but ranked anew. At the start, as much is put back
+as fits in free memory, and nothing is evicted for it.
+
+What the cache has to forget is forgotten by the store, too: the cache tells it as an observer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
+from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_use import LESS_WORTH
+from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
+from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.prefix_cache.state_index import SlotId
+
+logger = logging.getLogger(__name__)
+
+RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
+
+
+class EntryMemory(Protocol):
+    """Memory of cached blocks and snapshots, as bytes whose order does not depend on how the memory is laid out."""
+
+    def block_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a block; none if no layer has keys and values."""
+
+    def snapshot_buffers(self) -> list[bytearray]:
+        """Return buffers for the bytes of a snapshot."""
+
+    def read_block(self, block: BlockId) -> list[Buffer]:
+        """Return the bytes of a block."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[bytearray]) -> None:
+        """Write a block."""
+
+    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
+        """Return the bytes of a snapshot."""
+
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[bytearray]) -> None:
+        """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
+
+
+class WarmRestart:
+    """Store of one cache, between processes. All methods but `stop` are for the engine's thread, between two steps.
+
+    Args:
+        store: Open store, which this closes.
+        cache: Cache without contents, which keeps token ids.
+        memory: Memory of the cache's blocks and snapshots.
+        drain_seconds: Seconds that the end of the process may take to write.
+
+    Attributes:
+        loaded: Entries that were put back at the start.
+        left_out: Entries that were not written at the end, for want of time or room.
+    """
+
+    def __init__(self, store: DiskStore, cache: PrefixCache, memory: EntryMemory, drain_seconds: float) -> None:
+        assert cache.cached_token_ids is not None, "entries have their tokens"
+        self._store, self._cache, self._memory = store, cache, memory
+        self._tokens = cache.cached_token_ids
+        self._drain_seconds = drain_seconds
+        self._is_current = True  # the identity is that of the weights
+        self._is_stopped = self._is_closed = False
+        self.loaded = 0
+        self.left_out = 0
+        cache.add_observer(self)
+
+    # Start
+
+    def load(self) -> None:
+        """Put entries of the store back into the cache, those worth most first, as long as memory is free."""
+        placed: list[tuple[EntryKey, BlockId | None]] = []
+        for stored in self._store.entries():
+            block = None
+            if stored.entry.key.kind is EntryKind.BLOCK:
+                block = self._load_block(stored)
+                is_placed = block is not None
+            else:
+                is_placed = self._load_snapshot(stored)
+            if is_placed:
+                placed.append((stored.entry.key, block))
+        for key, block in reversed(placed):  # those worth most are the most recently used
+            if block is None:
+                assert self._cache.states is not None, "a snapshot was placed"
+                self._cache.states.commit(key.block_hash, is_taken=False)
+            else:
+                self._cache.release([block])
+        self._store.commit()
+        self.loaded = len(placed)
+        self._say_loaded()
+
+    def _load_block(self, stored: StoredEntry) -> BlockId | None:
+        """Place a block in free memory; None if there is none, or its parent is missing, or its bytes are damaged."""
+        cache, entry = self._cache, stored.entry
+        parent = None if entry.depth == 1 else entry.parent
+        has_parent = parent is None or (cache.find(parent) is not None and cache.depth_of(parent) == entry.depth - 1)
+        buffers = self._memory.block_buffers()
+        if not cache.pool.free_count or not has_parent or not self._store.read(entry.key, buffers):
+            return None
+        (block,) = cache.allocate(1)
+        self._memory.write_block(block, buffers)
+        cache.publish([entry.key.block_hash], [block], parent)
+        size = len(entry.tokens)
+        self._tokens.keep_run([entry.key.block_hash], entry.parent, packed_tokens(entry.tokens), size, size)
+        return block
+
+    def _load_snapshot(self, stored: StoredEntry) -> bool:
+        """Place a snapshot in a free slot, not visible yet; return whether that was possible."""
+        states, key = self._cache.states, stored.entry.key
+        if states is None or not states.free_count or self._cache.find(key.block_hash) is None:
+            return False
+        buffers = self._memory.snapshot_buffers()
+        if not self._store.read(key, buffers):
+            return False
+        slot = states.reserve(key.block_hash)
+        assert slot is not None, "a slot is free"
+        self._memory.write_snapshot(slot, key.block_hash, buffers)
+        return True
+
+    def _say_loaded(self) -> None:
+        use = self._store.use
+        if use.other_entries and not len(self._store):
+            logger.warning(
+                "prefix cache on disk: its %d entries are of another model or other settings: they are not used, and "
+                "are evicted first",
+                use.other_entries,
+            )
+        elif use.is_on:
+            logger.info("prefix cache on disk: %d of %d entries put back", self.loaded, len(self._store))
+
+    # End
+
+    def close(self) -> None:
+        """Write what is worth most within the time that is given, and close the store."""
+        if self._is_current and not self._is_closed and self._store.use.is_on:
+            self._drain()
+        self.abandon()
+
+    def stop(self) -> None:
+        """End the writing at the next entry; for any thread, and for signal handlers."""
+        self._is_stopped = True
+
+    def _drain(self) -> None:
+        deadline, now = time.monotonic() + self._drain_seconds, time.time()
+        has_room = True
+        for position, (block_hash, is_snapshot) in enumerate(self._cache.by_worth()):
+            key = EntryKey(EntryKind.SNAPSHOT if is_snapshot else EntryKind.BLOCK, block_hash)
+            used = now - position * RANK_SECONDS
+            if key in self._store:
+                self._store.rate(key, 0.0, used)
+            elif has_room and not self._is_stopped and time.monotonic() < deadline:
+                refused = self._store.drops[LESS_WORTH]
+                self._put(key, used)
+                has_room = self._store.drops[LESS_WORTH] == refused
+                self.left_out += key not in self._store
+            else:
+                self.left_out += 1
+        self._store.commit()
+        logger.info(
+            "prefix cache on disk: %d entries kept, %d written, %d left out",
+            len(self._store),
+            self._store.use.written,
+            self.left_out,
+        )
+
+    def _put(self, key: EntryKey, used: float) -> None:
+        parent, tokens = self._tokens.find(key.block_hash)
+        entry = NewEntry(key, parent, self._cache.depth_of(key.block_hash), tokens, used=used)
+        if key.kind is EntryKind.BLOCK:
+            block = self._cache.find(key.block_hash)
+            assert block is not None, "the block is cached"
+            self._store.put(entry, self._memory.read_block(block))
+        else:
+            slot = None if self._cache.states is None else self._cache.states.find(key.block_hash)
+            assert slot is not None, "the snapshot is visible"
+            self._store.put(entry, self._memory.read_snapshot(slot))
+
+    def abandon(self) -> None:
+        """Close the store without writing."""
+        self._is_closed = True
+        self._store.close()
+
+    # What the cache has to forget
+
+    def weights_changed(self) -> None:
+        """Forget all entries, and keep none at the end: the identity is that of other weights."""
+        self.on_cleared()
+        if self._is_current:
+            self._is_current = False
+            logger.warning("prefix cache on disk: the weights were changed, so nothing is kept for the next start")
+
+    def on_cleared(self) -> None:
+        """Forget all entries on disk; see `CacheObserver`, also for the next four, which change nothing there."""
+        if not self._is_closed:
+            self._store.clear()
+
+    def on_blocks_stored(self, run: PublishedRun) -> None:
+        """Do nothing: blocks are written at the end."""
+
+    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        """Do nothing: blocks that were evicted stay on disk."""
+
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
+        """Do nothing: snapshots are written at the end."""
+
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
+        """Do nothing: snapshots that were evicted stay on disk."""
+
+    # Statistics
+
+    def counts(self) -> dict[str, object]:
+        """Return the `prefix_cache_disk` object of a run's counts."""
+        use = self._store.use
+        return {
+            "is_on": use.is_on,
+            "blocks": use.blocks,
+            "snapshots": use.snapshots,
+            "bytes": use.bytes,
+            "limit_bytes": use.limit_bytes,
+            "other_entries": use.other_entries,
+            "loaded": self.loaded,
+            "read": use.read,
+            "written": use.written,
+            "left_out": self.left_out,
+            "drops": dict(sorted(use.drops.items())),
+        }
