@@ -246,7 +246,7 @@ def _limits(
         costs=costs,
         explains=cache.explain_prefix_cache,
         audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,
-        keeps_tokens=cache.is_durable,
+        is_durable=cache.is_durable,
         opportunistic=OpportunisticRules(max_slots=cache.provisional_slots),
     )
 

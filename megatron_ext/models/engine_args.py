@@ -11,7 +11,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
-from megatron_ext.models.durable_cache import require_one_rank, warm_restart
+from megatron_ext.models.durable_cache import keep_cache, require_one_rank
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.models.weights_digest import weights_digest
@@ -97,7 +97,7 @@ class EngineArgs:
                 routing=settings.routing,
             )
         if self._weights is not None and cache.is_durable:
-            engine.core.disk = warm_restart(engine, loaded, self._weights, cache)
+            keep_cache(engine, loaded, self._weights, cache)
         return engine
 
 

@@ -39,9 +39,9 @@ RUN_KEYS = (
     "version",
     "prefix_cache",
     "prefix_cache_lost",
-    "prefix_cache_disk",
     "speculation",
     "geometry",
+    "prefix_cache_disk",  # with --prefix-cache-dir only
 )
 
 _UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
@@ -78,11 +78,12 @@ def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> 
         "version": megatron_ext.__version__,
         "prefix_cache": engine.prefix_cache_statistics(),
         "prefix_cache_lost": statistics.prefix_cache_lost(),
-        "prefix_cache_disk": None if engine.core.disk is None else engine.core.disk.counts(),
         "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),
     }
-    assert tuple(counts) == RUN_KEYS, "a key of the run is missing from RUN_KEYS"
+    disk = engine.core.disk
+    counts |= {} if disk is None else {"prefix_cache_disk": disk.counts()}
+    assert tuple(counts) == RUN_KEYS[: len(counts)], "a key of the run is missing from RUN_KEYS"
     return counts
 
 

@@ -209,6 +209,8 @@ class RoutedReplica(Replica):
             cache = one.scheduler.cache
             self._logs.append(CacheLog(Mirror(size, has_states=cache.states is not None)))
             cache.add_observer(self._logs[-1].changes)
+            if self._serving.engine.core.disk is not None:
+                self._serving.engine.core.disk.announce(self._logs[-1].changes, one.scheduler.root_of(None))
         self._name = serve.get_replica_context().replica_id.unique_id
         status = status_router(self._name, ray.util.get_node_ip_address())
         self._app = self._create_app((status,), ADMIN_PATHS)

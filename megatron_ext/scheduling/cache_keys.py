@@ -25,11 +25,12 @@ class CacheKeys:
 
     def start(self, sequence: Sequence, salt: str | None) -> None:
         """Give a sequence the root of its block hashes, unless it has that root already."""
-        root = self._root(salt)
+        root = self.root(salt)
         if sequence.chain is None or sequence.chain.root != root:
             sequence.chain = HashChain(root, self._block_size)
 
-    def _root(self, salt: str | None) -> BlockHash:
+    def root(self, salt: str | None) -> BlockHash:
+        """Return the root of the block hashes of sequences with a salt."""
         return root_hash(
             [
                 self._fingerprint,

@@ -32,13 +32,18 @@ class SchedulerLimits:
     enough_prefill_tokens: int | None = None  # a step with this many begins no other prefill; None: no limit
     explains: bool = False  # explain cache use of each request; keeps the token ids of cached blocks
     audit_interval: int = 0  # hits from one audit to the next; 0: none
-    keeps_tokens: bool = False  # keep them in any case
+    is_durable: bool = False  # cached blocks outlive the process, with their token ids
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for cost-aware policies; equal on all ranks
     opportunistic: OpportunisticRules = AS_MANY_AS_FREE  # opportunistic checkpoints of prefills, in free slots
     max_drafts: int = 0  # per request and step; 0 disables verification
     draft_states: int = 0  # slots for the states after drafts, in models with recurrent layers
     async_states: int = 0  # slots for snapshots of steps launched ahead; one slot for padding precedes them
     slabs: SlabLayout | None = None  # arena that blocks and snapshots share; None: a fixed number of each
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """True if the token ids of cached blocks are kept."""
+        return self.explains or self.is_durable
 
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks that hold `tokens` tokens."""

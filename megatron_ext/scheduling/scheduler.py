@@ -64,9 +64,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.cache = PrefixCache(
-            *(limits.total_blocks, policy, slots, limits.costs),
-            keeps_tokens=limits.explains or limits.keeps_tokens,
-            slabs=limits.slabs,
+            limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.keeps_tokens, slabs=limits.slabs
         )
         self.queues = Queues(pins=self.cache)
         self.pending_blocks = PendingBlocks()
@@ -75,6 +73,7 @@ class Scheduler:
         self.drafts = Drafts(limits, self.cache, self.counters)
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
+        self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(limits, self.queues, self.cache, self._hashing, self.counters)
 
     @property

@@ -21,11 +21,12 @@ from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, 
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import LESS_WORTH
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
-from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.prefix_cache.observer import CacheObserver, PublishedRun
 from megatron_ext.prefix_cache.state_index import SlotId
 
 logger = logging.getLogger(__name__)
 
+OTHER_SALT = "of a salt from before the restart"
 RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
 
 
@@ -138,6 +139,25 @@ class WarmRestart:
             )
         elif use.is_on:
             logger.info("prefix cache on disk: %d of %d entries put back", self.loaded, len(self._store))
+
+    def announce(self, observer: CacheObserver, root: BlockHash) -> None:
+        """Tell an observer that is new of all that was put back.
+
+        Blocks of sequences with a salt, which is not known here, get a salt that no client has.
+
+        Args:
+            observer: The observer, which takes the cache to be empty.
+            root: Root of the block hashes of sequences without a salt.
+        """
+        for block_hash, is_snapshot in self._cache.by_worth():
+            if is_snapshot:
+                observer.on_snapshot_stored(block_hash)
+                continue
+            before, tokens = self._tokens.find(block_hash)
+            parent = None if self._cache.depth_of(block_hash) == 1 else before
+            salt = None if before == root else f"{OTHER_SALT} {before.hex()}"
+            size = len(tokens)
+            observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))
 
     # End
 

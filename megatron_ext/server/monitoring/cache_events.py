@@ -48,13 +48,15 @@ class CacheEvents:
         self.close()
 
     def attach(self, core: EngineCore) -> None:
-        """Publish the blocks that an engine's replicas store from now on; their caches are still empty."""
+        """Publish the blocks that an engine's replicas store from now on, and those put back after a restart."""
         if not self.publishers:
             return
         for publisher, one in zip(self.publishers, core.replicas, strict=True):
             cache, size = one.scheduler.cache, one.scheduler.limits.block_size
             cache.add_observer(publisher.changes)
             publisher.start(Mirror(size, has_states=cache.states is not None))
+            if core.disk is not None:
+                core.disk.announce(publisher.changes, one.scheduler.root_of(None))
             for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
                 if channel is not None:
                     replay = channel.replay_endpoint or "no address"

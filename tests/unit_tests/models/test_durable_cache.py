@@ -14,7 +14,9 @@ import torch
 from megatron_ext import load_engine
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.durable_cache import cache_identity, warm_restart
+from megatron_ext.kv_events.changes import Changes
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.text.tokenizer import NullTokenizer
@@ -38,7 +40,7 @@ def started(
     model = driver.engine.controller.inference_wrapped_model.model
     tokenizer = NullTokenizer(97)
     loaded = LoadedModel(model, None, tokenizer, torch.float32, "test")  # its configuration is in the engine's plan
-    driver.engine.core.disk = warm_restart(driver.engine, loaded, tensors_digest(model), settings)
+    keep_cache(driver.engine, loaded, tensors_digest(model), settings)
     driver.engine.check()
     return driver
 
@@ -157,16 +159,13 @@ def test_another_identity_finds_nothing(get_driver, tmp_path, caplog, change):
             weights = tensors_digest(model)
             parameter.flatten()[5] -= 1
         assert weights != tensors_digest(model)
-    assert cache_identity(other.engine, loaded, weights) != cache_identity(
-        engine, LoadedModel(model, None, NullTokenizer(97), torch.float32, "test"), tensors_digest(model)
-    )
     with caplog.at_level(logging.WARNING):
-        restart = warm_restart(other.engine, loaded, weights, settings)
+        keep_cache(other.engine, loaded, weights, settings)
     assert sum("another model" in record.getMessage() for record in caplog.records) == 1
-    counts = restart.counts()
+    counts = other.engine.core.disk.counts()
     assert (counts["loaded"], counts["blocks"]) == (0, 0)
     assert counts["other_entries"] > 10
-    restart.abandon()
+    other.engine.core.disk.abandon()
 
 
 def test_damaged_entries_are_misses(get_driver, tmp_path):
@@ -330,3 +329,28 @@ def test_processes_one_after_the_other(tmp_path):
 def test_settings_that_cannot_work_are_refused(settings, named):
     with pytest.raises(ConfigError, match=named):
         CacheConfig(**settings)
+
+
+def test_what_was_put_back_is_announced(get_driver, tmp_path):
+    """DC-1: KV events have it like blocks of this process; a salt from before the restart stays unknown."""
+    driver = started(get_driver, tmp_path / "cache")
+    for number, salt in enumerate((None, None, "tenant")):
+        driver.add(number, make_prompt(60, seed=number // 2), skip_prompt_log_probs=True, cache_salt=salt)
+        driver.run()
+    driver.engine.close()
+    driver = started(get_driver, tmp_path / "cache")
+    changes, scheduler = Changes(), driver.engine.scheduler
+    scheduler.cache.add_observer(changes)
+    driver.engine.core.disk.announce(changes, scheduler.root_of(None))
+    delta = changes.take()
+    assert set(delta.stored) == set(scheduler.cache._index.block_hashes())
+    assert set(delta.states_stored) == set(scheduler.cache.states.visible())
+    firsts = [block for block in delta.stored.values() if block.parent is None]
+    assert sorted(list(block.tokens) for block in firsts) == sorted(make_prompt(60, seed=one)[:16] for one in (0, 1))
+    assert [block.salt is None for block in firsts].count(True) == 1
+    mirror = Mirror(16, has_states=True)
+    mirror.apply(delta)
+    driver.add(0, make_prompt(60) + [1] * 40, skip_prompt_log_probs=True)
+    driver.run()
+    assert mirror.apply(changes.take()).blocks
+    driver.engine.close()

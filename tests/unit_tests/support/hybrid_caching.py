@@ -57,7 +57,7 @@ class HybridDriver(CachingDriver):
 
     def _hashes(self, tokens: Sequence[int], salt: str | None) -> Sequence[BlockHash]:
         """Block hashes of the complete blocks of `tokens`."""
-        chain = HashChain(self.scheduler._keys._root(salt), self.scheduler.limits.block_size)
+        chain = HashChain(self.scheduler._keys.root(salt), self.scheduler.limits.block_size)
         return chain.extend(list(tokens))
 
     def slot_of(self, tokens: Sequence[int], salt: str | None = None) -> SlotId | None:

@@ -1,0 +1,84 @@
+"""`tools/prefix_cache.py`: what it lists, that it finds damage, and which files it removes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from megatron_ext.prefix_cache.disk.entry import EntryKind
+from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, put
+from tools.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
+
+
+def filled(directory) -> dict[str, bytes]:
+    """A directory with a prefix of two blocks and a snapshot, and one of another model; the contents of the entries."""
+    store = open_directory_store(directory, IDENTITY, LIMIT)
+    first = entry_after(None, [1, 2, 3, 4], used=time.time() - 7200.5)
+    second = entry_after(first, [5, 6, 7, 8], used=time.time() - 3700)
+    snapshot = entry_after(first, [5, 6, 7, 8], EntryKind.SNAPSHOT, used=time.time() - 3700)
+    for entry in (first, second, snapshot):
+        put(store, entry)
+    store.close()
+    store = open_directory_store(directory, bytes(range(1, 33)), LIMIT)
+    put(store, entry_after(None, [9], worth=3.0, used=time.time() - 200_000))
+    store.close()
+    return {str(entry.key.kind): content(entry.key) for entry in (first, second, snapshot)}
+
+
+def test_prefixes_by_worth_and_age(tmp_path, capsys):
+    """DC-6."""
+    filled(tmp_path / "cache")
+    assert main([str(tmp_path / "cache"), "list"]) == DONE
+    head, _, worth_most, other = capsys.readouterr().out.splitlines()
+    assert head.startswith("slot-0: 2 prefixes, 4 entries, ")
+    assert worth_most.split()[:1] == ["01020304"]
+    assert worth_most.split()[2:5] == ["1", "1", "0"]
+    assert worth_most.split()[6:] == ["3", "2", "d", "ago"]
+    assert other.split()[:1] == ["00010203"]
+    assert other.split()[2:5] == ["8", "2", "1"]
+    assert other.split()[6:] == ["0", "1", "h", "ago"]
+    store = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
+    assert (store.use.blocks, store.use.snapshots, store.use.other_entries) == (2, 1, 1)
+    store.close()
+
+
+def test_damage_is_found_once(tmp_path, capsys):
+    """DC-6."""
+    filled(tmp_path / "cache")
+    assert main([str(tmp_path / "cache"), "verify"]) == DONE
+    assert "4 entries are sound, dropped: none" in capsys.readouterr().out
+    data = tmp_path / "cache" / "slot-0" / "data"
+    raw = bytearray(data.read_bytes())
+    raw[100] ^= 4
+    data.write_bytes(raw)
+    assert main([str(tmp_path / "cache"), "verify"]) == FOUND_DAMAGE
+    assert "3 entries are sound, dropped: {'checksum': 1}" in capsys.readouterr().out
+    assert main([str(tmp_path / "cache"), "verify"]) == DONE
+
+
+def test_only_our_files_are_erased(tmp_path, capsys):
+    """DC-4."""
+    directory = tmp_path / "cache"
+    filled(directory)
+    (directory / "slot-0" / "mine").touch()
+    assert main([str(directory), "erase"]) == DONE
+    assert "4 entries erased" in capsys.readouterr().out
+    assert sorted(os.listdir(directory / "slot-0")) == ["lock", "mine"]
+    assert main([str(directory), "list"]) == DONE
+    assert "0 entries" in capsys.readouterr().out
+
+
+def test_what_is_in_use_or_not_ours_is_refused(tmp_path, capsys):
+    """DC-4."""
+    directory = tmp_path / "cache"
+    filled(directory)
+    store = open_directory_store(directory, IDENTITY, LIMIT)
+    for action in ("list", "verify", "erase"):
+        assert main([str(directory), action]) == BAD_USAGE
+        assert f"slot-0 is held by process {os.getpid()}" in capsys.readouterr().err
+    assert len(store) == 3
+    store.close()
+    assert main([str(tmp_path), "erase"]) == BAD_USAGE
+    assert main([str(tmp_path / "none"), "list"]) == BAD_USAGE
+    assert not (tmp_path / "none").exists()

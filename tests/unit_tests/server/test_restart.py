@@ -1,0 +1,73 @@
+"""A server that is stopped by a signal and started again finds its prefix cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.unit_tests.server.test_run_server import ROOT, TINY
+from tests.unit_tests.support.server import PATIENCE
+
+PROMPT = [7] * 30 + list(range(40))
+
+
+@contextmanager
+def server(directory: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The tool in a process of its own, and its URL."""
+    command = [sys.executable, "tools/run_server.py", *TINY, "--port", "0", "--prefix-cache-dir", str(directory)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--prefix-cache-disk-gb", "0.01"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            url = next(line for line in process.stdout if line.startswith("ready: "))
+            yield process, url.split()[1]
+        finally:
+            process.kill()
+
+
+def served(url: str) -> tuple[str, int]:
+    """The text of a completion, and its cached tokens."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_the_first_request_after_a_restart_hits(tmp_path):
+    """DC-1: SIGTERM writes the cache; a process that is killed after that leaves it as it was."""
+    directory = tmp_path / "cache"
+    with server(directory) as (process, url):
+        cold, cached = served(url)
+        assert cached == 0
+        assert served(url) == (cold, 64)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        log = process.stderr.read()
+        found = re.search(r"prefix cache on disk: (\d+) entries kept, \1 written, 0 left out", log)
+        assert found is not None, log
+        entries = int(found[1])
+    with server(directory) as (process, url):
+        shown = httpx.get(f"{url}/prefix_cache", timeout=PATIENCE).json()["disk"]
+        assert (shown["loaded"], shown["blocks"] + shown["snapshots"], shown["drops"]) == (entries, entries, {})
+        assert served(url) == (cold, 64)
+        process.kill()
+    with server(directory) as (process, url):
+        assert served(url) == (cold, 64)
+        assert httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE).status_code == 200
+        process.kill()
+    with server(directory) as (_, url):
+        assert served(url) == (cold, 0)

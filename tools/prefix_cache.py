@@ -1,0 +1,174 @@
+#!/usr/bin/env python
+"""List, verify or erase the cache entries that processes have left in a directory (`--prefix-cache-dir`).
+
+Run: `python tools/prefix_cache.py DIR list|verify|erase`. A directory of which a process holds a slot is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.opening import open_store
+from megatron_ext.prefix_cache.disk.slot import DATA, DiskUnavailableError, take_all_slots
+from megatron_ext.prefix_cache.disk.store import DiskStore
+
+DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
+NO_IDENTITY = bytes(32)  # of no model: all entries are those of others
+MAX_LISTED = 1000
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Stored prefix: the last block or snapshot of a sequence, and all blocks before it.
+
+    Attributes:
+        identity: Identity of the model and its settings.
+        end: Hash of its last block.
+        tokens: Number of tokens.
+        blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
+        snapshots: Number of snapshots.
+        size: Bytes of blocks and snapshots; those that several prefixes share count for each.
+        worth: Greatest worth of its entries.
+        used: Time of its last use, seconds since the epoch.
+    """
+
+    identity: bytes
+    end: bytes
+    tokens: int
+    blocks: int
+    snapshots: int
+    size: int
+    worth: float
+    used: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what is asked with a directory.
+
+    Returns:
+        Exit code: 0 done, 1 damaged entries were found and dropped, 2 bad usage.
+    """
+    parser = argparse.ArgumentParser(prog="prefix_cache.py", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("action", choices=("list", "verify", "erase"))
+    arguments = parser.parse_args(argv)
+    try:
+        with ExitStack() as opened:
+            stores = open_stores(arguments.directory, opened)
+            actions = {"list": list_prefixes, "verify": verify, "erase": erase}
+            return actions[arguments.action](stores)
+    except (ConfigError, DiskUnavailableError) as error:
+        print(f"prefix_cache.py: error: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def open_stores(directory: Path, opened: ExitStack) -> dict[str, DiskStore]:
+    """Open the stores of all slots, by the names of the slots; they are closed with `opened`.
+
+    Raises:
+        ConfigError: A slot is held by a process, or the directory is not one of a prefix cache.
+        DiskUnavailableError: The directory cannot be read or written.
+    """
+    slots = take_all_slots(directory)
+    for slot in slots:
+        opened.callback(slot.close)
+    stores = {}
+    for slot in slots:
+        size = (slot.path / DATA).stat().st_size if (slot.path / DATA).exists() else 0
+        stores[slot.path.name] = open_store(slot, NO_IDENTITY, size)
+    opened.pop_all()
+    for store in stores.values():
+        opened.callback(store.close)
+    return stores
+
+
+def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
+    """Return the longest prefixes among entries: those that no other entry continues, the last used first."""
+    by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
+    for entry in entries:
+        by_end.setdefault((entry.identity, entry.entry.key.block_hash), []).append(entry)
+    continued = {(entry.identity, entry.entry.parent) for entry in entries}
+    found = []
+    for identity, end in by_end.keys() - continued:
+        chain: list[StoredEntry] = []
+        here = end
+        while (identity, here) in by_end:
+            chain += by_end[identity, here]
+            here = by_end[identity, here][0].entry.parent
+        last = by_end[identity, end][0].entry
+        blocks = sum(one.entry.key.kind is EntryKind.BLOCK for one in chain)
+        found.append(
+            Prefix(
+                identity,
+                end,
+                last.depth * len(last.tokens),
+                blocks,
+                len(chain) - blocks,
+                sum(one.size for one in chain),
+                max(one.entry.worth for one in chain),
+                max(one.entry.used for one in chain),
+            )
+        )
+    return sorted(found, key=lambda prefix: (prefix.worth, prefix.used, prefix.end), reverse=True)
+
+
+def list_prefixes(stores: dict[str, DiskStore]) -> int:
+    """Print the prefixes of each slot, those worth most first."""
+    for name, store in stores.items():
+        entries = store.all_entries()
+        prefixes, size = prefixes_of(entries), sum(entry.size for entry in entries)
+        print(f"{name}: {len(prefixes)} prefixes, {len(entries)} entries, {size / MIB:.1f} MiB")
+        if prefixes:
+            print("  model     prefix      tokens  blocks  snapshots       MiB     worth     used")
+        for one in prefixes[:MAX_LISTED]:
+            age = max(0.0, time.time() - one.used)
+            print(
+                f"  {one.identity.hex()[:8]}  {one.end.hex()[:8]}  {one.tokens:8}  {one.blocks:6}  {one.snapshots:9}"
+                f"  {one.size / MIB:8.1f}  {one.worth:8.3g}  {describe_age(age)} ago"
+            )
+        if len(prefixes) > MAX_LISTED:
+            print(f"  and {len(prefixes) - MAX_LISTED} more")
+    return DONE
+
+
+def describe_age(seconds: float) -> str:
+    """Return a time in its largest unit, rounded down."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def verify(stores: dict[str, DiskStore]) -> int:
+    """Read every entry; those that are damaged are dropped and counted."""
+    damaged = 0
+    for name, store in stores.items():
+        sound = store.verify()
+        dropped = dict(sorted(store.drops.items()))
+        damaged += sum(dropped.values())
+        print(f"{name}: {sound} entries are sound, dropped: {dropped or 'none'}")
+        if not store.use.is_on:
+            raise DiskUnavailableError(f"{name}: {store.problem}")
+    return FOUND_DAMAGE if damaged else DONE
+
+
+def erase(stores: dict[str, DiskStore]) -> int:
+    """Remove the files of every slot; marker, locks and the directories stay."""
+    for name, store in stores.items():
+        count = len(store.all_entries())
+        store.erase()
+        print(f"{name}: {count} entries erased")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
