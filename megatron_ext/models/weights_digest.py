@@ -22,12 +22,12 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import open_regular, read_json
 from megatron_ext.models.identity import WEIGHT_SUFFIXES
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.native.directory import DIGEST_FILE
 from megatron_ext.ops.cpp.build_cache import cache_path
 from megatron_ext.trusted_path import UntrustedPathError, open_directory
 
 logger = logging.getLogger(__name__)
 
-DIGEST_FILE = ".megatron_ext_digest.json"
 FORMAT = 1
 REMEMBERED_BYTES = 64 * 1024**2  # smaller checkpoints are read each time
 _DIGEST_BYTES = 32

@@ -45,8 +45,9 @@ BACKEND_FILE = "metadata.json"  # backend of a distributed checkpoint; written l
 SHARD_SUFFIX = ".distcp"
 _DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # earlier versions wrote the short names
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DIGEST_FILE = ".megatron_ext_digest.json"  # of the weights; see `models/weights_digest.py`
 _OWN_FILES = frozenset(
-    (CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, *TOKENIZER_FILES, *KEPT_FILES)
+    (CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, DIGEST_FILE, *TOKENIZER_FILES, *KEPT_FILES)
 )
 # Directory of a tokenizer, a `tokenizer.json`, or a tokenizer with other files.
 TokenizerSource = str | Path | LibraryTokenizer

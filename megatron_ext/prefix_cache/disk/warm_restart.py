@@ -214,8 +214,7 @@ class WarmRestart:
     # What the cache has to forget
 
     def weights_changed(self) -> None:
-        """Forget all entries, and keep none at the end: the identity is that of other weights."""
-        self.on_cleared()
+        """Keep nothing from now on: the identity is that of other weights. The reset of the cache forgets the rest."""
         if self._is_current:
             self._is_current = False
             logger.warning("prefix cache on disk: the weights were changed, so nothing is kept for the next start")

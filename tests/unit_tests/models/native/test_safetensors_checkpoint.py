@@ -14,6 +14,7 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.build import build_model
 from megatron_ext.models.native import safetensors_checkpoint
+from megatron_ext.models.native.directory import DIGEST_FILE
 from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, read_header, save_checkpoint
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
@@ -139,10 +140,12 @@ def test_missing_parts(saved: Path) -> None:
 
 def test_older_checkpoint_is_replaced_whole(saved: Path, tiny_config: ModelConfig) -> None:
     (saved / "tokenizer.json").write_text("{}")
+    (saved / DIGEST_FILE).write_text("{}")
     other = build_model(tiny_config, device=CPU, seed=8)
     save_checkpoint(saved, other, tiny_config)
     assert same_parameters(load_checkpoint(saved, device=CPU)[0], other)
     assert not (saved / "tokenizer.json").exists(), "the old checkpoint's tokenizer is gone with it"
+    assert not (saved / DIGEST_FILE).exists(), "it is that of other weights"
     assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"]
 
 
