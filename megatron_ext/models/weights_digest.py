@@ -2,7 +2,7 @@
 
 A checkpoint of many gigabytes is read once. The digest is kept with names, sizes, times and inodes of the files that it
 was made of, and is believed while these agree. Without permission to write there it is kept in the user's cache. It
-guards against mistakes; whoever can write a checkpoint can write its digest.
+guards against mistakes: write access to a checkpoint is write access to its digest.
 """
 
 from __future__ import annotations

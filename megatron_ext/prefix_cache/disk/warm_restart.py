@@ -102,7 +102,7 @@ class WarmRestart:
         self._say_loaded()
 
     def _load_block(self, stored: StoredEntry) -> BlockId | None:
-        """Place a block in free memory; None if there is none, or its parent is missing, or its bytes are damaged."""
+        """Place a block in free memory; None without memory, without its parent, or if its bytes are damaged."""
         cache, entry = self._cache, stored.entry
         parent = None if entry.depth == 1 else entry.parent
         has_parent = parent is None or (cache.find(parent) is not None and cache.depth_of(parent) == entry.depth - 1)

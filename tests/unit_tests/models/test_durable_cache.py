@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import random
+import signal
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -22,8 +27,10 @@ from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.forked import fork
 from tests.on_request import long_except
+from tests.unit_tests.prefix_cache.disk.lives import FAULTS
 from tests.unit_tests.support.driver import Driver, make_prompt
 
+PATIENCE = 300  # seconds
 ARENA = {"block_count": None, "buffer_size_gb": 0.01}
 FIXED = {"block_count": 100}
 TEXT = "The import statement loads a module, which is a file of definitions. " * 12
@@ -314,6 +321,33 @@ def test_processes_one_after_the_other(tmp_path):
     assert warm["tokens"] == cold["tokens"] == off["tokens"]
     torch.testing.assert_close(torch.tensor(warm["log_probs"]), torch.tensor(cold["log_probs"]), atol=2e-4, rtol=0)
     assert not (tmp_path / "none").exists()
+
+
+def generate_and_close(directory: str, salt: str, closing: Event) -> None:
+    """Serve one prompt with the embedded model, and say when the engine begins to close."""
+    engine = load_engine(buffer_size_gb=0.05, prefix_cache_dir=directory)
+    engine.generate(TEXT, RequestParams(num_tokens_to_generate=12, cache_salt=salt))
+    closing.set()
+    engine.close()
+
+
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.soak)])
+def test_engines_that_are_killed_while_they_write(tmp_path, count):
+    """DC-3: the next process finds whole entries or none, and answers as a cold one does."""
+    rng, directory, killed = random.Random(count), tmp_path / "cache", 0
+    cold = in_a_process(tmp_path, enable_prefix_caching=False)
+    for number in range(count):
+        closing = get_context("forkserver").Event()
+        process = fork(generate_and_close, str(directory), f"salt {number}", closing)
+        assert closing.wait(PATIENCE)
+        time.sleep(rng.random() * 0.03)
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        warm = in_a_process(tmp_path, prefix_cache_dir=str(directory))
+        assert warm["tokens"] == cold["tokens"]
+        assert not set(warm["disk"]["drops"]) & FAULTS, warm["disk"]
+    assert killed, "each engine had written before it was killed"
 
 
 @pytest.mark.parametrize(
