@@ -197,3 +197,25 @@ def test_divergence_is_where_a_cached_sequence_continues_differently():
     assert parted(cache, blocks[:1], 1) == [1]
     plain = PrefixCache(8, LRU)
     assert parted(plain, fill(plain, CHAIN)[:2], 1) == [], "there are no states"
+
+
+@pytest.mark.parametrize("policy", [LRU, EvictionPolicyName.FLOPS])
+def test_by_worth_has_parents_first_and_what_would_go_first_last(policy):
+    """DC-1: what is written to disk before time is up can be used."""
+    cache = PrefixCache(9, policy, slots=4)
+    for chain in (CHAIN, [b"x", b"y"], [b"m", b"n"]):
+        cache.release(fill(cache, chain))
+    for block_hash in (b"b", b"y"):
+        assert cache.states.reserve(block_hash) is not None
+        cache.states.commit(block_hash)
+    cache.states.consume(b"b")
+    cache.check()
+    order = list(cache.by_worth())
+    assert order[:3] == [(b"a", False), (b"b", False), (b"b", True)], "its snapshot was used last"
+    assert order[3:6] == [(b"x", False), (b"y", False), (b"y", True)]
+    assert order[6:] == [(b"m", False), (b"n", False), (b"c", False)], "no snapshot needs them; used later comes first"
+    plain = PrefixCache(9, policy)
+    tables = [fill(plain, chain) for chain in (CHAIN, [b"x", b"y"], [b"m", b"n"])]
+    for table in tables[:2]:
+        plain.release(table)
+    assert [block_hash for block_hash, _ in plain.by_worth()] == [b"m", b"n", b"x", b"y", *CHAIN], "in use first"
