@@ -152,7 +152,7 @@ def test_each_replica_of_a_world_has_its_publisher():
     config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
     schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
     with CacheEvents(config, 2) as events:
-        events.attach(SimpleNamespace(replicas=[SimpleNamespace(scheduler=one) for one in schedulers]))
+        events.attach(SimpleNamespace(disk=None, replicas=[SimpleNamespace(scheduler=one) for one in schedulers]))
         observers = [one.cache.observer for one in schedulers]
         assert observers == [publisher.changes for publisher in events.publishers]
         assert [publisher._rank for publisher in events.publishers] == [0, 1]
@@ -175,7 +175,7 @@ def test_states_without_an_endpoint_are_mentioned(caplog):
     """A hybrid model's states are not published unless asked for, which is logged once."""
     scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"", 3)
     with CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")) as events, caplog.at_level(logging.INFO):
-        events.attach(SimpleNamespace(replicas=[SimpleNamespace(scheduler=scheduler)]))
+        events.attach(SimpleNamespace(disk=None, replicas=[SimpleNamespace(scheduler=scheduler)]))
     assert caplog.text.count("there is no --kv-events-states-endpoint") == 1
 
 
