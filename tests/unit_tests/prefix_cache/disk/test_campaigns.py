@@ -51,7 +51,7 @@ def test_killed_processes(count):
 @pytest.mark.parametrize("lives", sizes(1, 6, 40))
 def test_lost_power(lives):
     """DC-3: at any point of a recorded life the entries are those of the last transaction, or the one under way."""
-    seen = 0
+    seen = cut_count = 0
     for seed in range(lives):
         rng = random.Random(seed)
         with fast_directory() as folder:
@@ -74,6 +74,8 @@ def test_lost_power(lives):
                 store.check()
                 store.close()
                 seen += bool(listed)
+                cut_count += 1
+    print({"lives": lives, "cuts": cut_count, "with_entries": seen})
     assert seen > 50 * lives, "the cuts were before anything was stored"
 
 
@@ -112,6 +114,7 @@ def test_flipped_bytes(trials):
             assert is_read(store, entry.key), f"{name} at {position}"
             assert (place / "slot-0" / "data").stat().st_size <= LIMIT
             store.close()
+    print({"flips": trials, "with_entries_lost": missed})
     assert missed > trials / 10, "the bytes that were flipped were not in use"
 
 
