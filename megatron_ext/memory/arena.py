@@ -1,15 +1,15 @@
 """Arena of slabs that KV blocks and snapshots share: slab sizes that suit both, equal in number on all ranks.
 
 A slab holds a few blocks or a few snapshots. Blocks lie page first: a block has the keys and values of all attention
-layers together. A snapshot is one record of all recurrent layers. After the slabs come the dummy block and the apart
-slots (see `SlabLayout`).
+layers together. A snapshot is one record of all recurrent layers. After the slabs come the blocks of a part of a slab,
+the dummy block and the apart slots (see `SlabLayout`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
@@ -58,6 +58,16 @@ class ArenaBudget:
         rest = arena_bytes(layout, size, self.apart_slots) - size + self.draft_block
         return max(0, self.total - rest) // (size + blocks * self.draft_block)
 
+    def spare_blocks(self, layout: SlabLayout) -> int:
+        """Return how many blocks fit after the slabs, fewer than fill one."""
+        size = self.slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab)
+
+        def needed(spare: int) -> int:
+            with_spare = replace(layout, spare_blocks=spare)
+            return arena_bytes(with_spare, size, self.apart_slots) + (with_spare.blocks + 1) * self.draft_block
+
+        return next(spare for spare in reversed(range(layout.blocks_per_slab)) if needed(spare) <= self.total)
+
 
 def arena_bytes(layout: SlabLayout, slab_bytes: int, apart_slots: int) -> int:
     """Return the bytes of an arena with its dummy block and apart slots."""
@@ -79,7 +89,10 @@ def plan_slabs(ranks: Sequence[ArenaBudget]) -> SlabLayout | None:
     if best is None or smallest > MAX_WASTE:
         return None
     slabs = min(rank.slabs(*best) for rank in ranks)
-    return SlabLayout(slabs, *best) if slabs >= MIN_SLABS else None
+    if slabs < MIN_SLABS:
+        return None
+    layout = SlabLayout(slabs, *best)
+    return replace(layout, spare_blocks=min(rank.spare_blocks(layout) for rank in ranks))
 
 
 def _candidates(rank: ArenaBudget) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,7 @@ class KVCacheConfig:
 
     With `slabs`, blocks and snapshots share an arena, and `blocks` and `snapshot_slots` are the maxima: the blocks if
     all slabs held blocks, the snapshots if all held snapshots. `slab_bytes` are those of one slab; `apart_slots` of
-    the states after drafts and of `live_states` lie after the slabs.
+    the states after drafts and of `live_states` lie after the blocks.
     """
 
     block_size_tokens: int

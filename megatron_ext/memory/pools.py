@@ -69,7 +69,7 @@ def _share_arena(
     slots = layout.first_apart_slot + geometry.apart_slots
     arena = torch.empty((slots, geometry.snapshot_bytes), dtype=torch.uint8, device=device)
     kv = _page_first(arena, shape, layout.blocks + 1, geometry.cached_block_bytes, geometry.block_size_tokens)
-    pages = arena.flatten()[: layout.slabs * geometry.slab_bytes].view(layout.blocks, geometry.cached_block_bytes)
+    pages = arena.flatten()[: layout.blocks * geometry.cached_block_bytes].view(layout.blocks, -1)
     snapshots = SnapshotPool(shape.states, slots, device, arena, layout.snapshots_per_slab)
     return Pools(kv, live, snapshots, pages)
 

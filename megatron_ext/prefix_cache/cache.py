@@ -18,6 +18,7 @@ from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
+from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
@@ -63,21 +64,22 @@ class PrefixCache:
         self.policy_name = policy
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
+        reuse = None if slabs is None else Reuse(slabs)
         policies = build_policies(
             policy or EvictionPolicyName.REF_ZERO,
             self._index,
             costs,
             has_states=bool(slots) or slabs is not None,
-            is_shared=slabs is not None,
+            reuse=reuse,
         )
         self._policy = policies.blocks
         self.border: MovingBorder | None = None
         self.states: StateIndex | None
-        if slabs is None:
+        if slabs is None or reuse is None:
             self.pool = BlockPool(total)
             self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
         else:
-            self.border = MovingBorder(slabs, self._index, self._policy, self._evict)
+            self.border = MovingBorder(slabs, self._index, self._policy, self._evict, reuse)
             self.pool = self.border.pool
             self.states = StateIndex(slabs.snapshot_slots, policies.snapshots, self, self.border)
             self.border.states = self.states
@@ -113,6 +115,11 @@ class PrefixCache:
         """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
         from_snapshots = 0 if self.border is None else self.border.obtainable_from_snapshots
         return self.pool.free_count + len(self._policy) + from_snapshots
+
+    @property
+    def kept_for_snapshots(self) -> int:
+        """Number of available blocks, those in place of snapshots, that new requests leave alone while others run."""
+        return 0 if self.border is None else self.border.kept_for_snapshots
 
     @property
     def changes(self) -> ArenaChanges:
@@ -244,6 +251,8 @@ class PrefixCache:
         if block_hashes:
             self._index.add(block_hashes, blocks, parent)
             self.ghosts.on_blocks_stored(block_hashes)
+            if self.border is not None:
+                self.border.reuse.on_blocks_stored(block_hashes)
         return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId], snapshots: Iterable[BlockHash] = ()) -> None:
@@ -353,6 +362,11 @@ class PrefixCache:
             for block in table:
                 counts[block] = counts.get(block, 0) + 1
         return {block for block, count in counts.items() if self.pool.references(block) == count}
+
+    def note_prompt(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Record the blocks of the prompt of a request that is admitted for the first time."""
+        if self.border is not None:
+            self.border.reuse.on_prompt(block_hashes)
 
     def note_divergence(self, matched: Sequence[BlockId], start: int) -> None:
         """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them.

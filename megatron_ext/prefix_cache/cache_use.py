@@ -65,7 +65,7 @@ def slab_use(border: MovingBorder) -> dict[str, int]:
     return {
         "slots_total": arena.slots.slab_count * arena.layout.snapshots_per_slab,
         "slabs_total": arena.layout.slabs,
-        "slabs_of_blocks": arena.blocks.slab_count,
+        "slabs_of_blocks": arena.blocks.slab_count - bool(arena.layout.spare_blocks),
         "slabs_of_snapshots": arena.slots.slab_count,
         "slabs_retyped": arena.retyped_count,
         "blocks_moved": arena.blocks.moved_count,

@@ -37,6 +37,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.flops import Age, FlopsBlocks, FlopsSnapshots
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.snapshot_order import LruSnapshots, SnapshotOrder
 
 
@@ -198,7 +199,7 @@ def build_policies(
     costs: EntryCosts,
     *,
     has_states: bool = False,
-    is_shared: bool = False,
+    reuse: Reuse | None = None,
 ) -> Policies:
     """Build the empty eviction orders of a policy.
 
@@ -207,13 +208,14 @@ def build_policies(
         index: Index of the blocks: their depths and parents.
         costs: Compute that entries save, and bytes that they take.
         has_states: Whether the model has recurrent layers.
-        is_shared: Whether blocks and snapshots share one memory, so that their priorities are compared.
+        reuse: Shares of blocks and snapshots that are used again, if they share one memory, so that their priorities
+            are compared; else None.
     """
     if name is EvictionPolicyName.FLOPS:
         age = Age()
         snapshots = FlopsSnapshots(index, costs, age)
-        blocks = FlopsBlocks(index, costs, snapshots if has_states else None, age if is_shared else Age())
+        blocks = FlopsBlocks(index, costs, snapshots if has_states else None, Age() if reuse is None else age)
         return Policies(blocks, snapshots)
     clock = counting()
     order = LeafFirstLru if name is EvictionPolicyName.LRU else RefZero
-    return Policies(order(clock), LruSnapshots(clock))
+    return Policies(order(clock), LruSnapshots(clock, reuse))

@@ -1,8 +1,12 @@
 """One memory for blocks and snapshots: which cached contents go for what asks for a place.
 
-The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`). A block is
-freed where it lies. A slab is made of free blocks by moving what lies between them, so no block is evicted for its
-place; a slab of free slots likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
+The entry of lowest priority goes, block or snapshot; priorities of both are on one scale (`eviction.py`), on which
+snapshots age faster than blocks if fewer of them are used again (`reuse.py`). A block is freed where it lies. A slab is
+made of free blocks by moving what lies between them, so no block is evicted for its place; a slab of free slots
+likewise. Opportunistic snapshots go before anything else, then the optional ones of decode.
+
+Requests that run make anything cached go. New requests leave some slabs of snapshots alone while others run
+(`kept_for_snapshots`): they can wait, and would evict what lets them skip tokens.
 
 Blocks were last used when their request ended. For a snapshot that is the end of the last request that resumed from it
 or took it; while its block is in use, it is passed over. With hints, spent snapshots of a tenant go before its blocks.
@@ -19,11 +23,13 @@ from megatron_ext.prefix_cache.eviction import EvictionPolicy
 from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.hints import Hints
+from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import Arena, StateCopy
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 
+KEPT_SHARE = 0.5  # of the slabs, times the share of snapshots that are used again
 SECOND_CHANCES = 16  # snapshots with blocks in use that an eviction passes over; a bound on its time
 MAX_GAP = 4.0  # of spent snapshots that go before blocks: blocks since the snapshot before, over blocks in their place
 
@@ -36,6 +42,7 @@ class MovingBorder:
         index: Index of the cached blocks.
         policy: Order of the evictable blocks.
         evict_blocks: Function that evicts up to a number of blocks with priorities up to a limit.
+        reuse: Shares of blocks and snapshots that are used again.
     """
 
     def __init__(
@@ -44,11 +51,13 @@ class MovingBorder:
         index: BlockIndex,
         policy: EvictionPolicy,
         evict_blocks: Callable[[int, float], None],
+        reuse: Reuse,
     ) -> None:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.states: StateIndex  # set by the cache, which makes it
         self.hints: Hints | None = None  # set by the cache, once a request has given some
+        self.reuse = reuse
         self._index, self._policy, self._evict_blocks = index, policy, evict_blocks
         self._moved: dict[BlockId, BlockId] = {}  # new place -> old place, since `take_moves`
 
@@ -72,6 +81,14 @@ class MovingBorder:
     def occupied_by_snapshots(self) -> int:
         """Number of blocks that slabs of snapshots take the room of."""
         return self.arena.slots.slab_count * self.arena.layout.blocks_per_slab
+
+    @property
+    def kept_for_snapshots(self) -> int:
+        """Number of `obtainable_from_snapshots` that new requests leave alone while others run."""
+        slots, layout = self.arena.slots, self.arena.layout
+        kept = int(KEPT_SHARE * self.reuse.of_snapshots * layout.slabs)
+        pinned = slots.slab_count - slots.unpinned_count
+        return min(slots.unpinned_count, max(0, kept - pinned)) * layout.blocks_per_slab
 
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
@@ -162,6 +179,10 @@ class MovingBorder:
         """Note that a slot is no longer reserved."""
         self.arena.slots.unpin(slot)
 
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
+        """Count an ordinary snapshot that has become visible."""
+        self.reuse.on_snapshot_stored(block_hash)
+
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
         self.arena.copy_states(StateCopy(block_hash, source, slot))
@@ -170,7 +191,9 @@ class MovingBorder:
         """Assert that slabs, pool and index of snapshots agree."""
         arena = self.arena
         arena.check()
+        self.reuse.check()
         self.pool.check([block for slab in arena.slots.slabs() for block in arena.blocks.places(slab)])
-        self.states.check(cached, [slot for slab in arena.blocks.slabs() for slot in arena.slots.places(slab)])
+        whole = [slab for slab in arena.blocks.slabs() if slab < arena.layout.slabs]
+        self.states.check(cached, [slot for slab in whole for slot in arena.slots.places(slab)])
         assert arena.slots.pinned_places == self.states.reserved_count, "other slabs are pinned than those written to"
         assert not self._moved, "block tables have old places"

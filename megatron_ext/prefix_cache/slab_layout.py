@@ -18,16 +18,18 @@ class SlabLayout:
         slabs: Number of slabs, at least 1.
         blocks_per_slab: KV blocks that fill a slab, at least 1.
         snapshots_per_slab: Snapshots that a slab has room for, at least 1.
+        spare_blocks: Blocks after the slabs, fewer than fill one: room for blocks only.
     """
 
     slabs: int
     blocks_per_slab: int
     snapshots_per_slab: int
+    spare_blocks: int = 0
 
     @property
     def blocks(self) -> int:
         """Number of block ids: blocks if every slab held blocks."""
-        return self.slabs * self.blocks_per_slab
+        return self.slabs * self.blocks_per_slab + self.spare_blocks
 
     @property
     def snapshot_slots(self) -> int:
@@ -36,16 +38,16 @@ class SlabLayout:
 
     @property
     def dummy_block(self) -> int:
-        """Id of the block for K/V that is not to be stored: the first after the slabs."""
+        """Id of the block for K/V that is not to be stored: the first after all others."""
         return self.blocks
 
     @property
     def first_apart_slot(self) -> int:
-        """Id of the first slot outside all slabs; ids between the slabs' slots and it lie in the dummy block.
+        """Id of the first slot after the blocks; ids between the slabs' slots and it lie in spare and dummy blocks.
 
         Apart slots are those for states after drafts, then one for padding, then those of steps launched ahead.
         """
-        return self.snapshot_slots + -(-self.snapshots_per_slab // self.blocks_per_slab)
+        return self.snapshot_slots + -(-(self.spare_blocks + 1) * self.snapshots_per_slab // self.blocks_per_slab)
 
     def slab_of_block(self, block: int) -> int:
         """Return the slab that a block lies in."""

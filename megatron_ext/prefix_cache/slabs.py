@@ -4,6 +4,8 @@ A slab is free, or holds blocks, or holds snapshots. It is free as soon as nothi
 place is taken from it. Places are taken from the fullest slab of the type, and from a free slab only if no other slab
 of the type has a free place. So few slabs are nearly empty.
 
+Blocks that fill no slab are a slab of their own, which always holds blocks and is never emptied.
+
 A slab is emptied by moving what lies in it to free places of the same type in other slabs (`SlabPlaces.evacuate`). The
 bytes are copied with the next step; until then the copies are pending, as are those of states that become snapshots.
 """
@@ -79,7 +81,7 @@ class SlabPlaces(Generic[Place]):
 
     @property
     def slab_count(self) -> int:
-        """Number of slabs of this type."""
+        """Number of slabs of this type, with one that is not whole."""
         return len(self._free)
 
     @property
@@ -104,6 +106,13 @@ class SlabPlaces(Generic[Place]):
     def slabs(self) -> list[int]:
         """Return the slabs of this type."""
         return list(self._free)
+
+    def add_part(self, slab: int, count: int) -> None:
+        """Add a slab that has only its first `count` places, and keeps its type."""
+        self._free[slab] = self.places(slab)[:count][::-1]
+        self._by_room[count][slab] = None
+        self.typed_count += count
+        self._pinned[slab] = 1
 
     def places(self, slab: int) -> list[Place]:
         """Return all places in a slab."""
@@ -230,6 +239,8 @@ class Arena:
         self.free = list(reversed(range(layout.slabs)))  # the last one is used first
         self.blocks: SlabPlaces[BlockId] = SlabPlaces(self, layout.blocks_per_slab)
         self.slots: SlabPlaces[SlotId] = SlabPlaces(self, layout.snapshots_per_slab)
+        if layout.spare_blocks:
+            self.blocks.add_part(layout.slabs, layout.spare_blocks)
         self._last: dict[int, object] = {}  # slab -> its places when it had a type last
         self._retyped: dict[int, None] = {}
         self._state_copies: dict[SlotId, StateCopy] = {}  # by destination
@@ -277,6 +288,7 @@ class Arena:
     def check(self) -> None:
         """Assert that every slab has one type, and that both types' places are in order."""
         slabs = [*self.free, *self.blocks.slabs(), *self.slots.slabs()]
-        assert sorted(slabs) == list(range(self.layout.slabs)), "a slab was lost, or has two types"
+        parts = self.layout.slabs + bool(self.layout.spare_blocks)
+        assert sorted(slabs) == list(range(parts)), "a slab was lost, or has two types"
         self.blocks.check()
         self.slots.check()

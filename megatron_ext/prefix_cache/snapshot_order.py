@@ -27,6 +27,7 @@ from itertools import count
 from typing import Protocol
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.reuse import Reuse
 
 
 class Rank(enum.IntEnum):
@@ -90,11 +91,14 @@ class LruSnapshots:
 
     Args:
         clock: Times of uses; that of the blocks if both share one memory.
+        reuse: Shares of blocks and snapshots that are used again, in a memory that is shared: a snapshot counts as
+            older than a block of the same age if snapshots have the smaller share, and as younger if blocks have it.
     """
 
-    def __init__(self, clock: Iterator[int] | None = None) -> None:
+    def __init__(self, clock: Iterator[int] | None = None, reuse: Reuse | None = None) -> None:
         self.choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None = None
         self._clock = count() if clock is None else clock
+        self._reuse = reuse
         self._queues: dict[Rank, OrderedDict[int, BlockHash]] = {rank: OrderedDict() for rank in Rank}  # by time
         self._places: dict[BlockHash, tuple[Rank, int]] = {}  # rank and time
 
@@ -134,8 +138,18 @@ class LruSnapshots:
         return chosen
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
-        """Return the snapshot of `rank` that was used longest ago, and that time; None without one."""
-        return next(iter(self._queues[rank].items()), None)
+        """Return the snapshot of `rank` that was used longest ago, and its priority; None without one.
+
+        The priority is the time at which a block was last used that is as likely to be used again.
+        """
+        queue, reuse = self._queues[rank], self._reuse
+        if not queue:
+            return None
+        time, block_hash = next(iter(queue.items()))
+        if reuse is None:
+            return time, block_hash
+        now = next(self._clock)
+        return now - (now - time) * reuse.snapshot_aging, block_hash
 
     def touch(self, block_hash: BlockHash) -> None:
         """Make an ordinary snapshot the youngest."""

@@ -50,6 +50,9 @@ class SharedMemory(Protocol):
     def unpin(self, slot: SlotId) -> None:
         """Note that a slot is no longer reserved."""
 
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
+        """Note that an ordinary snapshot has become visible."""
+
     def copy_states(self, block_hash: BlockHash, source: SlotId, slot: SlotId) -> None:
         """Note that states are to be copied to the slot of their snapshot."""
 
@@ -300,6 +303,8 @@ class StateIndex:
         self._in_slot[slot] = block_hash
         if self._memory is not None:
             self._memory.unpin(slot)
+            if rank is Rank.ORDINARY:
+                self._memory.on_snapshot_stored(block_hash)
         self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1

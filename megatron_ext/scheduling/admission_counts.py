@@ -29,8 +29,9 @@ def count_hit(admission: Admission, cache: PrefixCache, limits: SchedulerLimits,
 
 
 def count_lost(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
-    """Count the tokens that a first admission computes because cached entries were evicted."""
+    """Count the tokens that a first admission computes because cached entries were evicted, and note its prompt."""
     request, matched, start = admission.request, len(admission.matched), admission.chunk.start
+    cache.note_prompt(request.block_hashes)
     lost = cache.ghosts.lost(len(request.tokens), request.block_hashes, matched, start, limits.block_size, cache.states)
     if lost is not NOTHING_LOST:
         counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)

@@ -172,8 +172,9 @@ class AsyncPlanner:
         return now_available > available or now_matched > matched
 
     def _chances(self, request: Request) -> tuple[int, int]:
-        """Return the blocks available and those that would match; while neither grows, the request stays deferred."""
-        return self._cache.available_count, len(self._cache.match(request.block_hashes))
+        """Return the blocks it may take and those that would match; while neither grows, the request stays deferred."""
+        available = self._cache.available_count - self._cache.kept_for_snapshots
+        return available, len(self._cache.match(request.block_hashes))
 
     def _leaves_states(self, chunk: Chunk) -> bool:
         """Return whether `chunk` ends a block whose states are to be kept; its block hash is not known yet."""

@@ -63,8 +63,9 @@ def plan_step(
     continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
     if not growth.paused and not growth.preempted:  # they arrived first
+        kept = cache.kept_for_snapshots if len(queues.running) or len(queues.resting) else 0
         budget = StepBudget(
-            blocks=growth.free_blocks,
+            blocks=max(0, growth.free_blocks - kept),
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling) - growth.held,
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
             slots=cache.states.obtainable_count if cache.states is not None else 0,

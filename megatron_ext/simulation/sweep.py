@@ -166,8 +166,9 @@ def slabs_of(costs: EntryCosts, memory: int) -> SlabLayout | None:
     if layout is None:
         return None
     slab = ArenaBudget(0, block, record, 0, 0).slab_bytes(layout.blocks_per_slab, layout.snapshots_per_slab)
-    slabs = memory // slab
-    return dataclasses.replace(layout, slabs=slabs) if slabs >= MIN_SLABS else None
+    slabs, rest = divmod(memory, slab)
+    spare = rest // (slab // layout.blocks_per_slab)
+    return dataclasses.replace(layout, slabs=slabs, spare_blocks=spare) if slabs >= MIN_SLABS else None
 
 
 def run_point(

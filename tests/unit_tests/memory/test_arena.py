@@ -43,8 +43,8 @@ def budget_of(block: int, record: int, total: int = GIB, apart_slots: int = 0) -
 
 class TestSlabs:
     def test_by_hand(self):
-        """A snapshot of 98 MiB and blocks of 1 MiB: 98 blocks a slab. Of 1000 MiB one is the dummy's, in a slot."""
-        assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, 1)
+        """A snapshot of 98 MiB and blocks of 1 MiB: 98 blocks a slab; 10 of them in 1000 MiB, one with the dummy."""
+        assert plan_slabs([budget_of(MIB, 98 * MIB, 1000 * MIB)]) == SlabLayout(9, 98, 1, spare_blocks=97)
 
     @pytest.mark.parametrize(
         ("block", "record", "blocks", "snapshots"),
@@ -80,7 +80,14 @@ class TestSlabs:
             drafts = (layout.blocks + 1) * rank.draft_block
             assert arena_bytes(layout, size, rank.apart_slots) + drafts <= rank.total
             apart = layout.first_apart_slot * (size // snapshots)
-            assert apart - size // snapshots < layout.slabs * size + size // blocks <= apart, "the dummy block's end"
+            assert apart - size // snapshots < (layout.blocks + 1) * (size // blocks) <= apart, "the dummy block's end"
+        more = dataclasses.replace(layout, spare_blocks=layout.spare_blocks + 1)
+        assert more.spare_blocks == blocks or any(
+            arena_bytes(more, rank.slab_bytes(blocks, snapshots), rank.apart_slots)
+            + (more.blocks + 1) * rank.draft_block
+            > rank.total
+            for rank in ranks
+        ), "memory for another block is left"
 
     @pytest.mark.parametrize(
         "ranks",
@@ -95,7 +102,7 @@ class TestSlabs:
 
     def test_the_rank_with_the_least_room_decides(self):
         ranks = [budget_of(MIB, 4 * MIB), budget_of(2 * MIB, 8 * MIB, total=80 * MIB)]
-        assert plan_slabs(ranks) == SlabLayout(9, 4, 1)
+        assert plan_slabs(ranks) == SlabLayout(9, 4, 1, spare_blocks=3)
 
 
 TYPES = (torch.float32, torch.float32)
@@ -245,7 +252,7 @@ class TestPools:
 
     def test_a_slab_is_its_blocks_and_its_snapshots(self, plan: EnginePlan, pools: Pools):
         layout = plan.limits.slabs
-        slabs = pools.pages.view(layout.slabs, -1)
+        slabs = pools.pages[: layout.slabs * layout.blocks_per_slab].view(layout.slabs, -1)
         for slab in (0, 2, layout.slabs - 1):
             slabs[slab] = 255  # NaN
             blocks = pools.kv.isnan().flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()

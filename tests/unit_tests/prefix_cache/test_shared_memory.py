@@ -18,8 +18,8 @@ def key(name: str) -> BlockHash:
     return BlockHash(name.encode().ljust(32))
 
 
-def make(slabs: int, blocks: int = 2, snapshots: int = 1) -> PrefixCache:
-    return PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(slabs, blocks, snapshots))
+def make(slabs: int, blocks: int = 2, snapshots: int = 1, spare: int = 0) -> PrefixCache:
+    return PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(slabs, blocks, snapshots, spare))
 
 
 def leave(cache: PrefixCache, *names: str) -> None:
@@ -53,6 +53,19 @@ def test_a_slab_that_is_written_to_is_not_available():
     leave(cache, "a", "b")
     cache.states.reserve(key("b"))
     assert cache.available_count == 2
+
+
+def test_blocks_that_fill_no_slab_hold_blocks_only():
+    cache = make(1, blocks=3, spare=2)
+    leave(cache, "a", "b")
+    assert take(cache, "b")
+    use = cache.use()
+    assert (use.blocks_total, use.slots_total, use.slabs_of_blocks, use.slabs_of_snapshots) == (2, 1, 0, 1)
+    assert cache.available_count == 5
+    cache.allocate(5)
+    use = cache.use()
+    assert (use.blocks_total, use.slots_total, use.slabs_of_blocks, use.slabs_of_snapshots) == (5, 0, 1, 0)
+    cache.check()
 
 
 def test_the_older_goes_whichever_it_is():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
 
@@ -46,3 +48,33 @@ def test_two_that_share_evictable_blocks_pin_them_once():
     assert scheduler.cache.use().blocks_evictable == 2
     add(scheduler, *(request_of(arrival, [*range(8), 90 + arrival]) for arrival in (1, 2)))
     assert admitted(step(scheduler)) == [(1, 2, 1), (2, 2, 1)]
+
+
+def test_a_new_request_leaves_snapshots_alone_while_another_runs():
+    """HY-5: it waits although their memory could be had, until it is alone."""
+    scheduler = Scheduler(make_limits(total_blocks=8, max_tokens=32, slabs=SlabLayout(4, 2, 1)), LRU)
+    cache = scheduler.cache
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(2)]
+    cache.release(cache.publish(hashes, cache.allocate(2), None))
+    for block_hash in hashes:
+        assert cache.states.reserve(block_hash) is not None
+        cache.states.commit(block_hash)
+    add(scheduler, request_of(0, range(3), num_tokens_to_generate=2))
+    assert admitted(step(scheduler)) == [(0, 0, 1)]
+    add(scheduler, request_of(1, range(50, 74), num_tokens_to_generate=1))
+    plan = step(scheduler)
+    assert (plan.deferral.resource, plan.deferral.needed, plan.deferral.available) == ("blocks", 6, 5)
+    assert cache.available_count >= 6
+    assert admitted(step(scheduler)) == [(1, 0, 6)]
+
+
+def test_a_prompt_uses_what_an_earlier_one_left():
+    """HY-5: its own blocks and snapshots count when a later one contains them."""
+    scheduler = Scheduler(make_limits(total_blocks=8, slabs=SlabLayout(4, 2, 1)), LRU)
+    reuse = scheduler.cache.border.reuse
+    for arrival in range(2):
+        request = request_of(arrival, range(9), num_tokens_to_generate=1)
+        add(scheduler, request)
+        step(scheduler)
+        assert request.is_ended
+        assert (reuse.of_blocks == 1, reuse.of_snapshots == 1) == (arrival > 0, arrival > 0)

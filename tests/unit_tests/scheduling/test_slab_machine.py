@@ -73,10 +73,12 @@ class SlabMachine(HybridMachine):
 
     def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
         limits = super().draw_limits(data)
+        blocks_per_slab = data.draw(st.sampled_from([1, 2, 3, 5]), "blocks per slab")
         layout = SlabLayout(
             data.draw(st.integers(1, 6), "slabs"),
-            data.draw(st.sampled_from([1, 2, 3, 5]), "blocks per slab"),
+            blocks_per_slab,
             data.draw(st.sampled_from([1, 1, 2, 3]), "snapshots per slab"),
+            data.draw(st.integers(0, blocks_per_slab - 1), "spare blocks"),
         )
         return dataclasses.replace(limits, total_blocks=layout.blocks, slabs=layout)
 

@@ -154,7 +154,7 @@ class Driver:
             forget(slabs, kept)
             layout, pages = self.scheduler.limits.slabs, self.context.pools.pages
             states = [(one[:, slot].clone(), one, slot) for one in (pool.conv, pool.ssm) for slot in kept]
-            pages.view(layout.slabs, -1)[list(slabs)] = NAN
+            pages[: layout.slabs * layout.blocks_per_slab].view(layout.slabs, -1)[list(slabs)] = NAN
             for kept_states, one, slot in states:
                 one[:, slot] = kept_states
             self.retyped_slabs += len(slabs)
