@@ -49,8 +49,7 @@ class EngineStep:
     @property
     def chunks(self) -> Sequence[Chunk]:
         """Scheduled chunks of callers' requests in all replicas."""
-        chunks = [chunk for part in self.parts for chunk in part.plan.chunks]
-        return [chunk for chunk in chunks if chunk.request.submission.audit is None]
+        return [chunk for part in self.parts for chunk in part.chunks]
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ class EngineCore:
         """
         for part in step.parts:
             if part.result is not None:
-                self.output.take(requests_of(part), part.result)
+                self.output.take([chunk.request for chunk in part.chunks], part.result)
         ended = list(self.output.ended)
         records = self.output.report()
         for replica in self.replicas:
@@ -393,12 +392,6 @@ class EngineCore:
         assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
         if self._choice is not None:
             self._choice.check(queued)
-
-
-def requests_of(part: ReplicaStep) -> list[Request]:
-    """Return the callers' requests of a replica's step."""
-    requests = [chunk.request for chunk in part.plan.chunks]
-    return [request for request in requests if request.submission.audit is None]
 
 
 def active_requests(step: EngineStep) -> list[Request]:

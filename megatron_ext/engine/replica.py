@@ -38,6 +38,11 @@ class ReplicaStep:
     plan: StepPlan
     result: StepResult | None
 
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """Scheduled chunks of callers' requests, without those of audits."""
+        return [chunk for chunk in self.plan.chunks if chunk.request.submission.audit is None]
+
 
 class Replica:
     """Scheduler and executor of one copy of the model.

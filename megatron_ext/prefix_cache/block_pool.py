@@ -34,6 +34,14 @@ class BlockPool:
         """Return the number of owners of `block`."""
         return self._references[block]
 
+    def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
+        """Return the blocks that would become available if these tables were released together."""
+        counts: dict[BlockId, int] = {}
+        for table in tables:
+            for block in table:
+                counts[block] = counts.get(block, 0) + 1
+        return {block for block, count in counts.items() if self._references[block] == count}
+
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` free blocks, one reference each; the planner ensures that so many are free."""
         assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.cache_use import CacheUse, slab_use, slot_use
+from megatron_ext.prefix_cache.cache_check import check_blocks
+from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
@@ -23,6 +23,7 @@ from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.prefix_cache.state_index import StateIndex
+from megatron_ext.prefix_cache.worth_order import by_worth
 
 
 class PrefixCache:
@@ -174,7 +175,7 @@ class PrefixCache:
         blocks = self._policy.evict(min(count, len(self._policy)) if is_bulk else 1, limit)
         self._balance(blocks[-1])
         parent = self._index.parent(blocks[-1])
-        self._note_ghosts(blocks)
+        self.ghosts.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
@@ -191,16 +192,6 @@ class PrefixCache:
         block_hash = self._index.hash_of(victim)
         if states.find(block_hash) is not None and not states.is_provisional(block_hash):
             states.evict_for(block_hash, self._is_unused)
-
-    def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
-        """Record the hashes of blocks that are about to be evicted, and of their snapshots."""
-        block_hashes = list(map(self._index.hash_of, blocks))
-        self.ghosts.on_blocks_removed(block_hashes)
-        states = self.states
-        if states is not None:
-            for block_hash in states.among(block_hashes):
-                if not states.is_provisional(block_hash):
-                    self.ghosts.on_snapshot_removed_with_block(block_hash)
 
     def want(self, block_hash: BlockHash) -> None:
         """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""
@@ -355,29 +346,15 @@ class PrefixCache:
         """Drop the ghost, if any: more slots would not have kept the snapshot."""
         self.ghosts.on_snapshot_stored(block_hash)
 
-    def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
-        """Return the blocks that would become available if these tables were released together."""
-        counts: dict[BlockId, int] = {}
-        for table in tables:
-            for block in table:
-                counts[block] = counts.get(block, 0) + 1
-        return {block for block, count in counts.items() if self.pool.references(block) == count}
-
     def note_prompt(self, block_hashes: Sequence[BlockHash]) -> None:
         """Record the blocks of the prompt of a request that is admitted for the first time."""
         if self.border is not None:
             self.border.reuse.on_prompt(block_hashes)
 
     def note_divergence(self, matched: Sequence[BlockId], start: int) -> None:
-        """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them.
-
-        A divergence counts if other cached blocks continue the match, and there is no requested snapshot at its end:
-        then an opportunistic snapshot would help, or did.
-        """
-        if self.states is None or not matched or not self._index.children(matched[-1]):
-            return
-        if start < len(matched) or self.states.is_provisional(self._index.hash_of(matched[-1])):
-            self.divergences.note(len(matched))
+        """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them."""
+        if self.states is not None and matched:
+            self.divergences.note_match(self._index, self.states, matched, start)
 
     def count_hit(self, block: BlockId) -> None:
         """Count a request that has resumed at the end of `block`, or within it."""
@@ -388,35 +365,16 @@ class PrefixCache:
         return self._index.hottest(count)
 
     def by_worth(self) -> Iterator[tuple[BlockHash, bool]]:
-        """Yield the cached blocks, and True with that of a snapshot: those worth most first, a block after its parents.
+        """Return cached blocks, and True with that of a snapshot: those worth most first, a block after its parents.
 
         A snapshot follows its block. Blocks that no snapshot needs come last, as far as there are snapshots.
         """
-        index, yielded = self._index, set[BlockHash]()
         snapshots = [] if self.states is None else self.states.by_priority()[::-1]
-        in_use = [block for block in index if block not in self._policy]
-        blocks = [index.hash_of(block) for block in (*in_use, *reversed(self._policy.by_priority()))]
-        for ends, has_snapshot in ((snapshots, True), (blocks, False)):
-            for end in ends:
-                chain = takewhile(lambda one: one not in yielded, (end, *index.ancestors(end)))
-                for block_hash in reversed(list(chain)):
-                    yielded.add(block_hash)
-                    yield block_hash, False
-                if has_snapshot:
-                    yield end, True
+        return by_worth(self._index, self._policy, snapshots)
 
     def use(self) -> CacheUse:
         """Return the statistics of the cache, for monitoring."""
-        states, border = self.states, self.border
-        total = self.pool.total - (0 if border is None else border.occupied_by_snapshots)
-        return CacheUse(
-            blocks_total=total,
-            blocks_cached=len(self._index),
-            blocks_evictable=len(self._policy),
-            blocks_in_use=total - self.pool.free_count - len(self._policy),
-            blocks_evicted=self._evicted,
-            **slot_use(states or StateIndex(0)) | ({} if border is None else slab_use(border)),
-        )
+        return cache_use(self.pool, len(self._index), len(self._policy), self._evicted, self.states, self.border)
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
@@ -436,15 +394,7 @@ class PrefixCache:
         self._policy.check()
         if self.hints is not None:
             self.hints.check(self._policy, () if self.states is None else self.states.visible())
-        evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._policy.keeps_unused:
-            assert all(map(self._is_needed, evictable)), "a block is kept without a request that wants it"
-        assert evictable == self.pool.evictable, "the policy and the pool disagree on evictable blocks"
-        assert evictable <= set(self._index), "an evictable block is not indexed"
-        for block in self._index:
-            assert block in evictable or self.pool.references(block) > 0, f"cached block {block} is free"
-            parent = self._index.parent(block)
-            assert parent is None or block in evictable or parent not in evictable, (
-                f"block {block} outlives its parent's use"
-            )
+            assert all(map(self._is_needed, self._policy)), "a block is kept without a request that wants it"
+        check_blocks(self._index, self.pool, set(self._policy))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -43,7 +44,31 @@ class CacheUse:
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
-def slot_use(states: StateIndex) -> dict[str, int]:
+def cache_use(
+    pool: BlockPool, cached: int, evictable: int, evicted: int, states: StateIndex | None, border: MovingBorder | None
+) -> CacheUse:
+    """Return the statistics of a cache.
+
+    Args:
+        pool: Blocks.
+        cached: Indexed blocks.
+        evictable: Those of them that no request uses.
+        evicted: Blocks evicted over the engine's life.
+        states: Index of snapshots; None without recurrent layers.
+        border: Memory that blocks and snapshots share; None if each has its own.
+    """
+    total = pool.total - (0 if border is None else border.occupied_by_snapshots)
+    return CacheUse(
+        blocks_total=total,
+        blocks_cached=cached,
+        blocks_evictable=evictable,
+        blocks_in_use=total - pool.free_count - evictable,
+        blocks_evicted=evicted,
+        **_slot_use(states or StateIndex(0)) | ({} if border is None else _slab_use(border)),
+    )
+
+
+def _slot_use(states: StateIndex) -> dict[str, int]:
     """Return the fields about snapshots."""
     return {
         "slots_total": states.total,
@@ -59,7 +84,7 @@ def slot_use(states: StateIndex) -> dict[str, int]:
     }
 
 
-def slab_use(border: MovingBorder) -> dict[str, int]:
+def _slab_use(border: MovingBorder) -> dict[str, int]:
     """Return the fields about the memory that blocks and snapshots share."""
     arena = border.arena
     return {

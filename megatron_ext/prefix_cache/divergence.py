@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
+
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.state_index import StateIndex
 
 MAX_DIVERGENCES = 512  # kept in the record
 _SHOWN_EVERY = 8  # divergences between two updates of `shown`, so that planned snapshots seldom change
@@ -31,3 +36,14 @@ class Divergences:
         if self._noted % _SHOWN_EVERY == 0:
             commonest = Counter(self._record).most_common(MAX_DEPTHS)  # among equal counts, those noted first
             self.shown = tuple(sorted(commonest))
+
+    def note_match(self, index: BlockIndex, states: StateIndex, matched: Sequence[BlockId], start: int) -> None:
+        """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them.
+
+        A divergence counts if other cached blocks continue the match, and there is no requested snapshot at its end:
+        then an opportunistic snapshot would help, or did.
+        """
+        if not index.children(matched[-1]):
+            return
+        if start < len(matched) or states.is_provisional(index.hash_of(matched[-1])):
+            self.note(len(matched))

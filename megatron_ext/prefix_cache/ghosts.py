@@ -87,6 +87,14 @@ class Ghosts:
         """Record the eviction of blocks."""
         self._blocks.note(block_hashes, self._now)
 
+    def on_blocks_evicted(self, block_hashes: Sequence[BlockHash], states: StateIndex | None) -> None:
+        """Record the blocks of an eviction, and the snapshots that go with them."""
+        self.on_blocks_removed(block_hashes)
+        if states is not None:
+            for block_hash in states.among(block_hashes):
+                if not states.is_provisional(block_hash):
+                    self.on_snapshot_removed_with_block(block_hash)
+
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Record a snapshot that was evicted, or found no slot."""
         self._snapshots.note((block_hash,), self._now)

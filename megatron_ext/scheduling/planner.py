@@ -129,7 +129,7 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
 
     preempted: list[Request] = []
     while True:
-        released = cache.releasable(request.block_table for request in [*leaving, *preempted])
+        released = cache.pool.releasable(request.block_table for request in [*leaving, *preempted])
         decoding, paused, left = _share_blocks(growing, limits, cache.available_count + len(released))
         kept = len({block for request in paused for block in request.block_table})
         over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks

@@ -341,9 +341,7 @@ class Scheduler:
         self.queues.waiting.forget()
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
-        """Drop a cached entry that an audit found to be wrong, and all that was computed from it.
-
-        Requests that use any of it start again with the tokens they have.
+        """Drop a wrong entry and all that was computed from it; requests that use any of it start again.
 
         Args:
             block_hash: Hash of the block whose keys and values, or states at the end, are wrong.

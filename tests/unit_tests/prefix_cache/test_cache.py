@@ -144,10 +144,10 @@ def test_released_together_counts_shared_blocks_once():
     """KV-13: the count is the one on which a plan may rely."""
     cache = PrefixCache(6, LRU)
     first, second = fill(cache, CHAIN), fill(cache, [*CHAIN[:2], b"z"])
-    assert cache.releasable([first]) == {first[2]}
-    assert cache.releasable([second]) == {second[2]}
-    assert cache.releasable([first, second]) == {*first, *second}
-    assert cache.releasable([]) == set()
+    assert cache.pool.releasable([first]) == {first[2]}
+    assert cache.pool.releasable([second]) == {second[2]}
+    assert cache.pool.releasable([first, second]) == {*first, *second}
+    assert cache.pool.releasable([]) == set()
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
