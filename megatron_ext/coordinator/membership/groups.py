@@ -84,7 +84,7 @@ class Groups:
         """Return the group of each other name; of a name in several groups that of the replica that joined first."""
         found: dict[str, str] = {}
         for _, beat in sorted(self._known(), key=lambda pair: pair[0].joined_at):
-            for alias in beat.identity.aliases:
+            for alias in (*beat.identity.aliases, *([beat.root] if beat.root else [])):
                 found.setdefault(alias, beat.model)
         return found
 

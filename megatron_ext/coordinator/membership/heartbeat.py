@@ -154,6 +154,7 @@ class Heartbeat:
         computed: Prompt tokens computed since the start; None if hidden.
         events: Event sources, one for each data-parallel rank of the replica's world; empty without events.
         events_problem: Reason why the event sources that the replica names are left out; empty if they are not.
+        root: Directory of the model's tokenizer, which load generators send as its name; empty if it has none.
     """
 
     instance: str
@@ -174,6 +175,7 @@ class Heartbeat:
     computed: int | None
     events: tuple[EventSource, ...]
     events_problem: str = ""
+    root: str = ""
 
     @property
     def model(self) -> str:
@@ -228,6 +230,7 @@ class Heartbeat:
                 computed=None if tokens is None else tokens.number("computed"),
                 events=events,
                 events_problem=problem,
+                root=fields.text("root", minimum=0) if fields.content.get("root") is not None else "",
             )
         except BadHeartbeat as error:
             raise BadHeartbeat(f"GET {PATH} does not return a replica's answer: {error}") from None

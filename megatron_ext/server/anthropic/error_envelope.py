@@ -19,6 +19,7 @@ from megatron_ext.server.scope import route_path
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
+THREADS_REFUSED = "thread_unsupported_request"  # code by which the SDK sends whole conversations again
 _API_KEY, _AUTHORIZATION = b"x-api-key", b"authorization"
 _KINDS = {
     401: "authentication_error",
@@ -41,6 +42,8 @@ def envelope(status: int, error: dict[str, object]) -> dict[str, object]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     code = {} if error.get("code") is None else {"code": error["code"]}
     named = {"type": kind, "message": error.get("message", "")} | code
+    if error.get("code") == THREADS_REFUSED:
+        named["details"] = {"error_code": THREADS_REFUSED, "unsupported": ["thread"]}
     return {"type": "error", "error": named, "request_id": REQUEST_ID.get()}
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from megatron_ext.server.anthropic.error_envelope import THREADS_REFUSED
+from megatron_ext.server.api_errors import ApiError
 from megatron_ext.server.log import printable
 from megatron_ext.server.openai.protocol import LONGEST_EFFORT, LONGEST_TOOL_NAME, MAX_TOOLS, MAX_VARIABLES
 from megatron_ext.server.openai.request_fields import MAX_MESSAGES, Body, Text, few_words, option_bounds
@@ -198,6 +200,7 @@ class CountTokensRequest(Body):
     thinking: ThinkingParam | None = None
     output_config: OutputConfigParam | None = None
     cache_control: Mark = None  # of the last message
+    thread: object = None  # refused by `refuse_threads`
 
     # Extensions of this engine
     chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
@@ -234,6 +237,19 @@ class MessagesRequest(CountTokensRequest):
         if budget is not None and budget >= self.max_tokens:
             raise ValueError(f"max_tokens {self.max_tokens} must be greater than thinking.budget_tokens {budget}")
         return self
+
+
+def refuse_threads(body: CountTokensRequest) -> None:
+    """Refuse a request in a thread: only what is new comes with the next one, and conversations are not kept here.
+
+    The SDK then sends whole conversations.
+
+    Raises:
+        ApiError: 400, with the code that clients look for.
+    """
+    if body.thread is not None:
+        message = "thread: conversations are not kept between requests; send all messages and leave thread out"
+        raise ApiError(400, message, param="thread", code=THREADS_REFUSED)
 
 
 def note_ignored(names: Iterable[str]) -> None:

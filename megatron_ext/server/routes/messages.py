@@ -8,7 +8,7 @@ from starlette.responses import Response
 from megatron_ext.server.anthropic.chat_translation import as_chat
 from megatron_ext.server.anthropic.error_envelope import COUNT_PATH, MESSAGES_PATH, in_messages_words
 from megatron_ext.server.anthropic.message_builder import MessageBuilder, message_events
-from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest, note_betas
+from megatron_ext.server.anthropic.message_fields import CountTokensRequest, MessagesRequest, note_betas, refuse_threads
 from megatron_ext.server.api_errors import ContextExceeded
 from megatron_ext.server.http.body import JsonRoute
 from megatron_ext.server.openai.responses import finished
@@ -22,6 +22,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post(MESSAGES_PATH)
 async def create_message(body: MessagesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, in the form of Anthropic's Messages API."""
+    refuse_threads(body)
     note_betas(request.headers.get("anthropic-beta", ""))
     chat = as_chat(body, can_think=serving.chat.reasoning is not None)
     try:
@@ -38,6 +39,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
 @router.post(COUNT_PATH)
 async def count_message_tokens(body: CountTokensRequest, serving: ServerDependency) -> dict[str, int]:
     """Return the number of prompt tokens of a request to the Messages API."""
+    refuse_threads(body)
     serving.check_name(body.model)
     chat = as_chat(body)
     try:

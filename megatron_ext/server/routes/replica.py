@@ -16,7 +16,8 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
 
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
     not, since `/health` is answered without the engine. Replicas of equal `model`, `aliases`, `configuration` and
-    `tokenizer` can answer for each other; `weights` is the version of the weights. `others` has the requests that the
+    `tokenizer` can answer for each other; `root` is the directory of the tokenizer, which load generators send as the
+    model's name; `weights` is the version of the weights. `others` has the requests that the
     asking coordinator has not sent, their prompt tokens that are yet to be computed, and the sum of their `max_tokens`.
     Counts are null where `--hide-cache-counts` hides them.
     """
@@ -27,6 +28,7 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
         "instance": serving.instance,
         "model": serving.model,
         "aliases": list(serving.aliases),
+        "root": serving.root,
         "configuration": serving.identity.configuration,
         "tokenizer": serving.identity.tokenizer,
         "weights": serving.identity.weights,

@@ -134,14 +134,17 @@ async def test_a_stream_that_breaks_off_ends_with_an_error():
 async def test_other_names_lead_to_their_group():
     """RP-9: a model's other names are part of its group; one that has others is another group's."""
     named = {"one": ["small", "both"], "two": ["large", "both"], "three": ["tiny"]}
-    fakes = [FakeReplica(name=name, beat={"model": name, "aliases": aliases}) for name, aliases in named.items()]
+    fakes = [
+        FakeReplica(name=name, beat={"model": name, "aliases": aliases, "root": f"/models/{name}"})
+        for name, aliases in named.items()
+    ]
     one, two, three = [await fake.start() for fake in fakes]
     three.beat["model"] = "one"
     try:
         async with coordinator(one, two, model=("one", "two")) as front:
             front.coordination.fleet.add(three.url, front.coordination.fleet.members[one.url].source)
             await front.until(three, Status.REFUSED)
-            for name, fake in (("small", one), ("large", two), ("both", one), ("two", two)):
+            for name, fake in (("small", one), ("large", two), ("both", one), ("two", two), ("/models/two", two)):
                 assert (await front.complete(model=name)).json()["by"] == fake.name
             error = check_error(await front.complete(model="medium"), 404)
             assert all(name in error["message"] for name in ("'one'", "'small'", "'large'"))

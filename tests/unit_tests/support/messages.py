@@ -116,7 +116,7 @@ def check_envelope(answer, status: int, kind: str) -> dict:
     assert content["type"] == "error"
     assert content["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"] != ""
     assert content["error"]["type"] == kind, content
-    assert set(content["error"]) <= {"type", "message", "code"}
+    assert set(content["error"]) <= {"type", "message", "code", "details"}
     assert content["error"]["message"]
     return content["error"]
 

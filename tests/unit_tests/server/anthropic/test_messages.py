@@ -457,6 +457,15 @@ class TestErrors:
         error = check_envelope(embedded.http.post(path, json=body), 400, "invalid_request_error")
         assert error["message"].startswith("prompt is too long: ")
 
+    @pytest.mark.parametrize("path", [MESSAGES, COUNT])
+    @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+    def test_threads(self, embedded, path, thread):
+        """The SDK's tool runner keeps conversations in threads; it sends whole ones after an error with this code."""
+        answer = embedded.http.post(path, json=ASKED | {"thread": thread})
+        error = check_envelope(answer, 400, "invalid_request_error")
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert embedded.http.post(path, json=ASKED | {"thread": None}).status_code == 200
+
     def test_other_statuses(self, serve):
         server = serve(embedded_engine(), "embedded", api_key="k")
         key = {"x-api-key": "k"}
