@@ -155,6 +155,10 @@ class Serving:
         if name is not None and not self.is_name(name):
             raise unknown_model(name, *self.names)
 
+    def answered_name(self, name: str | None) -> str:
+        """Return the model's name in the answer to a request for `name`: that one, if the model is served under it."""
+        return name if name in self.names and name is not None else self.model
+
     def is_name(self, name: str) -> bool:
         """Return whether a name is the model's: a served one, or its root, which load generators send."""
         return name in (*self.names, self.root)

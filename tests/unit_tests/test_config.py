@@ -154,6 +154,11 @@ REFUSED = [
     (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
     (CacheConfig, {"snapshot_mode": "middle"}, ["-mamba-mode 'middle'", "kernel, align"]),
     (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
+    (CacheConfig, {"audit_interval": -1}, ["--prefix-cache-audit -1", "0 (no audits)"]),
+    (CacheConfig, {"prefix_cache_disk_gb": 0.0}, ["--prefix-cache-disk-gb 0.0", "more than 0"]),
+    (CacheConfig, {"prefix_cache_drain_seconds": NAN}, ["--prefix-cache-drain-seconds nan", "zero"]),
+    (CacheConfig, {"prefix_cache_dir": ""}, ["--prefix-cache-dir is empty", "leave it out"]),
+    (CacheConfig, {"prefix_cache_dir": "d", "eviction_policy": "ref_zero"}, ["--prefix-cache-dir d", "ref_zero"]),
     (
         InferenceSettings,
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},

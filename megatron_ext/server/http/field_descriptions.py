@@ -86,7 +86,13 @@ FIELDS: dict[str, FieldText] = {
     "tokens": FieldText("Token ids", [72, 101]),
     "return_token_strs": FieldText("Return the text of each token, too", True, False),
     "add_special_tokens": FieldText("Add the tokens that begin a prompt; `false` only to count tokens", True, True),
+    "cache_hints": FieldText("Knowledge of the session, for the order of eviction", {"session": "a", "turn": 3}),
+    "prompt_cache_key": FieldText("Session of the request, unless `cache_hints` name one", "session-7"),
+    "verbosity": FieldText("Length of answers, for templates that know it", "low"),
+    "prediction": FieldText(_METADATA, None),
     # Messages and tools
+    "cache_control": FieldText("Other prompts may have everything up to here in common", {"type": "ephemeral"}),
+    "ttl": FieldText(_METADATA, "5m"),
     "role": FieldText("Author of the message: `system`, `user`, `assistant`, `tool`, ...", "user"),
     "content": FieldText("Text of the message, or its parts", "What does json.loads do?"),
     "name": FieldText("Name of the function, or of the author", "weather"),
@@ -102,6 +108,34 @@ FIELDS: dict[str, FieldText] = {
     "strict": FieldText("Whether arguments follow the schema where the model may also answer with text", True, False),
     "mode": FieldText("`none`, `auto` or `required`", "required", "auto"),
     "names": FieldText("Functions that may be called; null for all", ["weather"]),
+    # The Responses API
+    "input": FieldText("A text, or items: messages, calls, their results, thinking", "What does json.loads do?"),
+    "instructions": FieldText("The system's message", "Answer in one sentence."),
+    "previous_response_id": FieldText("Stored response to continue; with `--responses-store-mb`", "resp_1234"),
+    "response_id": FieldText("Id of a stored response", "resp_1234"),
+    "max_output_tokens": FieldText("Most tokens to generate; by default as many as fit", 64),
+    "max_tool_calls": FieldText("Accepted without effect: it limits tools that run on a server", 4),
+    "include": FieldText("Parts to add; log-probs are", ["message.output_text.logprobs"], []),
+    "truncation": FieldText("Nothing is left out of a prompt, with either value", "disabled", "disabled"),
+    "effort": FieldText("Effort of thinking, for templates that know it", "low"),
+    "format": FieldText("Format of the answer", {"type": "json_object"}),
+    "call_id": FieldText("Id of a call, which its result repeats", "call_1"),
+    "arguments": FieldText("Arguments of a call, as JSON", '{"city": "Oslo"}'),
+    "output": FieldText("Result of a call", "12 degrees"),
+    "id": FieldText("Id of a stored item, or of a call", "call_1"),
+    **dict.fromkeys(("summary", "generate_summary", "prompt_cache_retention"), FieldText(_METADATA, "auto")),
+    # The Messages API
+    "system": FieldText("The system's message, as a text or in blocks", "Answer in one sentence."),
+    "stop_sequences": FieldText("Words that end an answer; the one found is named", ["END"]),
+    "thinking": FieldText("Whether to think, and with how many tokens at most", {"type": "disabled"}),
+    "budget_tokens": FieldText("Most tokens of thinking", 256),
+    "output_config": FieldText("Effort and format of the answer", {"effort": "low"}),
+    "schema": FieldText("JSON schema that the answer follows", _SCHEMA),
+    "input_schema": FieldText("JSON schema of the arguments", _SCHEMA),
+    "disable_parallel_tool_use": FieldText("Allow one call at most", True, False),
+    "tool_use_id": FieldText("Call that the block answers", "toolu_1"),
+    "is_error": FieldText("Whether the tool failed", True, False),
+    "thread": FieldText("Refused: conversations are not kept between requests", None),
     # Administrators'
     "request_id": FieldText("The `id` of the answer to abort; or `abort_all`", "cmpl-1234"),
     "abort_all": FieldText("Abort all requests", True, False),
@@ -111,9 +145,7 @@ FIELDS: dict[str, FieldText] = {
     "since": FieldText("Only samples after this moment: seconds since 1970 by the server's clock", 1760000000.0, 0),
     # Accepted without effect
     **dict.fromkeys(("metadata",), FieldText(_METADATA, {"run": "7"})),
-    **dict.fromkeys(
-        ("user", "service_tier", "safety_identifier", "prompt_cache_key"), FieldText(_METADATA, "any text")
-    ),
+    **dict.fromkeys(("user", "service_tier", "safety_identifier"), FieldText(_METADATA, "any text")),
     **dict.fromkeys(("store",), FieldText(_METADATA, False)),
     # Accepted with neutral values
     **dict.fromkeys(
@@ -126,9 +158,10 @@ FIELDS: dict[str, FieldText] = {
     **dict.fromkeys(("spaces_between_special_tokens",), FieldText(_NEUTRAL, True)),
     **dict.fromkeys(("logits_processors", "documents", "functions"), FieldText(_NEUTRAL, [])),
     **dict.fromkeys(
-        ("prompt_logprobs", "truncate_prompt_tokens", "audio", "prediction", "verbosity", "web_search_options"),
+        ("prompt_logprobs", "truncate_prompt_tokens", "audio", "web_search_options"),
         FieldText(_NEUTRAL, None),
     ),
+    **dict.fromkeys(("background", "conversation", "context_management", "moderation"), FieldText(_NEUTRAL, None)),
     "length_penalty": FieldText(_NEUTRAL, 1),
     "priority": FieldText(_NEUTRAL, 0),
     "suffix": FieldText(_NEUTRAL, ""),
@@ -140,6 +173,9 @@ OF_SCHEMA: dict[tuple[str, str], FieldText] = {
     ("CompletionRequest", "logprobs"): FieldText("Return log-probs, and so many of the best tokens", 1),
     ("ChatRequest", "echo"): FieldText(_NEUTRAL, False),
     ("TokenizeRequest", "prompt"): FieldText("Text to tokenize; or `messages`", "Hello"),
+    ("ToolUseBlock", "input"): FieldText("Arguments of the call", {"city": "Oslo"}),
+    ("ThinkingBlock", "thinking"): FieldText("Thinking of an earlier answer", "First the city."),
+    ("ReasoningItem", "summary"): FieldText(_METADATA, []),
     ("TextPart", "type"): FieldText("Kind of the part; only texts are supported", "text"),
 }
 """Texts of fields that mean something else in one schema."""

@@ -47,7 +47,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
         ]
         echoes = [text for text in texts for _ in range(choices)]
     builder = CompletionResponseBuilder(
-        body.model or serving.model,
+        serving.answered_name(body.model),
         serving.vocabulary,
         choices,
         has_scores=body.logprobs is not None,
@@ -62,7 +62,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     """Answer in a conversation."""
     specs, form = await chat_work(body, request, serving)
     builder = ChatResponseBuilder(
-        body.model or serving.model,
+        serving.answered_name(body.model),
         serving.vocabulary,
         body.n or 1,
         has_scores=bool(body.logprobs),

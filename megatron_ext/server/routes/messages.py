@@ -29,7 +29,7 @@ async def create_message(body: MessagesRequest, request: Request, serving: Serve
         specs, form = await chat_work(chat, request, serving)
     except ContextExceeded as error:
         raise in_messages_words(error) from None
-    builder = MessageBuilder(body.model or serving.model, serving.vocabulary, form)
+    builder = MessageBuilder(serving.answered_name(body.model), serving.vocabulary, form)
     group = await run_requests(request, serving, chat, specs, builder)
     if body.stream:
         return EventStream(group, message_events(group, builder, serving.decoder))

@@ -22,4 +22,4 @@ router.add_api_route("/v1/models", list_models, methods=["HEAD"], include_in_sch
 async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
     """Return the model by one of its names."""
     serving.check_name(model)
-    return serving.describe(model if model in serving.names else serving.model)
+    return serving.describe(serving.answered_name(model))

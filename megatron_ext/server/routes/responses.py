@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
         specs, form = await chat_work(chat, request, serving)
         is_stored = serving.responses.is_on and body.store is not False
         answer = ResponseAnswer(
-            _fields(body, specs[0].params, serving.model, is_stored=is_stored),
+            _fields(body, specs[0].params, serving.answered_name(body.model), is_stored=is_stored),
             form,
             serving.vocabulary,
             tag_of(serving.instance),

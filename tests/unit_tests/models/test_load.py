@@ -240,7 +240,7 @@ def test_directories_that_are_not_there(saved: Path, tmp_path: Path) -> None:
 def test_the_other_kind_of_checkpoint(saved: Path, hf_copy: Path) -> None:
     with pytest.raises(ConfigError, match="try --load-hf"):
         load_model(SourceConfig(load=str(hf_copy)), {}, device=CPU)
-    with pytest.raises(ConfigError, match="model_type None is not supported"):
+    with pytest.raises(ConfigError, match="try --load"):
         load_model(SourceConfig(load_hf=str(saved)), {}, device=CPU)
 
 
