@@ -1,4 +1,4 @@
-"""Errors in the words that frameworks look for, ids of requests, HEAD, and fields without effect."""
+"""SA-14: errors in the words that frameworks look for, ids of requests, HEAD, and fields without effect."""
 
 from __future__ import annotations
 

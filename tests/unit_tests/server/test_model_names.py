@@ -1,4 +1,4 @@
-"""Names of the model in requests: the served one, and the directory that `/v1/models` names."""
+"""RP-11: names of the model in requests: the served one, and the directory that `/v1/models` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its answers are those of the same chat in other words, whole and streamed."""
+"""SA-13: Anthropic's Messages API: its answers are those of the same chat in other words, whole and streamed."""
 
 from __future__ import annotations
 

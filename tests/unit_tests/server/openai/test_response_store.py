@@ -1,4 +1,4 @@
-"""Stored responses: follow-ups by id, bounds, tenants, and the way to the replica that has them."""
+"""SA-12: stored responses: follow-ups by id, bounds, tenants, and the way to the replica that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses API: the answers of chat completions as typed items and events."""
+"""SA-11: responses API: the answers of chat completions as typed items and events."""
 
 from __future__ import annotations
 
