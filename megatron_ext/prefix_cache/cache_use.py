@@ -52,7 +52,7 @@ def cache_use(
     Args:
         pool: Blocks.
         cached: Indexed blocks.
-        evictable: Those of them that no request uses.
+        evictable: Indexed blocks that no request uses.
         evicted: Blocks evicted over the engine's life.
         states: Index of snapshots; None without recurrent layers.
         border: Memory that blocks and snapshots share; None if each has its own.

@@ -79,7 +79,7 @@ class Reuse:
 
     @property
     def snapshot_aging(self) -> float:
-        """How many times as fast as a block a snapshot ages."""
+        """Factor by which a snapshot ages faster than a block."""
         return (self.of_blocks + DAMPING) / (self.of_snapshots + DAMPING)
 
     def _share(self, periods: Iterable[_Entries], per_slab: int) -> float:

@@ -37,7 +37,7 @@ class Comparison:
         request_id: Id of the audit's request.
         first: Index of the first pair's block in the sequence.
         blocks: Pairs of a computed block and the cached one; they end where nothing is cached any more.
-        states: Running state slot and the slot of the snapshot at the end of the chunk; None if there is none.
+        states: Running state slot and the slot of the snapshot at the end of the chunk; None without a snapshot.
         are_all_cached: False if a block that the chunk completed is cached no more.
     """
 

@@ -36,7 +36,7 @@ Mark = dict[str, object] | None  # as in {"type": "ephemeral", "ttl": "5m"}
 
 
 class TextBlock(_Object):
-    """Text."""
+    """Block of text."""
 
     type: Literal["text"]
     text: Text

@@ -177,7 +177,7 @@ class TestTime:
         assert (counts.completed, counts.left_out_busy) == (MAX_DUE, 10)
 
     def test_an_audit_gives_way(self, get_driver):
-        """One that began while the engine was idle ends when a request comes; its memory is free at once."""
+        """An audit that began while the engine was idle ends when a request comes; its memory is free at once."""
         driver = get_driver("attention_only", cache=EACH, max_tokens=16)
         serve(driver, PROMPT[:50])
         driver.add(1, PROMPT[:50], num_tokens_to_generate=1, skip_prompt_log_probs=True)

@@ -85,7 +85,7 @@ def test_ordinary_snapshots_count(rank: Rank):
 
 @pytest.mark.parametrize(("blocks", "snapshots"), [(1, 0), (0, 0), (0, 1)])
 def test_what_is_used_again_stays_longer(blocks: int, snapshots: int):
-    """Of old blocks and a younger snapshot the snapshot goes, if only blocks are used again; else the blocks."""
+    """A younger snapshot goes before old blocks if only blocks are used again; else the blocks go."""
     cache = PrefixCache(0, EvictionPolicyName.LRU, slabs=SlabLayout(3, 2, 1))
     reuse, others = cache.border.reuse, keys(map(str, range(200)))
     reuse.on_blocks_stored(others)

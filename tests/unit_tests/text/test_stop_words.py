@@ -107,7 +107,7 @@ class TestMatching:
         assert first_stop(["ND", "EN"], spell("x", " END")) == (2, "x ")
 
     def test_the_found_word(self):
-        """Of words that begin at the same place the longest, as far as they are complete together."""
+        """The longest word is found if several begin at the same place and are complete together."""
         for words, text, expected in (
             (["abc", "b"], "abc", "b"),
             (["EN", "END"], " END", "END"),

@@ -46,7 +46,7 @@ class _OpenItem:
 
     Attributes:
         item: The item, as the response has it.
-        place: Its fields in events of its parts.
+        place: Fields of the item in events of its parts.
         kind: Kind of an item with text; None for a call.
         texts: Pieces of its text or arguments.
         scores: Log-probs of its tokens.
