@@ -92,7 +92,7 @@ FIELDS: dict[str, FieldText] = {
     "prediction": FieldText(_METADATA, None),
     # Messages and tools
     "cache_control": FieldText("Other prompts may have everything up to here in common", {"type": "ephemeral"}),
-    "ttl": FieldText(_METADATA, "5m"),
+    "ttl": FieldText("Time within which the session's next request is expected; of the Messages API", "5m"),
     "role": FieldText("Author of the message: `system`, `user`, `assistant`, `tool`, ...", "user"),
     "content": FieldText("Text of the message, or its parts", "What does json.loads do?"),
     "name": FieldText("Name of the function, or of the author", "weather"),
