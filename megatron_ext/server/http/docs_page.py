@@ -92,8 +92,13 @@ def _anchor(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower() or "root"
 
 
+def _text(text: str) -> str:
+    """Return text as HTML; what is between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def _heading(name: str, text: str, mark: str = "") -> str:
-    return f'<section class=card id="{_anchor(name)}"><h2>{escape(name)}{mark}</h2><p>{escape(text)}</p>'
+    return f'<section class=card id="{_anchor(name)}"><h2>{escape(name)}{mark}</h2><p>{_text(text)}</p>'
 
 
 def _body(operation: Schema) -> Schema:
@@ -110,7 +115,7 @@ def _operation(name: str, operation: Schema, schema: Schema) -> Iterator[str]:
     yield from _fields("Parameters", {"properties": parameters, "required": required}, schema)
     yield from _fields("Body", _resolved(_body(operation), schema), schema)
     answers = ((status, one["description"]) for status, one in sorted(operation["responses"].items()))
-    yield from _list("Answers", [(status, "", escape(text)) for status, text in answers])
+    yield from _list("Answers", [(status, "", _text(text)) for status, text in answers])
     yield "</section>"
 
 
@@ -132,7 +137,7 @@ def _fields(title: str, named: Schema, schema: Schema) -> Iterator[str]:
         values = [("Default", one["default"])] if "default" in one else []
         values += [("Example", example) for example in one.get("examples", ())]
         texts = [f"{word}: <code>{escape(json.dumps(value))}</code>." for word, value in values]
-        described = f"{escape(one['description'])}." if "description" in one else ""
+        described = f"{_text(one['description'])}." if "description" in one else ""
         rows.append((name, kind, " ".join([described, *texts])))
     yield from _list(title, rows)
 

@@ -107,6 +107,11 @@ def test_bounds_of_integers_are_integers(schema, page):
     assert not re.search(r"integer, at (?:least|most) -?\d+\.", page)
 
 
+def test_names_in_texts_are_code(page):
+    assert "has the seed <code>seed</code> + i" in page
+    assert "`" not in page
+
+
 def test_contents_lead_to_each_route_and_object(schema, page):
     found = _Ids(page)
     assert len(found.ids) == len(set(found.ids))
