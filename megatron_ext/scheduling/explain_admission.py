@@ -70,8 +70,9 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
-    is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # ordered by last use, so that slots can be counted
-    short = gone.slots_short if is_ordered else None
+    # Slots can be counted if snapshots go in the order of their last use, and for no block.
+    are_ordered = cache.policy_name is not EvictionPolicyName.FLOPS and cache.border is None
+    short = gone.slots_short if are_ordered else None
     return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 

@@ -120,7 +120,7 @@ class Explanation:
             Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
-            f"evicted{when} to free a slot{self._missing_slots_text()}; computing began at {self.skipped}",
+            f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
             Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and there is no snapshot of states between "
             f"{self.skipped} and {self._goal()}",
             Why.BLOCK_EVICTED.value: f"the block after token {self.matched}{_marked(excerpt)} was evicted{when} to "
@@ -178,8 +178,8 @@ class Explanation:
 
     def _missing_slots_text(self) -> str:
         if self.slots_short is None:
-            return ""
-        return f" ({self.slots_short} more slot{'s' * (self.slots_short > 1)} would have kept them)"
+            return "to free memory"
+        return f"to free a slot ({self.slots_short} more slot{'s' * (self.slots_short > 1)} would have kept them)"
 
     def _goal(self) -> int:
         return min(self.matched, self.most)

@@ -13,6 +13,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.explanation import Explanation, Reason, Why
 from megatron_ext.scheduling.request import Request
@@ -106,6 +107,17 @@ class TestReasons:
             serve(scheduler, text_of(seed, 10))
         _, said = serve(scheduler, text_of(0, 10))
         assert (said.reason, said.slots_short) == ("snapshot_given_up", None)
+        assert "to free memory" in said.text()
+
+    def test_slots_are_not_counted_where_blocks_take_their_place(self):
+        """KV-7: in a shared memory more slots alone would have kept nothing."""
+        layout = SlabLayout(6, 3, 1)
+        limits = make_limits(block_size=SIZE, total_blocks=layout.blocks, max_tokens=100, explains=True, slabs=layout)
+        scheduler = Scheduler(limits, LRU, b"model")
+        for seed in range(8):
+            _, said = serve(scheduler, text_of(seed % 4, 10))
+        assert said.reason in ("snapshot_given_up", "block_evicted")
+        assert said.slots_short is None
 
     def test_no_snapshot_was_taken(self):
         scheduler = make_scheduler(slots=9)
