@@ -111,13 +111,12 @@ class TestReasons:
 
     def test_slots_are_not_counted_where_blocks_take_their_place(self):
         """KV-7: in a shared memory more slots alone would have kept nothing."""
-        layout = SlabLayout(6, 3, 1)
+        layout = SlabLayout(8, 2, 1)
         limits = make_limits(block_size=SIZE, total_blocks=layout.blocks, max_tokens=100, explains=True, slabs=layout)
         scheduler = Scheduler(limits, LRU, b"model")
-        for seed in range(8):
-            _, said = serve(scheduler, text_of(seed % 4, 10))
-        assert said.reason in ("snapshot_given_up", "block_evicted")
-        assert said.slots_short is None
+        said = [serve(scheduler, text_of(seed % 4, 10))[1] for seed in range(12)]
+        assert "snapshot_given_up" in {one.reason for one in said}
+        assert {one.slots_short for one in said} == {None}
 
     def test_no_snapshot_was_taken(self):
         scheduler = make_scheduler(slots=9)
