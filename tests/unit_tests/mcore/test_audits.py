@@ -240,6 +240,6 @@ def test_random_lives(get_driver, get_oracle, seed: int):
     life = Life(driver, source)
     for _ in range(3):
         life.live(get_oracle(kind))
-    assert audit_of(driver).counts.due > 3
+    assert audit_of(driver).counts.due > 0
     assert not audit_of(driver).findings
     assert_complete(audit_of(driver).counts)
