@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import random
 import signal
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing import get_context
-from multiprocessing.synchronize import Event
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
+from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.forked import fork
 from tests.on_request import long_except
@@ -323,31 +323,41 @@ def test_processes_one_after_the_other(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def generate_and_close(directory: str, salt: str, closing: Event) -> None:
-    """Serve one prompt with the embedded model, and say when the engine begins to close."""
+def generate_and_die(directory: str, salt: str, moment: int) -> None:
+    """Serve one prompt with the embedded model, and end like a killed process at a write or sync of its cache."""
     engine = load_engine(buffer_size_gb=0.05, prefix_cache_dir=directory)
     engine.generate(TEXT, RequestParams(num_tokens_to_generate=12, cache_salt=salt))
-    closing.set()
+    left = itertools.count(moment, -1)
+    for name in ("_put", "sync"):
+        setattr(DataFile, name, _dying(getattr(DataFile, name), left))
     engine.close()
+
+
+def _dying(work: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:
+    """Return `work` that ends the process when nothing is left, before it or after it."""
+
+    def dying(*arguments: object) -> None:
+        rest = next(left)
+        if rest > 1:
+            work(*arguments)
+        if rest <= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return dying
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), pytest.param(10, marks=pytest.mark.soak)])
 def test_engines_that_are_killed_while_they_write(tmp_path, count):
     """DC-3: the next process finds whole entries or none, and answers as a cold one does."""
-    rng, directory, killed = random.Random(count), tmp_path / "cache", 0
+    rng, directory = random.Random(count), tmp_path / "cache"
     cold = in_a_process(tmp_path, enable_prefix_caching=False)
     for number in range(count):
-        closing = get_context("forkserver").Event()
-        process = fork(generate_and_close, str(directory), f"salt {number}", closing)
-        assert closing.wait(PATIENCE)
-        time.sleep(rng.random() * 0.03)
-        process.kill()
-        process.join()
-        killed += process.exitcode == -signal.SIGKILL
+        process = fork(generate_and_die, str(directory), f"salt {number}", rng.randrange(1, 5))
+        process.join(PATIENCE)
+        assert process.exitcode == -signal.SIGKILL, "it wrote less than it was to be killed at"
         warm = in_a_process(tmp_path, prefix_cache_dir=str(directory))
         assert warm["tokens"] == cold["tokens"]
         assert not set(warm["disk"]["drops"]) & FAULTS, warm["disk"]
-    assert killed, "each engine had written before it was killed"
 
 
 @pytest.mark.parametrize(
