@@ -78,7 +78,7 @@ test-ray: $(RAY)/.installed ## Run the tests of replicas under Ray Serve: cluste
 test-clients: $(STAMP) ## Play the agent loops of real clients against a server, and print a table (ARGS=litellm: some of them).
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-soak: $(STAMP) ## Run the whole campaigns on the prefix cache on disk (kills, losses of power, flipped bytes), with their counts.
+soak: $(STAMP) ## Run whole campaigns: audits of a sound cache; kills, losses of power and flipped bytes of the one on disk.
 	$(PYTEST) -m soak -rP $(ARGS)
 
 kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.

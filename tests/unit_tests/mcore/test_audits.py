@@ -7,14 +7,17 @@ import random
 import pytest
 import torch
 
-from megatron_ext.config import CacheConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.engine import cache_audit
 from megatron_ext.engine.cache_audit import MAX_DUE, AuditCounts, CacheAudit
+from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.memory import budget
 from megatron_ext.scheduling.sequence import Sequence
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_random_lives import Life, seeds
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -243,3 +246,32 @@ def test_random_lives(get_driver, get_oracle, seed: int):
     assert audit_of(driver).counts.due > 0
     assert not audit_of(driver).findings
     assert_complete(audit_of(driver).counts)
+
+
+@pytest.mark.soak
+def test_a_sound_cache_of_many_requests():
+    """Every tenth hit of 10,200 requests is audited, and nothing is found."""
+    source, stems, chats, served = random.Random(7), [make_prompt(120, seed) for seed in range(12)], [], 0
+    engine = build_engine(
+        build_slow_decay(HYBRID),
+        HYBRID,
+        PieceTokenizer(HYBRID.vocab_size),
+        BatchingConfig(block_size=BLOCK, buffer_size_gb=0.02, max_requests=16),
+        CacheConfig(audit_interval=10),
+        dtype=torch.float32,
+    )
+    while served < 10_200:
+        for name in range(served, served + source.randint(1, 8)):
+            is_new = not chats or source.random() < 0.6
+            stem = source.choice(stems)[: source.choice([48, 64, 100, 120])] if is_new else source.choice(chats)
+            prompt = [*stem, *make_prompt(source.randint(1, 40), seed=name % 50)][:400]
+            engine.add_request(name, prompt, RequestParams(num_tokens_to_generate=source.randint(1, 12)))
+        while engine.has_unfinished_requests():
+            for record in engine.step_modern()["finished_request_records"]:
+                served += 1
+                chats = [*chats[-29:], [*record.prompt_tokens, *record.generated_tokens]]
+    audit = engine.core.replicas[0].audit
+    print(f"{served} requests: {audit.counts}")
+    assert audit.counts.completed >= 1000
+    assert not audit.findings
+    assert_complete(audit.counts)
