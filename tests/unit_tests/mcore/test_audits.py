@@ -140,12 +140,12 @@ def test_living_requests_start_again(get_driver, get_oracle, entry: str):
         driver.context.memory_buffer[0, 0, cached_block(driver, 1), 0, 0, 0] += 3.0
     else:
         driver.context.snapshots.ssm[:, snapshot_slot(driver, 6)] += 3.0
-    name = serve(driver, [*PROMPT, *make_prompt(20, seed=8)], num_tokens_to_generate=60)
+    name = serve(driver, [*PROMPT, *make_prompt(3, seed=8)], num_tokens_to_generate=60)  # no new block at first
     assert driver.records[name].recomputed_token_count > 0
     assert len(audit_of(driver).findings) == 1
     turn = [*driver.records[name].prompt_tokens, *driver.records[name].generated_tokens, 5]
     later = serve(driver, turn)
-    assert driver.records[later].skipped_prefill_token_count > 128
+    assert driver.records[later].skipped_prefill_token_count > 112
     assert_equals_oracle(driver, later, get_oracle("hybrid"))
 
 

@@ -570,7 +570,7 @@ class TestWithoutEffect:
         assert counted(embedded, **marked) == counted(embedded, **plain)
 
     def test_a_time_to_live_is_a_pause(self):
-        """The longest `ttl` of all marks is a hint of the session; without the client's id there is none."""
+        """The longest `ttl` of all marks is a hint of the session; it has no effect without the client's id."""
 
         def hinted(**fields: object) -> CacheHints | None:
             return as_chat(MessagesRequest.model_validate(ASKED | fields)).hints
