@@ -109,3 +109,17 @@ def test_a_snapshot_whose_block_is_in_use_is_passed_over():
     cache.pin(cache.match([key("a")]))
     assert cache.border._next_snapshot() < float("inf")
     assert cache.states.next_victim()[1] == key("b")
+
+
+def test_the_part_of_a_slab_never_holds_snapshots():
+    cache = make(1, blocks=3, spare=2)
+    leave(cache, "a", "b")  # in the part, which is filled first
+    leave(cache, "c", "d")
+    cache.states.reserve(key("d"))  # a and b go, c and d move to their places
+    cache.states.commit(key("d"))
+    assert cache.border.take_moves()
+    cache.check()
+    assert len(cache.match([key("c"), key("d")])) == 2
+    assert cache.match([key("a")]) == []
+    assert cache.states.visible() == {key("d")}
+    assert (cache.use().slots_total, cache.use().slabs_of_snapshots) == (1, 1)
