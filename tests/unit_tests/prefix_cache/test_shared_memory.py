@@ -8,6 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import Arena
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from tests.priority import TestPriority
 
@@ -123,3 +124,15 @@ def test_the_part_of_a_slab_never_holds_snapshots():
     assert cache.match([key("a")]) == []
     assert cache.states.visible() == {key("d")}
     assert (cache.use().slots_total, cache.use().slabs_of_snapshots) == (1, 1)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_slab_that_is_written_to_is_not_emptied(number: int):
+    slots = Arena(SlabLayout(3, 4, 2)).slots
+    taken = slots.take(4)  # two slabs
+    pinned = taken[number]
+    slots.pin(pinned)
+    other = next(slot for slot in taken if slot // 2 != pinned // 2)
+    slots.give([pinned ^ 1, other])
+    assert slots.evacuate() == [(other ^ 1, pinned ^ 1)]
+    slots.check()

@@ -7,6 +7,8 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
 
@@ -78,3 +80,38 @@ def test_a_prompt_uses_what_an_earlier_one_left():
         step(scheduler)
         assert request.is_ended
         assert (reuse.of_blocks == 1, reuse.of_snapshots == 1) == (arrival > 0, arrival > 0)
+
+
+def with_a_moved_block() -> tuple[Scheduler, Request, Request]:
+    """Return a scheduler that moves a block of the first of two running requests in its next step."""
+    scheduler = Scheduler(make_limits(slabs=SlabLayout(3, 2, 1), total_blocks=6), LRU)
+    requests = [request_of(arrival, range(9 * arrival, 9 * arrival + 3)) for arrival in range(4)]
+    add(scheduler, *requests)
+    step(scheduler)
+    for request in requests[1:3]:  # of different slabs
+        scheduler.end(request, Status.ABORTED)
+    for name in (b"x", b"y"):  # a free slab each
+        assert scheduler.cache.states.reserve(BlockHash(name * 32)) is not None
+    return scheduler, requests[0], requests[3]
+
+
+def test_the_block_table_of_a_running_request_follows_a_move():
+    """HY-5."""
+    scheduler, moved, other = with_a_moved_block()
+    tables = (moved.sequence.block_table, other.sequence.block_table)
+    assert tables == ((0,), (3,))
+    scheduler.schedule()
+    assert scheduler.cache.changes.block_copies == ((0, 2),)
+    assert (moved.sequence.block_table, other.sequence.block_table) == ((2,), (3,))
+
+
+def test_a_failed_step_that_was_to_move_blocks_leaves_no_request_as_it_was():
+    """HY-5: a copy that may not have been made leaves contents undefined that are not of the step's requests."""
+    scheduler, moved, other = with_a_moved_block()
+    plan = scheduler.schedule()
+    scheduler.cache.changes_told()
+    assert moved.sequence.computed_end
+    scheduler.abandon([chunk for chunk in plan.chunks if chunk.request is other], "failed")
+    assert not moved.sequence.computed_end
+    assert not moved.sequence.block_table
+    scheduler.check()
