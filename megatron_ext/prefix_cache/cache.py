@@ -108,9 +108,6 @@ class PrefixCache:
                 self.states.choose_by((self.border or self.hints).choose_snapshot)
         return self.hints
 
-    def _is_unused(self, block_hash: BlockHash) -> bool:
-        return self._index.find(block_hash) in self.pool.evictable
-
     @property
     def available_count(self) -> int:
         """Number of blocks that `allocate` can hand out: free and evictable ones, and those in place of snapshots."""
@@ -173,25 +170,11 @@ class PrefixCache:
         """Evict at most `count` blocks with priorities up to `limit`."""
         is_bulk = self._policy.keeps_unused and self.hints is None
         blocks = self._policy.evict(min(count, len(self._policy)) if is_bulk else 1, limit)
-        self._balance(blocks[-1])
         parent = self._index.parent(blocks[-1])
         self.ghosts.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
         self._drop(blocks)
         self._evicted += len(blocks)
         self._drop_unneeded(parent)  # its wanted child is gone
-
-    def _balance(self, block: BlockId) -> None:
-        """Evict a snapshot of the tenant beside `block`, if the one that was to go has a snapshot and `block` has none.
-
-        So the tenant loses as much as without hints; otherwise another one would lose a snapshot for it later. A block
-        in use keeps its snapshot, since a request that is admitted in this step may resume from it.
-        """
-        states, victim = self.states, None if self.hints is None else self.hints.displaced
-        if states is None or victim is None or states.find(self._index.hash_of(block)) is not None:
-            return
-        block_hash = self._index.hash_of(victim)
-        if states.find(block_hash) is not None and not states.is_provisional(block_hash):
-            states.evict_for(block_hash, self._is_unused)
 
     def want(self, block_hash: BlockHash) -> None:
         """Keep the block of `block_hash`, once it is computed, and all before it, for a waiting request."""

@@ -118,14 +118,7 @@ class FlopsSnapshots:
             return None
         block_hash, key = queue.pop(self._key)
         self._age.value = max(self._age.value, key)
-        return self.evict_for(block_hash)
-
-    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool] = bool) -> BlockHash:
-        """Remove and return a snapshot, or the one chosen instead if that one may go."""
-        self._queues[self._snapshots[block_hash].rank].discard(block_hash)
         chosen = block_hash if self.choose is None else self.choose(block_hash, self)
-        if not may_go(chosen):
-            chosen = block_hash
         if chosen != block_hash:
             self._give_place(chosen, block_hash)
         self._snapshots.pop(chosen).is_indexed = False

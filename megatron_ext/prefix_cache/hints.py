@@ -40,13 +40,9 @@ class Hints:
 
     Args:
         index: Index of the cached blocks.
-
-    Attributes:
-        displaced: Block that was to go before the last choice, if another one has been chosen.
     """
 
     def __init__(self, index: BlockIndex) -> None:
-        self.displaced: BlockId | None = None
         self._index = index
         self._now = -math.inf
         self._tenants: dict[str | None, Tenant] = {}
@@ -208,11 +204,6 @@ class Hints:
 
     def choose_block(self, victim: BlockId) -> BlockId:
         """Return the evictable leaf that goes in place of `victim`, of the same tenant."""
-        chosen = self._chosen_block(victim)
-        self.displaced = None if chosen == victim else victim
-        return chosen
-
-    def _chosen_block(self, victim: BlockId) -> BlockId:
         owner = self._owners.get(victim)
         if owner is None:
             return victim

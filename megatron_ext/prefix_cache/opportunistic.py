@@ -80,10 +80,6 @@ class OpportunisticFirst:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
 
-    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool]) -> BlockHash:
-        """Remove and return a snapshot that is not opportunistic, or the one chosen instead; see `SnapshotOrder`."""
-        return self._others.evict_for(block_hash, may_go)
-
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return priority and key of the next snapshot of `rank`; opportunistic ones have the lowest of all."""
         if rank is Rank.OPPORTUNISTIC:

@@ -62,9 +62,6 @@ class SnapshotOrder(Protocol):
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """Remove and return the next snapshot to evict; None if `ranks` have no snapshot."""
 
-    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool] = bool) -> BlockHash:
-        """Remove and return a snapshot, or the one that `choose` names instead if that one may go."""
-
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return priority and key of the next snapshot of `rank` to evict; None without one."""
 
@@ -123,13 +120,11 @@ class LruSnapshots:
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """Remove and return the oldest snapshot of the first of `ranks` that has any, or the one chosen instead."""
         queue = next((self._queues[rank] for rank in ranks if self._queues[rank]), None)
-        return None if queue is None else self.evict_for(next(iter(queue.values())))
+        return None if queue is None else self._evict_for(next(iter(queue.values())))
 
-    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool] = bool) -> BlockHash:
-        """Remove and return a snapshot, or the one chosen instead if that one may go."""
+    def _evict_for(self, block_hash: BlockHash) -> BlockHash:
+        """Remove and return a snapshot, or the one chosen instead."""
         chosen = block_hash if self.choose is None else self.choose(block_hash, self)
-        if not may_go(chosen):
-            chosen = block_hash
         place = self._places[chosen]
         self.remove(block_hash)
         if chosen != block_hash:

@@ -255,10 +255,6 @@ class StateIndex:
             self.evicted += 1
         return True
 
-    def evict_for(self, block_hash: BlockHash, may_go: Callable[[BlockHash], bool]) -> None:
-        """Evict the visible snapshot of `block_hash`, not opportunistic, or the one that hints choose, if it may go."""
-        self._give_up(self._order.evict_for(block_hash, may_go))
-
     def give_up(self, block_hash: BlockHash) -> None:
         """Evict the visible snapshot of `block_hash`, not opportunistic, before its turn."""
         self._order.remove(block_hash)

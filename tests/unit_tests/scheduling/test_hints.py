@@ -210,19 +210,6 @@ def test_a_snapshot_that_another_session_uses_is_not_superseded(resumes: dict):
     assert clients.ask([*prompt(2, 17), *prompt(6, 4)]) == 16
 
 
-def test_a_snapshot_to_resume_from_stays_where_blocks_go():
-    """A spent block goes in place of one with a snapshot; the tenant's spent snapshot is the one to be restored."""
-    clients = Clients(15, slots=10)
-    for name in (5, 6):
-        clients.ask(prompt(name, 5))
-    clients.ask(prompt(4, 17), session="c", ends_session=True)
-    clients.ask(prompt(2, 17), session="a", turn=1)
-    clients.ask(prompt(2, 33), session="a", turn=2)
-    assert clients.ask([*prompt(2, 16), *prompt(7, 9)]) == 16
-    assert clients.scheduler.cache.use().slots_evicted == 1
-    assert clients.ask([*prompt(2, 16), *prompt(8, 9)]) == 16, "it stays"
-
-
 def test_a_session_is_of_its_tenant():
     """Another tenant's session of the same id ends, and nothing changes."""
     clients = Clients(10)
