@@ -303,6 +303,10 @@ CACHE = FlagGroup(
         ),
         Flag("prefix_cache_disk_gb", "GiB of the files in --prefix-cache-dir, of each process"),
         Flag("prefix_cache_drain_seconds", "Seconds at the end to write what is worth most; a second signal ends it"),
+        Flag(
+            "prefix_cache_load_seconds",
+            "Seconds that a request waits at most for what memory had to give up and the directory has; 0: it does not",
+        ),
     ),
 )
 

@@ -156,6 +156,7 @@ class CacheConfig:
     prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
     prefix_cache_disk_gb: float = 16.0  # GiB
     prefix_cache_drain_seconds: float = 10.0  # at the end of a process
+    prefix_cache_load_seconds: float = 10.0  # that a request waits for entries on disk, at most; 0: for none
 
     def __post_init__(self) -> None:
         self._check_disk()
@@ -196,6 +197,9 @@ class CacheConfig:
         )
         valid = math.isfinite(seconds) and seconds >= 0
         require(valid, f"--prefix-cache-drain-seconds {seconds} must be zero (write nothing) or more seconds")
+        patience = self.prefix_cache_load_seconds
+        valid = math.isfinite(patience) and patience >= 0
+        require(valid, f"--prefix-cache-load-seconds {patience} must be zero (load nothing) or more seconds")
         place = self.prefix_cache_dir
         require(place != "", "--prefix-cache-dir is empty; leave it out for a cache that ends with the process")
         require(

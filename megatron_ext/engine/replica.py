@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
 from megatron_ext.engine.cache_audit import CacheAudit
+from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.error_isolation import ErrorIsolation, describe
 from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.in_flight_step import InFlightStep
@@ -60,6 +61,7 @@ class Replica:
     Attributes:
         structured: Structured outputs of the requests.
         audit: Audits of the prefix cache.
+        loading: Loads of cached entries from disk; None without a directory.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Replica:
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.audit = CacheAudit(scheduler)
+        self.loading: DiskLoading | None = None
         self._routing = RoutingRecorder(scheduler.limits.block_size)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
@@ -114,6 +117,8 @@ class Replica:
             share: Share of the maximum wait that this replica may use.
             is_idle: True if no replica has other work.
         """
+        if self.loading is not None:
+            self.loading.follow()
         if self._in_flight is not None:
             return
         self.audit.begin()
@@ -125,6 +130,8 @@ class Replica:
             self.scheduler.allow(request, masks)
         if drafts := self.structured.allowed_drafts(self._drafts):
             self.scheduler.propose(drafts)
+        if self.loading is not None:
+            self.loading.decide()
 
     def compute(self, host_work: Callable[[], None]) -> ReplicaStep:
         """Plan, execute and commit one step, after `propose` and `prepare`.
@@ -137,8 +144,9 @@ class Replica:
         in_flight, self._in_flight = self._in_flight, None
         plan = self._plan() if in_flight is None else in_flight.plan
         if not plan.chunks:
-            are_held = {request.lacks_mask for request in self.scheduler.queues}
-            assert not are_held or True in are_held, "requests are alive, but none can run"
+            alive = list(self.scheduler.queues)
+            are_held = any(one.lacks_mask or self.scheduler.waits_for_disk(one) for one in alive)
+            assert not alive or are_held, "requests are alive, but none can run"
             self._last_seconds = None
             self._executor.idle()
             return ReplicaStep(plan, None)
@@ -157,6 +165,8 @@ class Replica:
         with self._error_isolation.guard("the record of routing indices"):
             self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
         self._last_seconds = time.perf_counter() - planned
+        if self.loading is not None:
+            self.loading.note_step(in_flight.chunks, self._last_seconds)
         if self._proposals is not None:
             with self._error_isolation.guard("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)

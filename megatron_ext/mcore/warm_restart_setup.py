@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.prefix_cache.disk.index import FORMAT
@@ -42,6 +43,8 @@ def warm_restart_of(engine: InferenceEngine, model: Sequence[bytes], cache: Cach
     memory = PoolEntries(lambda: engine.context.allocated)
     restart = WarmRestart(store, engine.scheduler.cache, memory, cache.prefix_cache_drain_seconds)
     restart.load()
+    tier = restart.go_live(cache.prefix_cache_load_seconds)
+    engine.core.replicas[0].loading = DiskLoading(engine.scheduler, tier, memory)
     return restart
 
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import SnapshotPool
 from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.prefix_cache.state_index import SlotId
 
 
@@ -46,22 +49,26 @@ class PoolEntries:
         """Return buffers for the bytes of a snapshot."""
         return _buffers(self._snapshot(SlotId(0)))
 
-    def read_block(self, block: BlockId) -> list[bytes | bytearray | memoryview]:
-        """Return the bytes of a block."""
+    def read_block(self, block: BlockId) -> list[Buffer]:
+        """Return a copy of the bytes of a block."""
         return [_bytes_of(tensor) for tensor in self._block(block)]
 
-    def write_block(self, block: BlockId, buffers: Sequence[bytearray]) -> None:
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
         """Write a block."""
         _write(self._block(block), buffers)
 
-    def read_snapshot(self, slot: SlotId) -> list[bytes | bytearray | memoryview]:
-        """Return the bytes of a snapshot."""
+    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
+        """Return a copy of the bytes of a snapshot."""
         return [_bytes_of(tensor) for tensor in self._snapshot(slot)]
 
-    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[bytearray]) -> None:
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
         """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
         _write(self._snapshot(slot), buffers)
         self._snapshots.close([slot], [block_hash])
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        """Make changes of an arena that no step's message has told."""
+        make_changes(self._pools(), changes, lambda: None)
 
 
 def _buffers(tensors: Sequence[Tensor]) -> list[bytearray]:
@@ -69,9 +76,11 @@ def _buffers(tensors: Sequence[Tensor]) -> list[bytearray]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy.copy_(tensor.detach())
+    return copy.flatten().view(torch.uint8).numpy().data
 
 
-def _write(tensors: Sequence[Tensor], buffers: Sequence[bytearray]) -> None:
+def _write(tensors: Sequence[Tensor], buffers: Sequence[Buffer]) -> None:
     for tensor, buffer in zip(tensors, buffers, strict=True):
         tensor.copy_(torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape))

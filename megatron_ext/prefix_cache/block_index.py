@@ -173,6 +173,10 @@ class BlockIndex:
         """Return the number of requests that have resumed at the end of the indexed `block_hash`."""
         return self._hits.get(block_hash, 0)
 
+    def parent_hash(self, block_hash: BlockHash) -> BlockHash | None:
+        """Return the hash of the block before the indexed `block_hash`; None at the start of a sequence."""
+        return self._parents[block_hash]
+
     def ancestors(self, block_hash: BlockHash) -> Iterator[BlockHash]:
         """Iterate over the ancestors of the indexed `block_hash`, the nearest first."""
         parent = self._parents[block_hash]

@@ -9,7 +9,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.cache_check import check_blocks
+from megatron_ext.prefix_cache.cache_check import check_blocks, check_memory, check_notes
 from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.divergence import Divergences
@@ -17,12 +17,13 @@ from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.hints import Hints
+from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
-from megatron_ext.prefix_cache.state_index import StateIndex
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.prefix_cache.worth_order import by_worth
 
 
@@ -66,13 +67,8 @@ class PrefixCache:
         self.epoch = 0  # blocks begun in an earlier epoch are not published
         self._index = BlockIndex()
         reuse = None if slabs is None else Reuse(slabs)
-        policies = build_policies(
-            policy or EvictionPolicyName.REF_ZERO,
-            self._index,
-            costs,
-            has_states=bool(slots) or slabs is not None,
-            reuse=reuse,
-        )
+        name, has_states = policy or EvictionPolicyName.REF_ZERO, bool(slots) or slabs is not None
+        policies = build_policies(name, self._index, costs, has_states=has_states, reuse=reuse)
         self._policy = policies.blocks
         self.border: MovingBorder | None = None
         self.states: StateIndex | None
@@ -84,12 +80,14 @@ class PrefixCache:
             self.pool = self.border.pool
             self.states = StateIndex(slabs.snapshot_slots, policies.snapshots, self, self.border)
             self.border.states = self.states
+        self.entries = CachedEntries(self._index, self.states, self.border)
         self.ghosts = Ghosts()
         self.divergences = Divergences()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.hints: Hints | None = None  # once a request has given some
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
+        self.lower_tier: LowerTier | None = None  # takes what is evicted
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
         self._evicted = 0
 
@@ -171,6 +169,8 @@ class PrefixCache:
         is_bulk = self._policy.keeps_unused and self.hints is None
         blocks = self._policy.evict(min(count, len(self._policy)) if is_bulk else 1, limit)
         parent = self._index.parent(blocks[-1])
+        if self.lower_tier is not None:
+            self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
         self.ghosts.on_blocks_evicted(list(map(self._index.hash_of, blocks)), self.states)
         self._drop(blocks)
         self._evicted += len(blocks)
@@ -306,7 +306,7 @@ class PrefixCache:
         self.epoch += 1
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next three."""
+        """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next four."""
         self.ghosts.on_snapshot_stored(block_hash)
         if self.hints is not None:
             self.hints.store_snapshot(block_hash)
@@ -320,6 +320,11 @@ class PrefixCache:
             self.hints.forget_snapshot(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_removed(block_hash)
+
+    def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
+        """Let the tier below take the snapshot."""
+        if self.lower_tier is not None:
+            self.lower_tier.on_evicted([self.entries.of_snapshot(block_hash, slot)])
 
     def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
         """Record a ghost: more slots would have kept the snapshot."""
@@ -361,19 +366,8 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
-        self._index.check()
-        if self.border is not None:
-            self.border.check(self._index.block_hashes())
-        else:
-            self.pool.check()
-            if self.states is not None:
-                self.states.check(self._index.block_hashes())
-        snapshots = (
-            set() if self.states is None else {one for one in self._index.block_hashes() if self.states.find(one)}
-        )
-        if self.cached_token_ids is not None:
-            self.cached_token_ids.check(set(self._index.block_hashes()))
-        self.ghosts.check(set(self._index.block_hashes()), snapshots)
+        check_memory(self._index, self.pool, self.states, self.border)
+        check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
         self._policy.check()
         if self.hints is not None:
             self.hints.check(self._policy, () if self.states is None else self.states.visible())

@@ -6,6 +6,10 @@ from collections.abc import Set
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
+from megatron_ext.prefix_cache.ghosts import Ghosts
+from megatron_ext.prefix_cache.shared_memory import MovingBorder
+from megatron_ext.prefix_cache.state_index import StateIndex
 
 
 def check_blocks(index: BlockIndex, pool: BlockPool, evictable: Set[BlockId]) -> None:
@@ -18,3 +22,24 @@ def check_blocks(index: BlockIndex, pool: BlockPool, evictable: Set[BlockId]) ->
         assert parent is None or block in evictable or parent not in evictable, (
             f"block {block} outlives its parent's use"
         )
+
+
+def check_memory(index: BlockIndex, pool: BlockPool, states: StateIndex | None, border: MovingBorder | None) -> None:
+    """Assert that the index is a sound forest, and that pool and slots hold each of their places once."""
+    index.check()
+    if border is not None:
+        border.check(index.block_hashes())
+        return
+    pool.check()
+    if states is not None:
+        states.check(index.block_hashes())
+
+
+def check_notes(
+    index: BlockIndex, states: StateIndex | None, cached_token_ids: CachedTokenIds | None, ghosts: Ghosts
+) -> None:
+    """Assert that notes of token ids and of evicted entries agree with what is cached."""
+    cached = set(index.block_hashes())
+    if cached_token_ids is not None:
+        cached_token_ids.check(cached)
+    ghosts.check(cached, set() if states is None else {one for one in cached if states.find(one) is not None})

@@ -269,6 +269,16 @@ class Arena:
         """Note that states are to be copied to the slot of their snapshot."""
         self._state_copies[copy.slot] = copy
 
+    def source_of_block(self, block: BlockId) -> BlockId:
+        """Return where the contents of a block lie until pending copies are made."""
+        return self.blocks.copies.get(block, block)
+
+    def source_of_snapshot(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
+        """Return where the states of a visible snapshot lie until pending copies are made."""
+        slot = self.slots.copies.get(slot, slot)
+        copy = self._state_copies.get(slot)
+        return slot if copy is None or copy.block_hash != block_hash else copy.source
+
     @property
     def changes(self) -> ArenaChanges:
         """Changes that no message has told yet."""

@@ -60,6 +60,9 @@ class SharedMemory(Protocol):
 class SnapshotListener(Protocol):
     """Callbacks on what happens to snapshots."""
 
+    def on_snapshot_evicted(self, block_hash: BlockHash, slot: SlotId) -> None:
+        """Take note that a snapshot, not opportunistic, is about to leave its slot for want of memory."""
+
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Take note that a snapshot can be found."""
 
@@ -247,12 +250,11 @@ class StateIndex:
         victim = self._order.evict(ranks)
         if victim is None:
             return False
-        self._leave(victim)
         if self._order.opportunistic_count < opportunistic:  # the victim was opportunistic
+            self._leave(victim)
             self.opportunistic.given_up += 1
         else:
-            self._note_displaced(victim)
-            self.evicted += 1
+            self._give_up(victim)
         return True
 
     def give_up(self, block_hash: BlockHash) -> None:
@@ -261,6 +263,8 @@ class StateIndex:
         self._give_up(block_hash)
 
     def _give_up(self, block_hash: BlockHash) -> None:
+        if self._listener is not None:
+            self._listener.on_snapshot_evicted(block_hash, self._visible[block_hash])
         self._leave(block_hash)
         self._note_displaced(block_hash)
         self.evicted += 1

@@ -20,6 +20,7 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.logits_options import reads_tokens
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
@@ -47,16 +48,24 @@ class AsyncPlanner:
         cache: Prefix cache of the scheduler; provides free blocks.
         hashing: Block hasher of the scheduler; goes on in steps that are planned ahead, too.
         counters: Counters of the scheduler; steps launched ahead are counted there.
+        disk_loads: Loads from disk that waiting requests wait for.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, queues: Queues, cache: PrefixCache, hashing: BlockHasher, counters: Counters
+        self,
+        limits: SchedulerLimits,
+        queues: Queues,
+        cache: PrefixCache,
+        hashing: BlockHasher,
+        counters: Counters,
+        disk_loads: DiskLoads,
     ) -> None:
         self._limits = limits
         self._queues = queues
         self._cache = cache
         self._hashing = hashing
         self._counters = counters
+        self._disk_loads = disk_loads
         self._turned_away: tuple[Request, int, int] | None = None  # for lack of blocks; see `_chances`
         first = (
             0 if cache.states is None else limits.first_apart_slot(cache.states.total) + limits.draft_states + 1
@@ -160,7 +169,9 @@ class AsyncPlanner:
 
     def _may_admit(self, running: int) -> bool:
         """Return whether a waiting request might enter a step that has `running` requests."""
-        first = self._queues.waiting.first_awake
+        if self._disk_loads.is_due:
+            return True
+        first = self._first_awake()
         if first is None or running >= self._limits.max_requests:
             return False
         if self._turned_away is None:
@@ -170,6 +181,16 @@ class AsyncPlanner:
             return True
         now_available, now_matched = self._chances(first)
         return now_available > available or now_matched > matched
+
+    def _first_awake(self) -> Request | None:
+        """Return the first awake request that waits for no load from disk."""
+        loads, waiting = self._disk_loads, self._queues.waiting
+        if not loads:
+            return waiting.first_awake
+        found = (
+            one for one in waiting.line() if loads.awaited_by(one, len(self._cache.match(one.block_hashes))) is None
+        )
+        return next(found, None)
 
     def _chances(self, request: Request) -> tuple[int, int]:
         """Return the blocks it may take and those that would match; while neither grows, the request stays deferred."""

@@ -126,12 +126,13 @@ class Deferral:
     """
 
     request: Request
-    resource: str  # "blocks", "requests", "tokens", "prefills", or "prefix": a leader computes its next block
+    resource: str  # "blocks", "requests", "tokens", "prefills", "prefix" (a leader computes its next block), or "disk"
     needed: int
     available: int
     wait_for: int | None = None  # request id of the leader
     snapshot: SnapshotRequest | None = None  # snapshot for it by the leader (KV-6); None without recurrent layers
     until: int | None = None  # tokens, a block boundary: the prefix is there once the leader has computed them
+    load: int | None = None  # number of the load from disk that it waits for
 
 
 Failure = tuple[Request, CapacityError]
@@ -148,9 +149,9 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
-    deferrals: tuple[Deferral, ...]  # awake followers of other requests, and last the first request that lacks room
+    deferrals: tuple[Deferral, ...]  # those that wait for a prefix, awake ones, and last the first that lacks room
 
     @property
     def deferral(self) -> Deferral | None:
         """Deferral of the first request that has to wait for room; None if there is no such request."""
-        return next((deferral for deferral in self.deferrals if deferral.wait_for is None), None)
+        return next((one for one in self.deferrals if one.wait_for is None and one.load is None), None)

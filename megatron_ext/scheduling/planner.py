@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -28,6 +29,13 @@ from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportuni
 from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
 from megatron_ext.scheduling.snapshots.snapshot_positions import cut_aligned, prefill_stops
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
+
+
+class AwaitedLoads(Protocol):
+    """Loads from disk that waiting requests may wait for."""
+
+    def awaited_by(self, request: Request, matched: int) -> int | None:
+        """Return the number of a load that lets a request with so many matched blocks resume further, or None."""
 
 
 def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:
@@ -49,6 +57,7 @@ def plan_step(
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
     draft_budget: DraftBudget = NO_DRAFT_BUDGET,
+    disk_loads: AwaitedLoads | None = None,
 ) -> StepPlan:
     """Plan one step.
 
@@ -56,7 +65,8 @@ def plan_step(
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget (`max_tokens
     >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, unless
     `SchedulerLimits.may_prefill` allows more in one step. Drafts of requests that decode get what is left of tokens,
-    free blocks and slots for their states. A request whose token mask is missing is left out (SE-10).
+    free blocks and slots for their states. A request whose token mask is missing is left out (SE-10). One that waits
+    for entries on disk (`disk_loads`) is overtaken.
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
@@ -73,7 +83,7 @@ def plan_step(
             prefill_tokens=sum(chunk.length for chunk in continued),
             released=growth.released,
         )
-        entry = _plan_admissions(queues, limits, budget, cache, pending_blocks)
+        entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
@@ -233,7 +243,12 @@ class _Entry:
 
 
 def _plan_admissions(
-    queues: Queues, limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache, pending_blocks: PendingBlocks
+    queues: Queues,
+    limits: SchedulerLimits,
+    budget: StepBudget,
+    cache: PrefixCache,
+    pending_blocks: PendingBlocks,
+    disk_loads: AwaitedLoads | None,
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
@@ -265,6 +280,10 @@ def _plan_admissions(
             if following.snapshot is not None and following.snapshot.block_hash not in requested:
                 requested.add(following.snapshot.block_hash)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
+            continue
+        load = None if disk_loads is None else disk_loads.awaited_by(request, len(matched))
+        if load is not None:
+            entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
             continue
         has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)

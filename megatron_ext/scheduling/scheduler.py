@@ -8,7 +8,6 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
@@ -19,8 +18,9 @@ from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.cache_keys import CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
-from megatron_ext.scheduling.hinted_requests import note_admission, note_end, note_published, note_submission
+from megatron_ext.scheduling.hinted_requests import note_admission, note_end, note_submission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
@@ -30,6 +30,7 @@ from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
     note_followers,
     put_to_sleep,
 )
+from megatron_ext.scheduling.publication import publish_blocks
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -71,10 +72,13 @@ class Scheduler:
         self.running_slots = RunningSlots(limits.max_requests)
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
+        self.disk_loads = DiskLoads(limits, self.cache, self.queues)
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
-        self.async_planner = AsyncPlanner(limits, self.queues, self.cache, self._hashing, self.counters)
+        self.async_planner = AsyncPlanner(
+            limits, self.queues, self.cache, self._hashing, self.counters, self.disk_loads
+        )
 
     @property
     def blocks(self) -> BlockPool:
@@ -98,6 +102,10 @@ class Scheduler:
         if self.cache.is_enabled and request.params.enable_prefix_caching:
             self._keys.start(request.sequence, request.params.cache_salt)
 
+    def waits_for_disk(self, request: Request) -> bool:
+        """Return whether a waiting request waits for entries on disk."""
+        return self.disk_loads.awaited_by(request, len(self.cache.match(request.block_hashes))) is not None
+
     def propose(self, drafts: TokensById) -> None:
         """Set the drafts that the next step verifies, by request id, as far as there is room; used once."""
         self.drafts.proposals = drafts
@@ -108,7 +116,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and apply the plan; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget)
+        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget, self.disk_loads)
         self.cache.changes_made()
         for admission in plan.admissions:  # before any allocation, so that no matched block is evicted
             self.cache.pin(admission.matched)
@@ -130,6 +138,7 @@ class Scheduler:
         for admission in plan.admissions:
             self._admit(admission)
         note_followers(plan.deferrals, self.counters)
+        self.disk_loads.note(plan.deferrals)
         self._reserve_snapshots(plan.snapshots)
         self.drafts.reserve(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
@@ -229,7 +238,7 @@ class Scheduler:
                 self.counters.prefill_tokens += computed
             else:
                 self.counters.audit_tokens += computed
-            self._publish(request)
+            publish_blocks(request, self.limits.block_size, self.cache, self.pending_blocks, self.queues.waiting)
             self._show_snapshots(request)
             if unsettled and request.request_id in unsettled:
                 self.queues.waiting.published(self.drafts.commit(request))
@@ -261,30 +270,6 @@ class Scheduler:
                 self._states.commit(snapshot.block_hash)
                 self.queues.waiting.published([snapshot.block_hash])
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
-
-    def _publish(self, request: Request) -> None:
-        """Publish the blocks that the request has completed, unless it was admitted in an earlier cache epoch."""
-        sequence = request.sequence
-        first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
-        if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
-            return
-        block_hashes, table = sequence.block_hashes[first:complete], sequence.block_table
-        parent, own = sequence.block_hashes[first - 1] if first else None, table[first:complete]
-        shared = self.cache.publish(block_hashes, own, parent)
-        if shared != own:  # another request has published equal blocks before
-            sequence.block_table = (*table[:first], *shared, *table[complete:])
-        note_published(request, own, complete, self.cache)
-        size = self.limits.block_size
-        if self.cache.cached_token_ids is not None:
-            self.cache.cached_token_ids.keep_run(
-                block_hashes, parent or sequence.chain.root, sequence.tokens, size, complete * size
-            )
-        if self.cache.observer is not None:
-            run = PublishedRun(block_hashes, parent, sequence.tokens, size, complete * size, request.params.cache_salt)
-            self.cache.observer.on_blocks_stored(run)
-        self.pending_blocks.published(request.request_id, block_hashes)
-        self.queues.waiting.published(block_hashes)
-        sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
         """Requeue the requests of a failed forward, whose pool contents are undefined, to start again.
@@ -333,6 +318,7 @@ class Scheduler:
         self._reset_cache()
 
     def _reset_cache(self) -> None:
+        self.disk_loads.clear()
         self.cache.reset()
         for request in self.queues:
             request.sequence.snapshots = []
@@ -358,6 +344,9 @@ class Scheduler:
             if is_from_states or not dropped.isdisjoint(sequence.block_table):
                 self._requeue(request, EventType.EVICT)
                 self.counters.preemptions += 1
+        self.disk_loads.clear()
+        if self.cache.lower_tier is not None:
+            self.cache.lower_tier.quarantine(block_hash, self.cache.entries.index, states_only=states_only)
         if states_only:
             self._states.drop(block_hash)
         return self.cache.drop_all(blocks)
@@ -397,4 +386,5 @@ class Scheduler:
         check_ownership(self.queues, self.limits, self.cache, self.running_slots)
         self.drafts.check(self.queues)
         self.async_planner.check()
+        self.disk_loads.check()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

@@ -55,6 +55,7 @@ class DiskStore:
 
     Attributes:
         problem: Failure that ended the use of the store; None while it is in use.
+        on_gone: Called with the key of each entry of this identity that is dropped or evicted.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class DiskStore:
     ) -> None:
         assert len(identity) == HASH_BYTES, "an identity is a digest"
         self.problem: str | None = None
+        self.on_gone: Callable[[EntryKey], None] = _do_nothing
         self._is_closed = False
         self._slot, self._index, self._data = slot, index, data
         self._identity = identity
         self._limit_pages = limit_bytes // PAGE_BYTES
         self._entries: dict[int, StoredEntry] = {}
-        self._rows: dict[EntryKey, int] = {}  # of this identity
+        self._rows: dict[EntryKey, int] = {}  # of this identity, also the next two
+        self._snapshots = self._own_pages = 0
         self._added: dict[int, StoredEntry] = {}  # since the last commit, also the next two
         self._removed: dict[int, tuple[Extent, ...]] = {}
         self._rated: dict[int, StoredEntry] = {}
@@ -94,7 +97,17 @@ class DiskStore:
         self._entries[entry.row_id] = entry
         if entry.identity == self._identity:
             self._rows[entry.entry.key] = entry.row_id
+            self._count(entry, 1)
         self._victims.add(entry)
+
+    def _count(self, entry: StoredEntry, change: int) -> None:
+        self._snapshots += change * (entry.entry.key.kind is EntryKind.SNAPSHOT)
+        self._own_pages += change * pages_of(entry.size)
+
+    def _forget_all(self) -> None:
+        self._entries.clear()
+        self._rows.clear()
+        self._snapshots = self._own_pages = 0
 
     # Entries
 
@@ -236,6 +249,8 @@ class DiskStore:
         del self._entries[row_id]
         if entry.identity == self._identity:
             del self._rows[entry.entry.key]
+            self._count(entry, -1)
+            self.on_gone(entry.entry.key)
         self._rated.pop(row_id, None)
         self._removed[row_id] = entry.extents
         if reason is not None:
@@ -279,8 +294,7 @@ class DiskStore:
         if self.problem is None:
             self.problem = "its files were removed"
             self._shut()
-        self._entries.clear()
-        self._rows.clear()
+        self._forget_all()
         try:
             self._slot.remove_index()
             self._slot.remove(DATA)
@@ -311,8 +325,7 @@ class DiskStore:
     def _fail(self, error: OSError | sqlite3.Error) -> None:
         self.problem = failure_reason(error)
         logger.warning("prefix cache on disk: %s: %s; serving goes on without it", self._slot.path, self.problem)
-        self._entries.clear()
-        self._rows.clear()
+        self._forget_all()
         try:
             self._shut()
         except (OSError, sqlite3.Error):
@@ -329,13 +342,11 @@ class DiskStore:
     @property
     def use(self) -> StoreUse:
         """Present counts."""
-        own = [self._entries[row_id] for row_id in self._rows.values()]
-        blocks = sum(entry.entry.key.kind is EntryKind.BLOCK for entry in own)
         return StoreUse(
-            blocks=blocks,
-            snapshots=len(own) - blocks,
-            bytes=PAGE_BYTES * sum(pages_of(entry.size) for entry in own),
-            other_entries=len(self._entries) - len(own),
+            blocks=len(self._rows) - self._snapshots,
+            snapshots=self._snapshots,
+            bytes=PAGE_BYTES * self._own_pages,
+            other_entries=len(self._entries) - len(self._rows),
             limit_bytes=self._limit_pages * PAGE_BYTES,
             written=self._written,
             read=self._read,
@@ -350,4 +361,10 @@ class DiskStore:
             waiting = [extent for extents in self._removed.values() for extent in extents]
             self._free.check([*used, *waiting])
             assert set(self._rows.values()) <= self._entries.keys(), "a key without an entry"
+            own = [self._entries[row_id] for row_id in self._rows.values()]
+            assert self._own_pages == sum(pages_of(entry.size) for entry in own), "pages miscounted"
             assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"
+
+
+def _do_nothing(_: EntryKey) -> None:
+    """Take no note of an entry that is gone."""

@@ -1,5 +1,7 @@
 """Warm restart: what the cache holds at the end of a process is written to the store, and put back at the next start.
 
+Between the two the store belongs to a thread: then it is a tier below memory (`go_live`).
+
 The end is bounded in time. What is worth most is written first, each block after its parents, so that whatever was
 written can be used. What the store has already is not written again, but ranked anew. At the start, as much is put back
 as fits in free memory, and nothing is evicted for it.
@@ -11,45 +13,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, copy_entry
 from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_thread import StoreThread
 from megatron_ext.prefix_cache.disk.store_use import LESS_WORTH
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
+from megatron_ext.prefix_cache.disk.tier_storage import Content
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
+from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.observer import CacheObserver, PublishedRun
-from megatron_ext.prefix_cache.state_index import SlotId
 
 logger = logging.getLogger(__name__)
 
 OTHER_SALT = "of a salt from before the restart"
 RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
-
-
-class EntryMemory(Protocol):
-    """Memory of cached blocks and snapshots, as bytes whose order does not depend on how the memory is laid out."""
-
-    def block_buffers(self) -> list[bytearray]:
-        """Return buffers for the bytes of a block; none if no layer has keys and values."""
-
-    def snapshot_buffers(self) -> list[bytearray]:
-        """Return buffers for the bytes of a snapshot."""
-
-    def read_block(self, block: BlockId) -> list[Buffer]:
-        """Return the bytes of a block."""
-
-    def write_block(self, block: BlockId, buffers: Sequence[bytearray]) -> None:
-        """Write a block."""
-
-    def read_snapshot(self, slot: SlotId) -> list[Buffer]:
-        """Return the bytes of a snapshot."""
-
-    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[bytearray]) -> None:
-        """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
 
 
 class WarmRestart:
@@ -64,6 +48,7 @@ class WarmRestart:
     Attributes:
         loaded: Entries that were put back at the start.
         left_out: Entries that were not written at the end, for want of time or room.
+        tier: Tier below memory, once it is live.
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, memory: EntryMemory, drain_seconds: float) -> None:
@@ -73,6 +58,8 @@ class WarmRestart:
         self._drain_seconds = drain_seconds
         self._is_current = True  # the identity is that of the weights
         self._is_stopped = self._is_closed = False
+        self._thread: StoreThread | None = None  # owns the store while the engine runs
+        self.tier: DiskTier | None = None
         self.loaded = 0
         self.left_out = 0
         cache.add_observer(self)
@@ -159,21 +146,63 @@ class WarmRestart:
             size = len(tokens)
             observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))
 
+    # Between start and end
+
+    def go_live(self, load_seconds: float) -> DiskTier:
+        """Give the store to a thread: from now on evicted entries are written, and come back; return the tier.
+
+        Args:
+            load_seconds: Seconds after which a load is given up.
+        """
+        memory, held = self._memory, [(one.entry.key, held_entry(one)) for one in self._store.entries()]
+        self._thread = StoreThread(self._store)
+        has_states = self._cache.states is not None
+        sizes = EntrySizes(
+            tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else ()
+        )
+        self.tier = DiskTier(self._thread, sizes, self._copy, time.time, load_seconds)
+        self.tier.hold(held)
+        self._cache.lower_tier = self.tier
+        return self.tier
+
+    def _copy(self, entry: CachedEntry, used: float) -> Content:
+        return copy_entry(entry, self._tokens, self._memory, used)
+
     # End
 
     def close(self) -> None:
         """Write what is worth most within the time that is given, and close the store."""
-        if self._is_current and not self._is_closed and self._store.use.is_on:
-            self._drain()
+        deadline = time.monotonic() + self._drain_seconds
+        if not self._is_closed and self._take_back(self._drain_seconds) and self._is_current and self._store.use.is_on:
+            self._drain(deadline)
         self.abandon()
+
+    def _take_back(self, seconds: float) -> bool:
+        """End the thread, which writes what waits for so long; return False if the disk does not answer."""
+        thread = self._thread
+        if thread is None:
+            return True
+        self._cache.lower_tier = None
+        if self.tier is not None:
+            self.tier.turn_off()
+        if self._is_stopped or not self._is_current:
+            seconds = 0.0
+        if not thread.stop(seconds):
+            logger.warning("prefix cache on disk: the disk does not answer; what was not written is left out")
+            self._is_closed = True
+            return False
+        self.left_out += thread.left_out
+        self._thread = None
+        return True
 
     def stop(self) -> None:
         """End the writing at the next entry; for any thread, and for signal handlers."""
         self._is_stopped = True
+        if self._thread is not None:
+            self._thread.hurry()
 
-    def _drain(self) -> None:
-        deadline, now = time.monotonic() + self._drain_seconds, time.time()
-        has_room = True
+    def _drain(self, deadline: float) -> None:
+        now, has_room = time.time(), True
         for position, (block_hash, is_snapshot) in enumerate(self._cache.by_worth()):
             key = EntryKey(EntryKind.SNAPSHOT if is_snapshot else EntryKind.BLOCK, block_hash)
             used = now - position * RANK_SECONDS
@@ -195,21 +224,14 @@ class WarmRestart:
         )
 
     def _put(self, key: EntryKey, used: float) -> None:
-        parent, tokens = self._tokens.find(key.block_hash)
-        entry = NewEntry(key, parent, self._cache.depth_of(key.block_hash), tokens, used=used)
-        if key.kind is EntryKind.BLOCK:
-            block = self._cache.find(key.block_hash)
-            assert block is not None, "the block is cached"
-            self._store.put(entry, self._memory.read_block(block))
-        else:
-            slot = None if self._cache.states is None else self._cache.states.find(key.block_hash)
-            assert slot is not None, "the snapshot is visible"
-            self._store.put(entry, self._memory.read_snapshot(slot))
+        entry = self._cache.entries.find(key.block_hash, is_snapshot=key.kind is EntryKind.SNAPSHOT)
+        self._store.put(*self._copy(entry, used))
 
     def abandon(self) -> None:
         """Close the store without writing."""
-        self._is_closed = True
-        self._store.close()
+        if not self._is_closed and self._take_back(0.0):
+            self._is_closed = True
+            self._store.close()
 
     # What the cache has to forget
 
@@ -217,21 +239,27 @@ class WarmRestart:
         """Keep nothing from now on: the identity is that of other weights. The reset of the cache forgets the rest."""
         if self._is_current:
             self._is_current = False
+            if self.tier is not None:
+                self.tier.turn_off()
             logger.warning("prefix cache on disk: the weights were changed, so nothing is kept for the next start")
 
     def on_cleared(self) -> None:
         """Forget all entries on disk; see `CacheObserver`, also for the next four, which change nothing there."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        if self.tier is None or self._thread is None:
             self._store.clear()
+        else:
+            self.tier.clear()
 
     def on_blocks_stored(self, run: PublishedRun) -> None:
-        """Do nothing: blocks are written at the end."""
+        """Do nothing: blocks are written when they are evicted, or at the end."""
 
     def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
         """Do nothing: blocks that were evicted stay on disk."""
 
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
-        """Do nothing: snapshots are written at the end."""
+        """Do nothing: snapshots are written when they are evicted, or at the end."""
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Do nothing: snapshots that were evicted stay on disk."""
@@ -240,7 +268,12 @@ class WarmRestart:
 
     def counts(self) -> dict[str, object]:
         """Return the `prefix_cache_disk` object of a run's counts."""
-        use = self._store.use
+        use = self._store.use if self._thread is None else self._thread.use
+        drops = Counter(use.drops)
+        live: dict[str, object] = {}
+        if self.tier is not None:
+            drops += self.tier.drops
+            live = asdict(self.tier.counts) | {"load_seconds": round(self.tier.counts.load_seconds, 3)}
         return {
             "is_on": use.is_on,
             "blocks": use.blocks,
@@ -252,5 +285,10 @@ class WarmRestart:
             "read": use.read,
             "written": use.written,
             "left_out": self.left_out,
-            "drops": dict(sorted(use.drops.items())),
-        }
+            "drops": dict(sorted(drops.items())),
+        } | live
+
+
+def held_entry(stored: StoredEntry) -> HeldEntry:
+    """Return the place of a stored entry in its sequence."""
+    return HeldEntry(None if stored.entry.depth == 1 else stored.entry.parent, stored.entry.depth)

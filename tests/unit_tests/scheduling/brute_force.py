@@ -8,6 +8,7 @@ from unittest import mock
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders
 from megatron_ext.scheduling.queue import Queues
@@ -16,7 +17,12 @@ from megatron_ext.scheduling.scheduler import Scheduler
 
 
 def look_at_all(
-    queues: Queues, limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache, pending_blocks: PendingBlocks
+    queues: Queues,
+    limits: SchedulerLimits,
+    budget: StepBudget,
+    cache: PrefixCache,
+    pending_blocks: PendingBlocks,
+    disk_loads: DiskLoads,
 ) -> planner._Entry:
     """`_plan_admissions`, one request after the other, asleep or not."""
     entry = planner._Entry([], [], [])
@@ -41,6 +47,10 @@ def look_at_all(
             if following.snapshot is not None and following.snapshot.block_hash not in requested:
                 requested.add(following.snapshot.block_hash)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
+            continue
+        load = disk_loads.awaited_by(request, len(matched))
+        if load is not None:
+            entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
             continue
         pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
         is_full = not limits.may_prefill(budget.prefills, budget.prefill_tokens)
@@ -71,7 +81,18 @@ def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
 def plan_by_looking_at_all(scheduler: Scheduler) -> StepPlan:
     """Plan of the next step that looks at all waiting requests."""
     with mock.patch.object(planner, "_plan_admissions", look_at_all):
-        return planner.plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.pending_blocks)
+        return foreseen_plan(scheduler)
+
+
+def foreseen_plan(scheduler: Scheduler) -> StepPlan:
+    """Plan of the next step, without drafts."""
+    return planner.plan_step(
+        scheduler.queues,
+        scheduler.limits,
+        scheduler.cache,
+        scheduler.pending_blocks,
+        disk_loads=scheduler.disk_loads,
+    )
 
 
 def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) -> None:

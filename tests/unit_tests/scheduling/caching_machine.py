@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import check_admissible
@@ -27,7 +26,7 @@ from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
-from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
+from tests.unit_tests.scheduling.brute_force import assert_same_plan, foreseen_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
 
@@ -281,7 +280,7 @@ class CachingMachine(RuleBasedStateMachine):
             )  # chains are made when first asked for; let that not count as a change
         before = self.snapshot()
         scheduler = self.scheduler
-        foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.pending_blocks)
+        foreseen = foreseen_plan(scheduler)
         assert self.snapshot() == before, "planning changed something"
         expected = self.expect_admissions(foreseen)
         sleepers = {request for request, _ in scheduler.queues.waiting.sleepers()}

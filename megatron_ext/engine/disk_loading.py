@@ -1,0 +1,167 @@
+"""Loading of cached entries from disk for waiting requests: decided here, between two steps, by the rank that drives.
+
+A request whose prefix could be resumed further from disk waits for a load, and others overtake it. Whatever becomes of
+the load is told to the scheduler in commands (`DiskLoads`). The engine's thread copies complete loads to their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.prefix_cache.disk.tier import DiskTier
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.matching import last_boundary, resume_point
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
+from megatron_ext.prefix_cache.state_index import SlotId
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.disk_loads import LoadPlaces
+from megatron_ext.scheduling.planner import reads_cache
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+
+LOOKAHEAD = 16  # waiting requests, from the first, that may begin a load
+MAX_ATTEMPTS = 2  # loads that one request begins while it waits: what was loaded may be evicted before its turn
+IDLE_WAIT = 0.005  # seconds in a step that can compute nothing
+MIN_PREFILL = 16  # tokens in a step whose time says something of prefills
+
+
+class LoadTarget(Protocol):
+    """Memory that loaded entries are written to; see `EntryMemory`."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
+        """Write a block."""
+
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
+        """Write a snapshot and name it."""
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        """Make changes that no step's message has told."""
+
+
+class DiskLoading:
+    """Loads of one scheduler's waiting requests. For the engine's thread.
+
+    Args:
+        scheduler: The scheduler.
+        tier: Disk tier of its cache.
+        memory: Memory of its cache.
+    """
+
+    def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
+        self._scheduler, self._tier, self._memory = scheduler, tier, memory
+        self._attempts: dict[Request, int] = {}
+
+    def follow(self) -> None:
+        """Take note of what the disk has done, in any step; changes nothing that a step in flight uses."""
+        self._tier.follow()
+        self._scheduler.disk_loads.is_due = self._tier.is_due
+
+    def decide(self) -> None:
+        """Place a complete load, give up late ones, and begin others, before a step is planned."""
+        self._give_up()
+        self._place()
+        self._begin()
+        if self._tier.loads and self._is_all_waiting():
+            self._tier.wait(IDLE_WAIT)
+            self._tier.follow()
+            self._give_up()
+            self._place()
+
+    def _give_up(self) -> None:
+        loads = self._scheduler.disk_loads
+        for number in self._tier.given_up():
+            self._tier.counts.load_waits += loads.end(number)
+        for number in [number for number in self._tier.loads if loads.is_useless(number)]:
+            self._tier.counts.loads_useless += 1
+            self._tier.forget(number)
+            self._tier.counts.load_waits += loads.end(number)
+
+    def _place(self) -> None:
+        """Put the first complete load for which there is room into memory; others follow in later steps.
+
+        Requests are admitted before the next one, which could evict what this one brings.
+        """
+        loads, cache = self._scheduler.disk_loads, self._scheduler.cache
+        found = (loads.reserve(number) for number in self._tier.complete())
+        places = next((one for one in found if one is not None), None)
+        if places is None:
+            return
+        try:
+            if cache.changes != NO_CHANGES:
+                self._memory.make_changes(cache.changes)
+                cache.changes_told()
+                cache.changes_made()
+            self._write(places, self._tier.contents(places.number))
+        except BaseException:
+            loads.give_back(places)
+            self._scheduler.suspend()  # what was to be moved may be lost
+            raise
+        self._tier.counts.load_waits += loads.publish(places)
+
+    def _write(self, places: LoadPlaces, contents: Sequence[Sequence[Buffer]]) -> None:
+        """Write the entries that are not in memory by now."""
+        for block, buffers in zip(places.blocks, contents[places.known :], strict=False):
+            self._memory.write_block(block, buffers)
+        if places.slot is not None:
+            self._memory.write_snapshot(places.slot, places.block_hash, contents[-1])
+
+    def _begin(self) -> None:
+        """Begin loads for the first waiting requests, where these are quicker than computing."""
+        if not len(self._tier):
+            return
+        waiting = self._scheduler.queues.waiting
+        self._attempts = {request: count for request, count in self._attempts.items() if request in waiting}
+        for request in list(islice(waiting.line(), LOOKAHEAD)):
+            if self._attempts.get(request, 0) < MAX_ATTEMPTS and self._may_load(request):
+                self._consider(request)
+
+    def _may_load(self, request: Request) -> bool:
+        """Return whether a request reads the cache, and waits for nothing else."""
+        scheduler = self._scheduler
+        if not reads_cache(request) or request.sequence.unhashed_tokens or request.lacks_mask:
+            return False
+        hashes = request.block_hashes
+        matched = len(scheduler.cache.match(hashes))
+        if matched < len(hashes) and scheduler.pending_blocks.leader(hashes[matched]) is not None:
+            return False
+        return scheduler.disk_loads.awaited_by(request, matched) is None
+
+    def _consider(self, request: Request) -> None:
+        scheduler, tier, hashes = self._scheduler, self._tier, request.block_hashes
+        cache, size, length = scheduler.cache, scheduler.limits.block_size, len(request.tokens)
+        matched = len(cache.match(hashes))
+        most = len(hashes) if cache.states is None else last_boundary(length, size) // size
+        run = tier.find_run(hashes, matched, min(most, len(hashes)))
+        if run is None:
+            return
+        resume = resume_point(length, hashes[:matched], size, cache.states, cache.depth_of).position
+        saved = min(run.end * size, length - 1) - resume
+        kept = cache.kept_for_snapshots if scheduler.queues.holding() else 0
+        if saved <= 0 or run.end - run.first > cache.available_count - kept or not tier.has_room(run):
+            return
+        if not tier.pays(run, saved):
+            self._attempts[request] = MAX_ATTEMPTS
+            return
+        self._attempts[request] = self._attempts.get(request, 0) + 1
+        number = tier.begin(run, hashes, request.sequence.tokens, size)
+        scheduler.disk_loads.begin(number, request, run.end, has_snapshot=run.has_snapshot)
+
+    def _is_all_waiting(self) -> bool:
+        """Return whether all requests wait for loads."""
+        scheduler = self._scheduler
+        return not scheduler.queues.holding() and all(map(scheduler.waits_for_disk, scheduler.queues.waiting))
+
+    def note_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Note the time of a step, which says how quick prefills are.
+
+        Args:
+            chunks: Chunks of the step.
+            seconds: Time to compute it.
+        """
+        tokens = sum(chunk.length for chunk in chunks if not chunk.is_decode)
+        if tokens >= MIN_PREFILL:
+            self._tier.estimates.prefill.note(tokens, seconds)

@@ -1,0 +1,253 @@
+"""Thread that owns the store while the engine runs: it writes, reads and commits, and the engine's thread never waits.
+
+Removals come first, then loads, then writes; so an entry that waits to be written is read from the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.prefix_cache.disk.entry import EntryKey
+from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_use import StoreUse
+from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Gone, Loaded, LoadItem
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BYTES = 256 * 1024**2  # that wait to be written, at most; one larger entry may wait alone
+COMMIT_SECONDS = 2.0  # without other work, after which what was written is committed
+STOP_SECONDS = 5.0  # for what cannot be interrupted, after the time to stop is over
+
+Job = Callable[[], object]
+
+
+class StoreThread:
+    """Store in a thread of its own; see `TierStorage`, whose methods are for the engine's thread.
+
+    Args:
+        store: Open store, which only this thread uses until `stop`.
+        queue_bytes: Bytes that may wait to be written.
+    """
+
+    def __init__(self, store: DiskStore, queue_bytes: int = QUEUE_BYTES) -> None:
+        self._store, self._queue_bytes = store, queue_bytes
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()  # removals and ratings
+        self._loads: OrderedDict[int, Sequence[LoadItem]] = OrderedDict()  # the first one may be under way
+        self._writes: OrderedDict[EntryKey, Content] = OrderedDict()
+        self._waiting_bytes = 0
+        self._loaded: list[Loaded] = []
+        self._gone: list[EntryKey] = []
+        self._is_off = self._is_off_told = False
+        self._stop_at: float | None = None
+        self.use: StoreUse = store.use  # after the last change
+        store.on_gone = self._note_gone
+        self._thread = threading.Thread(target=self._run, name="prefix cache on disk", daemon=True)
+        self._thread.start()
+
+    # Engine's thread
+
+    def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
+        """Queue an entry; False if the queue is full."""
+        with self._changed:
+            if self._waiting_bytes and self._waiting_bytes + size > self._queue_bytes:
+                return False
+        taken = content()
+        with self._changed:
+            self._forget_write(key)
+            self._writes[key] = taken
+            self._waiting_bytes += size
+            self._changed.notify_all()
+        return True
+
+    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
+        """Set the time of last use of entries."""
+        self._add(lambda: self._rate(keys, used))
+
+    def remove(self, keys: Sequence[EntryKey]) -> None:
+        """Remove entries, those that wait to be written, too."""
+        with self._changed:
+            for key in keys:
+                self._forget_write(key)
+        self._add(lambda: self._remove(keys))
+
+    def _forget_write(self, key: EntryKey) -> None:
+        found = self._writes.pop(key, None)
+        if found is not None:
+            self._waiting_bytes -= _size(found[1])
+
+    def _add(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def load(self, number: int, items: Sequence[LoadItem]) -> None:
+        """Queue a load."""
+        with self._changed:
+            self._loads[number] = items
+            self._changed.notify_all()
+
+    def cancel(self, number: int) -> None:
+        """Give up a load; it ends after the entry that is being read."""
+        with self._changed:
+            self._loads.pop(number, None)
+            self._loaded = [one for one in self._loaded if one.number != number]
+
+    def take(self) -> list[Event]:
+        """Return and forget what has happened."""
+        with self._changed:
+            taken: list[Event] = [Gone(self._gone)] if self._gone else []
+            if self._is_off and not self._is_off_told:
+                taken.append(Gone(None))
+                self._is_off_told = True
+            taken += self._loaded
+            self._gone, self._loaded = [], []
+        return taken
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of a load."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loaded, seconds)
+
+    def clear(self) -> None:
+        """Forget all, and wait until the medium has forgotten it."""
+        is_done = threading.Event()
+
+        def forget() -> None:
+            self._store.clear()
+            is_done.set()
+
+        with self._changed:
+            self._drop_queues()
+            self._jobs.append(forget)
+            self._changed.notify_all()
+        while not is_done.wait(0.1):
+            if not self._thread.is_alive():
+                self._store.clear()
+                break
+        with self._changed:
+            self._gone.clear()
+            self._loaded.clear()
+
+    def _drop_queues(self) -> None:
+        self._jobs.clear()
+        self._loads.clear()
+        self._writes.clear()
+        self._waiting_bytes = 0
+
+    def stop(self, seconds: float) -> bool:
+        """Write what waits, for so many seconds at most, and end the thread; then the store is the caller's.
+
+        Returns:
+            False if the disk does not answer: the store must not be touched.
+        """
+        with self._changed:
+            self._loads.clear()
+            self._stop_at = time.monotonic() + seconds
+            self._changed.notify_all()
+        self._thread.join(seconds + STOP_SECONDS)
+        return not self._thread.is_alive()
+
+    def hurry(self) -> None:
+        """Leave out what waits to be written, once the thread is being stopped; for any thread and signal handlers."""
+        if self._stop_at is not None:
+            self._stop_at = 0.0
+
+    @property
+    def left_out(self) -> int:
+        """Number of entries that wait to be written, or were left out at the end."""
+        return len(self._writes)
+
+    # Thread of the store
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                job()
+                self.use = self._store.use
+                if self._store.problem is not None and not self._is_off:
+                    self._fail()
+        except Exception:
+            logger.exception("prefix cache on disk: an error of its thread; serving goes on without it")
+            self._fail()
+
+    def _fail(self) -> None:
+        with self._changed:
+            self._is_off = True
+            self._loaded += [Loaded(number, None, 0.0) for number in self._loads]
+            self._drop_queues()
+            self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        """Wait for something to do, and return it; None at the end."""
+        with self._changed:
+            has_work = self._changed.wait_for(self._has_work, COMMIT_SECONDS)
+            if self._jobs:
+                return self._jobs.popleft()
+            if self._loads:
+                number, items = next(iter(self._loads.items()))
+                return lambda: self._load(number, items)
+            if self._stop_at is not None and (not self._writes or time.monotonic() >= self._stop_at):
+                return None
+            if self._writes:
+                key, content = self._writes.popitem(last=False)
+                self._waiting_bytes -= _size(content[1])
+                return lambda: self._write(key, content)
+        assert not has_work, "there was something to do"
+        return self._store.commit
+
+    def _has_work(self) -> bool:
+        return bool(self._jobs or self._loads or self._writes or self._stop_at is not None)
+
+    def _write(self, key: EntryKey, content: Content) -> None:
+        entry, buffers = content
+        if key in self._store:
+            self._store.rate(key, entry.worth, entry.used)
+        elif not self._store.put(entry, buffers):
+            self._note_gone(key)
+
+    def _rate(self, keys: Sequence[EntryKey], used: float) -> None:
+        for key in keys:
+            self._store.rate(key, 0.0, used)
+
+    def _remove(self, keys: Sequence[EntryKey]) -> None:
+        for key in keys:
+            self._store.remove(key)
+        self._store.commit()
+
+    def _note_gone(self, key: EntryKey) -> None:
+        with self._changed:
+            self._gone.append(key)
+
+    def _load(self, number: int, items: Sequence[LoadItem]) -> None:
+        started = time.perf_counter()
+        contents: list[Sequence[Buffer]] = []
+        for item in items:
+            if number not in self._loads:  # given up
+                return
+            buffers = self._read(item)
+            if buffers is None:
+                break
+            contents.append(buffers)
+        with self._changed:
+            if self._loads.pop(number, None) is not None:
+                found = contents if len(contents) == len(items) else None
+                self._loaded.append(Loaded(number, found, time.perf_counter() - started))
+                self._changed.notify_all()
+
+    def _read(self, item: LoadItem) -> Sequence[Buffer] | None:
+        with self._changed:
+            waiting = self._writes.get(item.key)
+        if waiting is not None:
+            return waiting[1]
+        buffers = [bytearray(size) for size in item.sizes]
+        return buffers if self._store.read(item.key, buffers, item.tokens) else None
+
+
+def _size(buffers: Sequence[Buffer]) -> int:
+    return sum(memoryview(buffer).nbytes for buffer in buffers)

@@ -1,0 +1,88 @@
+"""Storage of the disk tier as the engine's thread sees it: requests that never wait, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.prefix_cache.disk.entry import EntryKey, NewEntry
+
+Content = tuple[NewEntry, Sequence[Buffer]]
+
+
+class LoadItem(NamedTuple):
+    """Entry to read.
+
+    Attributes:
+        key: Key of the entry.
+        sizes: Bytes of each buffer of the entry.
+        tokens: Token ids that the entry's block should have; None if the block hash is enough.
+    """
+
+    key: EntryKey
+    sizes: Sequence[int]
+    tokens: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """End of a load.
+
+    Attributes:
+        number: Number of the load.
+        contents: Buffers of each entry, in the order of the items; None if one could not be read.
+        seconds: Time that reading took.
+    """
+
+    number: int
+    contents: Sequence[Sequence[Buffer]] | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Entries that are not on disk any more, or were not taken; None: all of them, and no other will be taken."""
+
+    keys: Sequence[EntryKey] | None
+
+
+Event = Loaded | Gone
+
+
+class TierStorage(Protocol):
+    """Entries on disk. Only `clear` waits for the disk; `wait` waits for a result of it, for a bounded time."""
+
+    def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
+        """Write an entry some time later.
+
+        Args:
+            key: Key of the entry.
+            size: Bytes of the entry.
+            content: Returns the entry and a copy of its bytes; called before this returns, or never.
+
+        Returns:
+            False if too many bytes wait to be written; then the entry is not taken.
+        """
+
+    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
+        """Set the time of last use of entries."""
+
+    def remove(self, keys: Sequence[EntryKey]) -> None:
+        """Remove entries before any later load."""
+
+    def load(self, number: int, items: Sequence[LoadItem]) -> None:
+        """Begin to read entries; `take` returns a `Loaded` with this number, unless it is cancelled before."""
+
+    def cancel(self, number: int) -> None:
+        """Give up a load, which may have ended."""
+
+    def take(self) -> list[Event]:
+        """Return what has happened since the last call, in order."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when a load has ended, after so many seconds at the latest."""
+
+    def clear(self) -> None:
+        """Forget all entries, writes and loads; they are gone from the medium when this returns."""

@@ -1,0 +1,218 @@
+"""Loads from disk as the scheduler sees them: which requests wait for one, and where its entries are put.
+
+The scheduler decides nothing about loads. It is told when one begins, when its entries are at hand, and when it is
+given up; each of these is a command that every rank obeys alike (`begin`, `reserve` with `publish`, `end`). Until then
+nothing is taken for a load: entries are read into memory of the host. Once they are at hand, blocks for the whole run
+and the slot of the snapshot are taken at once or not at all; they can be matched as soon as they are written, and are
+in no request's way, since they can be evicted again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.matching import last_boundary
+from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.prefix_cache.state_index import SlotId
+from megatron_ext.scheduling.plan import Deferral, SchedulerLimits
+from megatron_ext.scheduling.planner import reads_cache
+from megatron_ext.scheduling.publication import tell_published
+from megatron_ext.scheduling.queue import Queues
+from megatron_ext.scheduling.request import Request
+
+
+@dataclass
+class DiskLoad:
+    """Load that requests wait for.
+
+    Attributes:
+        block_hashes: Hashes of all blocks before the resume point, from the start of the sequence.
+        first: Number of them that were in memory when it began, and are not read.
+        has_snapshot: Whether the snapshot at the resume point is read.
+        tokens: Tokens of these blocks.
+        root: Root of the block hashes.
+        salt: Salt of the root.
+        waiting: Ids of the requests that have waited for it.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    first: int
+    has_snapshot: bool
+    tokens: array[int]
+    root: BlockHash
+    salt: str | None
+    waiting: set[int]
+
+    @property
+    def end(self) -> int:
+        """Resume point in blocks."""
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True)
+class LoadPlaces:
+    """Places of a load's entries, taken and not written yet.
+
+    Attributes:
+        number: Number of the load.
+        block_hash: Hash of the last block.
+        known: Number of entries that were read and are cached by now.
+        shared: Blocks that are cached already, from the start of the sequence; referred to until `publish`.
+        blocks: Blocks to write, those after them.
+        slot: Slot of the snapshot; None if it is not needed.
+    """
+
+    number: int
+    block_hash: BlockHash
+    known: int
+    shared: tuple[BlockId, ...]
+    blocks: tuple[BlockId, ...]
+    slot: SlotId | None
+
+
+class DiskLoads:
+    """Loads of one scheduler.
+
+    Args:
+        limits: Limits of the scheduler.
+        cache: Its cache.
+        queues: Its queues.
+
+    Attributes:
+        is_due: Whether a load can be placed or given up, so that the next step must be planned; set by the one who
+            decides about loads.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, queues: Queues) -> None:
+        self._limits, self._cache, self._queues = limits, cache, queues
+        self._loads: dict[int, DiskLoad] = {}
+        self.is_due = False
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    # Commands
+
+    def begin(self, number: int, request: Request, end: int, *, has_snapshot: bool) -> None:
+        """Let requests wait for a load that lets `request` resume after `end` blocks.
+
+        Blocks of the prefix that are in memory count as used now, since the load is of no use without them.
+        """
+        chain = request.sequence.chain
+        assert chain is not None, "the request reads the cache"
+        size = self._limits.block_size
+        matched = list(self._cache.match(request.block_hashes[:end]))
+        self._cache.pin(matched)
+        self._cache.release(matched)
+        self._loads[number] = DiskLoad(
+            tuple(request.block_hashes[:end]),
+            len(matched),
+            has_snapshot,
+            request.sequence.tokens[: end * size],
+            chain.root,
+            request.params.cache_salt,
+            {request.request_id},
+        )
+
+    def is_useless(self, number: int) -> bool:
+        """Return whether a load is of no use: blocks before it were evicted, or no request waits for it any more."""
+        load = self._loads[number]
+        is_awaited = any(request.request_id in load.waiting for request in self._queues.waiting)
+        return not is_awaited or len(self._cache.match(load.block_hashes)) < load.first
+
+    def reserve(self, number: int) -> LoadPlaces | None:
+        """Take places for all entries of a load whose bytes are at hand; None if they cannot be had at once."""
+        load, cache, states = self._loads[number], self._cache, self._cache.states
+        shared = tuple(cache.match(load.block_hashes))
+        assert len(shared) >= load.first, "the load is useless"
+        cache.pin(shared)
+        missing, key = load.end - len(shared), load.block_hashes[-1]
+        kept = cache.kept_for_snapshots if self._queues.holding() else 0
+        if missing > cache.available_count - kept:
+            cache.release(shared)
+            return None
+        blocks, slot = tuple(cache.allocate(missing)), None
+        if load.has_snapshot and states is not None and states.find(key) is None and not states.is_reserved(key):
+            slot = states.reserve(key)
+            if cache.border is not None:
+                moves = cache.border.take_moves()
+                self._queues.follow_moves(moves)
+                shared = tuple([moves.get(block, block) for block in shared])
+                blocks = tuple([moves.get(block, block) for block in blocks])
+            if slot is None:
+                cache.release((*shared, *blocks))
+                return None
+        return LoadPlaces(number, key, len(shared) - load.first, shared, blocks, slot)
+
+    def publish(self, places: LoadPlaces) -> int:
+        """Let requests find the entries of a load, which have been written; see `end`."""
+        load, cache = self._loads[places.number], self._cache
+        table, count, size = (*places.shared, *places.blocks), len(places.shared), self._limits.block_size
+        if places.blocks:
+            hashes, parent = load.block_hashes[count:], load.block_hashes[count - 1] if count else None
+            cache.publish(hashes, places.blocks, parent)
+            run = PublishedRun(hashes, parent, load.tokens, size, load.end * size, load.salt)
+            tell_published(run, load.root, cache, self._queues.waiting)
+        if places.slot is not None:
+            assert cache.states is not None, "a slot was reserved"
+            cache.states.commit(load.block_hashes[-1], is_taken=False)
+            self._queues.waiting.published(load.block_hashes[-1:])
+        cache.release(table, load.block_hashes[-1:] if places.slot is not None else ())
+        return self.end(places.number)
+
+    def give_back(self, places: LoadPlaces) -> None:
+        """Give back places that were not written."""
+        self._cache.release((*places.shared, *places.blocks))
+        if places.slot is not None and self._cache.states is not None:
+            self._cache.states.cancel(places.block_hash)
+
+    def end(self, number: int) -> int:
+        """Let no request wait for a load any more; return the number of requests that have waited."""
+        return len(self._loads.pop(number).waiting)
+
+    def clear(self) -> None:
+        """End all loads."""
+        self._loads.clear()
+        self.is_due = False
+
+    # Plan
+
+    def awaited_by(self, request: Request, matched: int) -> int | None:
+        """Return the number of a load that lets a waiting request resume further; None if there is none.
+
+        Args:
+            request: The request.
+            matched: Blocks from its start that are in memory.
+        """
+        if not self._loads or not reads_cache(request):
+            return None
+        for number, load in self._loads.items():
+            if self._helps(load, request, matched):
+                return number
+        return None
+
+    def _helps(self, load: DiskLoad, request: Request, matched: int) -> bool:
+        hashes, end, states = request.block_hashes, load.end, self._cache.states
+        if len(hashes) < end or hashes[end - 1] != load.block_hashes[-1]:
+            return False
+        if states is None:
+            return matched < end
+        is_within = end * self._limits.block_size <= last_boundary(len(request.tokens), self._limits.block_size)
+        return is_within and (matched < end or states.find(hashes[end - 1]) is None)
+
+    def note(self, deferrals: Iterable[Deferral]) -> None:
+        """Note the requests that wait for loads in a step."""
+        for one in deferrals:
+            if one.load is not None:
+                self._loads[one.load].waiting.add(one.request.request_id)
+
+    def check(self) -> None:
+        """Assert that loads name their blocks and tokens."""
+        for load in self._loads.values():
+            assert load.first <= load.end > 0, "a load of nothing"
+            assert len(load.tokens) == load.end * self._limits.block_size, "a load without its tokens"

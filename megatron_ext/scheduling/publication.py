@@ -1,0 +1,48 @@
+"""Publication of blocks: from when they have been written, other requests can find them."""
+
+from __future__ import annotations
+
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.scheduling.hinted_requests import note_published
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
+from megatron_ext.scheduling.request import Request
+
+
+def publish_blocks(
+    request: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks, waiting: WaitingQueue
+) -> None:
+    """Publish the blocks that a request has completed, unless it was admitted in an earlier cache epoch."""
+    sequence = request.sequence
+    first, complete = sequence.published_blocks, sequence.computed_end // block_size
+    if sequence.chain is None or complete <= first or sequence.cache_epoch != cache.epoch:
+        return
+    block_hashes, table = sequence.block_hashes[first:complete], sequence.block_table
+    parent, own = sequence.block_hashes[first - 1] if first else None, table[first:complete]
+    shared = cache.publish(block_hashes, own, parent)
+    if shared != own:  # another request has published equal blocks before
+        sequence.block_table = (*table[:first], *shared, *table[complete:])
+    note_published(request, own, complete, cache)
+    end, salt = complete * block_size, request.params.cache_salt
+    pending_blocks.published(request.request_id, block_hashes)
+    run = PublishedRun(block_hashes, parent, sequence.tokens, block_size, end, salt)
+    tell_published(run, sequence.chain.root, cache, waiting)
+    sequence.published_blocks = complete
+
+
+def tell_published(run: PublishedRun, root: BlockHash, cache: PrefixCache, waiting: WaitingQueue) -> None:
+    """Note the tokens of blocks that have become findable, and tell observers and waiting requests.
+
+    Args:
+        run: The blocks.
+        root: Root of their hashes.
+        cache: Cache that they are in.
+        waiting: Queue with requests that may wait for them.
+    """
+    if cache.cached_token_ids is not None:
+        cache.cached_token_ids.keep_run(run.block_hashes, run.parent or root, run.tokens, run.block_size, run.end)
+    if cache.observer is not None:
+        cache.observer.on_blocks_stored(run)
+    waiting.published(run.block_hashes)

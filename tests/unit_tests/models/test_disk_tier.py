@@ -1,0 +1,253 @@
+"""Disk tier of an engine: what memory gives up goes to disk and comes back, with the tokens of a cold run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.hash_chain import HashChain
+from tests.on_request import long_except
+from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, reset, started, suspend
+from tests.unit_tests.support.driver import Driver, make_prompt
+
+SMALL = {"block_count": 14}
+SMALL_ARENA = {"block_count": None, "buffer_size_gb": 0.0003}
+KINDS = ["hybrid", "attention_only", "attention_free", "mamba1", "gated_delta_net", "short_conv", "side_by_side"]
+CASES = [(kind, policy) for kind in KINDS for policy in ("lru", "flops")]
+QUICK = [("hybrid", "lru"), ("hybrid", "flops"), ("attention_only", "lru"), ("attention_free", "flops")]
+
+
+def serve(driver: Driver, prompt: list[int]) -> tuple[tuple[int, ...], list[float], int]:
+    """Tokens, log-probs and skipped tokens of one request that is served alone."""
+    number = len(driver.records)
+    driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
+    driver.run()
+    driver.engine.check()
+    record = driver.records[number]
+    return record.generated_tokens, list(record.generated_log_probs), record.skipped_prefill_token_count
+
+
+def push_out(driver: Driver, count: int = 3) -> None:
+    """Serve other prompts, so that memory gives up what it had."""
+    for seed in range(count):
+        serve(driver, make_prompt(120, seed=100 + seed))
+
+
+def settle(driver: Driver) -> None:
+    """Wait until all that was evicted is in the files."""
+    thread, is_done = driver.engine.core.disk._thread, threading.Event()
+    while thread.left_out:
+        is_done.wait(0.01)
+    thread._add(is_done.set)
+    assert is_done.wait(PATIENCE)
+
+
+def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", policy: str = "lru", **cache: object) -> Driver:
+    settings = {"eviction_policy": policy, "snapshot_slots": 4} | cache
+    return started(get_driver, directory, kind, cache=settings, **SMALL)
+
+
+@pytest.mark.parametrize(("kind", "policy"), long_except(QUICK, CASES))
+def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind, policy):
+    """EX-11: the skipped count is that of a hit in memory, tokens and log-probs those of a cold run."""
+    driver = small(get_driver, tmp_path / "cache", kind, policy)
+    prompt = make_prompt(120)
+    tokens, log_probs, skipped = serve(driver, prompt)
+    assert skipped == 0
+    _, _, in_memory = serve(driver, prompt)
+    assert in_memory > 0
+    push_out(driver)
+    assert driver.engine.statistics().use.blocks_evicted > 0
+    again, log_probs_again, from_disk = serve(driver, prompt)
+    assert from_disk == in_memory
+    assert again == tokens
+    torch.testing.assert_close(torch.tensor(log_probs_again), torch.tensor(log_probs), atol=2e-4, rtol=0)
+    counts = driver.engine.core.disk.counts()
+    assert counts["loads_placed"] == 1
+    assert counts["drops"] == {}
+    driver.engine.close()
+
+
+def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driver, tmp_path):
+    """EX-11: in an arena, too, where what is evicted may be about to move."""
+    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": None}, **SMALL_ARENA)
+    assert driver.engine.geometry.slabs is not None
+    prompts = [make_prompt(120, seed=seed) for seed in range(6)]
+    cold = [serve(driver, prompt)[:2] for prompt in prompts]
+    for _ in range(3):
+        for prompt, (tokens, log_probs) in zip(prompts, cold, strict=True):
+            again, log_probs_again, skipped = serve(driver, prompt)
+            assert again == tokens
+            torch.testing.assert_close(torch.tensor(log_probs_again), torch.tensor(log_probs), atol=2e-4, rtol=0)
+            assert skipped >= 112
+    counts, use = driver.engine.core.disk.counts(), driver.engine.statistics().use
+    assert counts["loads_placed"] > 6
+    assert use.slabs_retyped + use.blocks_moved + use.snapshots_moved > 0
+    driver.engine.close()
+
+
+def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
+    """EX-11: each part of a hit comes from the tier that has it."""
+    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": 2}, block_count=100)
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    _, _, in_memory = serve(driver, prompt)
+    push_out(driver)
+    use = driver.engine.statistics().use
+    assert use.blocks_evicted == 0
+    assert use.slots_evicted > 0
+    read = driver.engine.core.disk.counts()["read"]
+    again, _, skipped = serve(driver, prompt)
+    assert (again, skipped) == (tokens, in_memory)
+    assert driver.engine.core.disk.counts()["read"] == read + 1
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, tmp_path, kind):
+    """EX-11: only what memory lacks is read."""
+    driver = small(get_driver, tmp_path / "cache", kind)
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    _, _, in_memory = serve(driver, prompt)
+    serve(driver, make_prompt(140, seed=1))  # evicts the last blocks of the prompt, whose first ones stay
+    cached = driver.engine.statistics().use.blocks_cached
+    evicted = driver.engine.core.disk.counts()["evicted"]
+    assert 0 < evicted < 14
+    again, _, skipped = serve(driver, prompt)
+    assert (again, skipped) == (tokens, in_memory)
+    counts = driver.engine.core.disk.counts()
+    assert counts["loads_placed"] == 1
+    assert 0 < counts["read"] < 8, cached
+    driver.engine.close()
+
+
+def test_requests_of_one_prefix_wait_for_one_load(get_driver, tmp_path, monkeypatch):
+    """EX-11."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompt = make_prompt(120)
+    serve(driver, prompt)
+    push_out(driver)
+    loads, slow = driver.engine.core.disk.counts()["loads"], SlowReads(monkeypatch)
+    numbers = [len(driver.records), len(driver.records) + 1]
+    for number in numbers:
+        driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=2)
+    driver.step()
+    slow.may_go_on.set()
+    driver.run()
+    assert [driver.records[number].skipped_prefill_token_count >= 112 for number in numbers] == [True, True]
+    counts = driver.engine.core.disk.counts()
+    assert (counts["loads"] - loads, counts["load_waits"]) == (1, 2)
+    driver.engine.close()
+
+
+class SlowReads:
+    """Reads of a store's data file that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+        read = DataFile.read
+
+        def wait_and_read(*arguments: object) -> bool:
+            self.has_begun.set()
+            assert self.may_go_on.wait(PATIENCE)
+            return read(*arguments)
+
+        monkeypatch.setattr(DataFile, "read", wait_and_read)
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk(get_driver, tmp_path, monkeypatch):
+    """EX-11: nothing that could be computed waits."""
+    driver = small(get_driver, tmp_path / "cache", prefix_cache_load_seconds=PATIENCE)
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    push_out(driver)
+    slow = SlowReads(monkeypatch)
+    first, other = len(driver.records), len(driver.records) + 1
+    driver.add(first, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
+    driver.add(other, make_prompt(20, seed=50), num_tokens_to_generate=3)
+    while other not in driver.records:
+        driver.step()
+    assert first not in driver.records
+    assert slow.has_begun.wait(PATIENCE)
+    slow.may_go_on.set()
+    driver.run()
+    assert driver.records[first].generated_tokens == tokens
+    assert driver.records[first].skipped_prefill_token_count > 0
+    driver.engine.close()
+
+
+def test_a_load_that_is_late_is_a_miss(get_driver, tmp_path, monkeypatch):
+    """EX-11: the request computes its prompt, and what the disk says later changes nothing."""
+    driver = small(get_driver, tmp_path / "cache", prefix_cache_load_seconds=0.05)
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    push_out(driver)
+    slow = SlowReads(monkeypatch)
+    again, _, skipped = serve(driver, prompt)
+    assert (again, skipped) == (tokens, 0)
+    counts = driver.engine.core.disk.counts()
+    assert (counts["loads"], counts["loads_late"], counts["loads_placed"]) == (1, 1, 0)
+    slow.may_go_on.set()
+    assert serve(driver, prompt)[0] == tokens
+    driver.engine.close()
+
+
+def test_damaged_entries_on_disk_are_misses(get_driver, tmp_path):
+    """EX-11, DC-3."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    push_out(driver)
+    settle(driver)
+    data = tmp_path / "cache" / "slot-0" / "data"
+    raw = data.read_bytes()
+    data.write_bytes(bytes(255 - byte for byte in raw))
+    again, _, skipped = serve(driver, prompt)
+    assert (again, skipped) == (tokens, 0)
+    counts = driver.engine.core.disk.counts()
+    assert counts["loads_failed"] == 1
+    assert counts["drops"]["checksum"] == 1
+    driver.engine.close()
+
+
+def test_a_quarantined_block_is_dropped_on_disk(get_driver, tmp_path):
+    """EX-11, EX-15: with all that was computed from it."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    push_out(driver)
+    scheduler, tier = driver.engine.scheduler, driver.engine.core.disk.tier
+    chain = HashChain(scheduler.root_of(None), scheduler.limits.block_size)
+    hashes = chain.extend(prompt)
+    wrong = {EntryKey(EntryKind.BLOCK, one) for one in hashes[3:]}
+    assert all(key in tier for key in wrong)
+    scheduler.quarantine(hashes[3], states_only=False)
+    assert not any(key in tier for key in wrong)
+    assert all(EntryKey(EntryKind.BLOCK, one) in tier for one in hashes[:3])
+    again, _, skipped = serve(driver, prompt)
+    assert again == tokens
+    assert skipped <= 3 * scheduler.limits.block_size
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("forget", [reset, suspend, change])
+def test_a_live_tier_forgets_what_the_cache_forgets(get_driver, tmp_path, forget):
+    """EX-11, DC-4: before the call returns, also what waits to be written."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompt = make_prompt(120)
+    serve(driver, prompt)
+    push_out(driver)
+    assert len(driver.engine.core.disk.tier) > 0
+    forget(driver)
+    disk = driver.engine.core.disk
+    counts = disk.counts()
+    assert (len(disk.tier), counts["blocks"], counts["snapshots"]) == (0, 0, 0)
+    disk.abandon()
+    assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
