@@ -12,6 +12,7 @@ from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -227,13 +228,32 @@ class LoadedEngine:
         """Allocate the pools again; requests in flight recompute their KV and states, and continue."""
         self._call(self._engine.core.resume)
 
-    def pause(self) -> None:
-        """Stop stepping and wait until the device is idle. Requests keep their memory, and new ones queue up."""
-        self._client.pause()
+    def pause_generation(self, max_seconds: float | None = None, mode: PauseMode = "keep") -> int:
+        """Stop stepping at the end of a step, and wait until the device is idle; new requests queue up.
 
-    def unpause(self) -> None:
-        """Continue to step."""
+        Args:
+            max_seconds: Maximum duration in seconds, after which generation resumes by itself, with a log line; None
+                for no limit. Another pause begins it anew.
+            mode: "keep": requests keep their memory and continue when generation is resumed. "abort": they end as
+                ABORTED with the finish reason "abort", and their records have the tokens and log-probs so far; sent
+                again with these tokens, such a request resumes from what is cached.
+
+        Returns:
+            Number of requests that ended.
+
+        Raises:
+            ConfigError: `max_seconds` is not positive, or too large; or there is no such mode.
+        """
+        return self._client.pause(max_seconds, mode)
+
+    def resume_generation(self) -> None:
+        """Continue to step after `pause_generation`; does nothing if generation is not paused."""
         self._client.unpause()
+
+    @property
+    def is_paused(self) -> bool:
+        """True from `pause_generation` until generation is resumed."""
+        return self._client.pausing is not None
 
     # Other interfaces over the same engine
 

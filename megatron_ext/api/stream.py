@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.pausing import ABORT
 from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.text.text_stream import TextStream
@@ -25,7 +27,7 @@ class StreamPart:
         text: Text that is final: incomplete characters and possible beginnings of stop words come with a later part. It
             may be empty.
         tokens: At least one token, except in the last part.
-        finish_reason: "stop" or "length" in the last part, None before.
+        finish_reason: "stop", "length" or "abort" (see `LoadedEngine.pause_generation`) in the last part, None before.
     """
 
     text: str
@@ -47,7 +49,6 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     def __init__(self, begin: Callable[[], EngineRequest], client: EngineClient, vocabulary: Vocabulary) -> None:
         self._request: EngineRequest | None = None
-        self._record: RequestRecord | None = None
         self._is_over = False
         self._begin = begin
         self._client = client
@@ -58,8 +59,12 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     @property
     def record(self) -> RequestRecord | None:
-        """Record of the request, once it has ended by itself."""
-        return self._record
+        """Record of the request, once it has ended in any way: with the tokens and log-probs that it had then."""
+        request = self._request
+        if request is None or not request.record.done():
+            return None
+        failed = request.record.cancelled() or request.record.exception() is not None
+        return request.partial if failed else request.record.result()
 
     async def __anext__(self) -> StreamPart:
         """Return the next part as soon as it is available.
@@ -84,8 +89,15 @@ class RequestStream(AsyncIterator[StreamPart]):
         return part
 
     async def aclose(self) -> None:
-        """Stop reading: the request is aborted unless it has ended."""
+        """Stop reading: the request is aborted unless it has ended, and `record` has what it generated."""
         self._leave()
+        request = self._request
+        if request is None or request.record.done():
+            return
+        await asyncio.to_thread(self._client.abort, [request], at_once=True)
+        if request.request is not None:  # the engine has taken it
+            with contextlib.suppress(Exception):
+                await asyncio.wrap_future(request.record)
 
     def __del__(self) -> None:
         self._leave()
@@ -113,8 +125,8 @@ class RequestStream(AsyncIterator[StreamPart]):
         return StreamPart(self._text.feed(tokens), tuple(tokens), None)
 
     def _last_part(self, record: RequestRecord) -> StreamPart:
-        self._is_over, self._record = True, record
-        if record.status is not Status.COMPLETED:
+        self._is_over = True
+        if record.status is not Status.COMPLETED and record.finish_reason != ABORT:
             raise RequestFailed(record.error or f"request {record.request_id} was {record.status.name.lower()}")
         text, tokens = self._text.finish(record.generated_text), record.generated_tokens[self._seen :]
         return StreamPart(text, tokens, record.finish_reason)

@@ -98,7 +98,7 @@ class EngineRuntime:
         with self._changing:
             self._check_open()
             if self._state is State.RUNNING:
-                self._loaded.pause()
+                self._loaded.pause_generation()
                 self._become(State.PAUSED)
 
     def unpause(self) -> None:
@@ -113,7 +113,7 @@ class EngineRuntime:
             if self._state is State.SUSPENDED:
                 raise RuntimeError("the engine is suspended; call resume() before unpause()")
             if self._state is State.PAUSED:
-                self._loaded.unpause()
+                self._loaded.resume_generation()
                 self._become(State.RUNNING)
 
     def suspend(self) -> None:

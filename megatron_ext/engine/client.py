@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.engine.core import EngineCore, EngineStep, StepOutput
+from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -72,7 +77,7 @@ class EngineClient:
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._has_turn = False  # a turn is under way or submitted
         self._failures = 0  # failed steps in a row
-        self._is_paused = False
+        self._pausing: Pause | None = None
         if core.workers.heartbeat is not None:
             beat = threading.Thread(target=self._beat, args=(core.workers.heartbeat,), name="heartbeat", daemon=True)
             beat.start()
@@ -116,13 +121,25 @@ class EngineClient:
         """Allocate the pools again, and wait for that; see `EngineCore.resume`."""
         self.call(self._core.resume).result()
 
-    def pause(self) -> None:
-        """Stop stepping and wait until the device is idle; requests keep their memory, and new ones queue up."""
-        self.call(self._pause).result()
+    def pause(self, max_seconds: float | None = None, mode: PauseMode = "keep") -> int:
+        """Stop stepping and wait until the device is idle; new requests queue up. Replaces a pause before it.
+
+        Returns:
+            Number of requests that ended: all with the mode "abort", none with "keep"; see `PauseMode`.
+
+        Raises:
+            ConfigError: `max_seconds` or `mode` is invalid; see `Pause`.
+        """
+        return self.call(self._pause, Pause(max_seconds, mode)).result()
 
     def unpause(self) -> None:
-        """Continue to step, and wait for the engine's thread to know that."""
+        """Continue to step, and wait for the engine's thread to know that; does nothing without a pause."""
         self.call(self._unpause).result()
+
+    @property
+    def pausing(self) -> Pause | None:
+        """Current pause; None while the client steps."""
+        return self._pausing
 
     def listen(self, listener: ClientListener | None) -> None:
         """Replace the listener, between two steps; None for one that does nothing.
@@ -194,6 +211,8 @@ class EngineClient:
             return function(*arguments)
         finally:
             self._listener.on_call()
+            if self._pausing is not None or self._core.is_suspended:
+                self._report_ended()
             self._go_on()
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
@@ -227,6 +246,7 @@ class EngineClient:
                 self._core.error_isolation.note(f"the end of request {one.request.request_id}", error)
 
     def _end_all(self) -> None:
+        self._unpause()
         self._abort(list(self._pending.values()))
         self._give_up(EngineClosed("the engine was closed before this request had ended"))
         try:
@@ -240,19 +260,37 @@ class EngineClient:
         except RankError as error:
             self._note_failed_step(error)
 
-    def _pause(self) -> None:
-        self._is_paused = True
+    def _pause(self, pause: Pause) -> int:
+        self._unpause()
+        self._pausing = pause
+        pause.start(partial(self.call, self._time_out, pause))
         self._core.land()
+        if pause.mode == "keep":
+            return 0
+        return sum([self._core.abort(one.request, ABORT) for one in self._pending.values() if one.request is not None])
 
     def _unpause(self) -> None:
-        self._is_paused = False
+        if self._pausing is not None:
+            self._pausing.cancel()
+            self._pausing = None
+
+    def _time_out(self, pause: Pause) -> None:
+        if self._pausing is pause:  # no other one has replaced it
+            logger.warning("generation resumes by itself: it was paused for %g s at most", pause.max_seconds)
+            self._unpause()
+
+    def _report_ended(self) -> None:
+        """Deliver the records of requests that have ended while no step is taken."""
+        records = self._core.report(EngineStep())
+        if records:
+            self._take_output(StepOutput((), records, 0.0))
 
     def _listen(self, listener: ClientListener) -> None:
         self._listener = listener
 
     def _go_on(self) -> None:
         """Submit a turn if there is something to compute or to report."""
-        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._is_paused
+        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._pausing is not None
         if self._has_turn or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
         with contextlib.suppress(RuntimeError):  # the client is being closed, or the interpreter ends
@@ -263,7 +301,7 @@ class EngineClient:
         """Take one step, deliver its output, and submit the next turn after the calls submitted meanwhile."""
         self._has_turn = False
         self._drop_abandoned()
-        if self._is_closed or self._is_paused or self._core.is_suspended or not self._core.is_busy:
+        if self._is_closed or self._pausing is not None or self._core.is_suspended or not self._core.is_busy:
             return
         try:
             self._step()
@@ -275,10 +313,13 @@ class EngineClient:
     def _step(self) -> StepOutput:
         output = self._core.step()
         self._failures = 0
+        self._take_output(output)
+        return output
+
+    def _take_output(self, output: StepOutput) -> None:
         with self._core.error_isolation.guard("the observer of a step"):
             self._listener.on_step(output)
         self._deliver(output)
-        return output
 
     def _deliver(self, output: StepOutput) -> None:
         changed = [self._pending[request.request_id] for request in output.active if self._has_update(request)]
@@ -334,10 +375,12 @@ class EngineClient:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End all requests with `error`, without a record."""
+        """End all requests with `error`; records have what they have generated."""
         ended = list(self._pending.values())
         self._pending.clear()
         for one in ended:
+            if one.request is not None:
+                one.partial = self._core.output.give_up(one.request, error)
             _end(one, error)
         self._notify(ended)
 

@@ -25,6 +25,7 @@ class EngineRequest:
         notify: Function that the engine's thread calls after new updates and after the end.
         updates: Updates that the reader has not taken yet.
         record: Future of the record, or of the error that prevented one.
+        partial: Record of what it had generated when that error ended it; None before.
         step_error: Error of repeatedly failed steps, if that ended the request.
         request: Request in the engine, once it has been added.
         is_abandoned: True if its caller has left.
@@ -37,6 +38,7 @@ class EngineRequest:
     notify: Callable[[], object] | None = None
     updates: deque[Update] = field(default_factory=deque)
     record: Future[RequestRecord] = field(default_factory=Future)
+    partial: RequestRecord | None = None
     step_error: Exception | None = None
     request: Request | None = None
     is_abandoned: bool = False

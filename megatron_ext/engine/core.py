@@ -179,13 +179,13 @@ class EngineCore:
         """
         return self.output.get(request_id)
 
-    def abort(self, request: Request) -> bool:
+    def abort(self, request: Request, finish_reason: str | None = None) -> bool:
         """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).
 
         Returns:
             True if the request was alive.
         """
-        return self.output.abort(request)
+        return self.output.abort(request, finish_reason)
 
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
         """End a request as FAILED; count and log the error unless `is_noted`."""

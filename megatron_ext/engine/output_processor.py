@@ -117,11 +117,11 @@ class OutputProcessor:
             self._error_isolation.note(f"the grammar of request {request.request_id}", error)
         self._end(request, Status.FAILED, error=f"the output cannot satisfy response_format: {error}")
 
-    def abort(self, request: Request) -> bool:
+    def abort(self, request: Request, finish_reason: str | None = None) -> bool:
         """End a request as ABORTED unless it has ended; return whether it was alive."""
         if request.is_ended:
             return False
-        self._end(request, Status.ABORTED)
+        self._end(request, Status.ABORTED, finish_reason=finish_reason)
         return True
 
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
@@ -156,14 +156,22 @@ class OutputProcessor:
         self.reported_count += 1
         request = output.request
         note_end(request, output.scheduler.cache, output.scheduler.limits.block_size)
+        return self._record(request)
+
+    def give_up(self, request: Request, error: Exception) -> RequestRecord:
+        """Return the record of a request that no step will compute any more; it ends as FAILED unless it has ended."""
+        if not request.is_ended:
+            request.end(Status.FAILED, error=describe(error), is_fault=True)
+        return self._record(request)
+
+    def _record(self, request: Request) -> RequestRecord:
         try:
-            record = request.to_record(self._generated_text(request))
+            return request.to_record(self._generated_text(request))
         except Exception as error:
             self._error_isolation.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # otherwise it keeps its own error
                 request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
-            record = request.bare_record()
-        return record
+            return request.to_record("")
 
     def _generated_text(self, request: Request) -> str:
         if request.output.generated_text is not None:

@@ -173,7 +173,7 @@ class Replica(ReplicaHooks):
         if not requests.is_healthy:
             raise RuntimeError(f"steps fail; errors so far: {requests.error_count}")
         steps = 0 if state is None else state.steps
-        is_idle = requests.is_asleep or not requests.living
+        is_idle = requests.is_asleep or requests.is_paused or not requests.living
         self._liveness.look("the engine", is_alive=is_idle or steps != self._steps)
         self._steps = steps
         for rank, is_alive in ({} if self._ranks is None else self._ranks.alive()).items():

@@ -55,7 +55,7 @@ class ReplicaRow:
         return cls(
             replica=replica,
             node=node,
-            status="failing" if not requests.is_healthy else "asleep" if requests.is_asleep else "ok",
+            status=requests.status,
             problem="" if requests.is_healthy else "its last steps have failed; the log has their tracebacks",
             model=serving.model,
             weights=serving.identity.weights,

@@ -50,7 +50,7 @@ class Outcome:
     """Final status of a request and its reason."""
 
     status: Status
-    finish_reason: str | None = None  # "stop", "length" or None
+    finish_reason: str | None = None  # "stop", "length", "abort" (by a pause that ends requests) or None
     error: str | None = None
     is_fault: bool = False  # FAILED by an internal error, not by the request itself
 

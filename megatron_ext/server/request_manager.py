@@ -38,8 +38,7 @@ LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which ma
 class RequestManager:
     """Bridge between HTTP handlers and the engine: submits requests, and delivers their output to the event loop.
 
-    Created in the event loop's thread, which calls all methods. An error in the delivery to one request ends that
-    request only.
+    Created in the event loop's thread, which calls all methods. An error in a delivery ends its request only.
 
     Args:
         core: The engine, without requests. No other thread may call it from now on.
@@ -237,6 +236,17 @@ class RequestManager:
         async with self._falling_asleep:
             await self.call(self._core.resume)
             self.is_asleep = False
+
+    @property
+    def is_paused(self) -> bool:
+        """True while generation is paused."""
+        return self._client is not None and self._client.pausing is not None
+
+    @property
+    def status(self) -> str:
+        """Status of the server: "failing", "asleep", "paused" or "ok"."""
+        status = "asleep" if self.is_asleep else "paused" if self.is_paused else "ok"
+        return status if self.is_healthy else "failing"
 
     @property
     def lost_ranks(self) -> RankError | None:

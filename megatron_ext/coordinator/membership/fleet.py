@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_ext.config.fleet_limits import STATUS_BYTES
 from megatron_ext.coordinator.membership.groups import Groups
-from megatron_ext.coordinator.membership.heartbeat import OK, PATH, BadHeartbeat, EventPlaces, Heartbeat
+from megatron_ext.coordinator.membership.heartbeat import OK, PATH, PAUSED, BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.membership.member import Member, Source, Status
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
 from megatron_ext.coordinator.supervision import Supervisor, within
@@ -108,12 +108,12 @@ class Fleet:
             self.remove(member.url)
 
     def ready(self) -> list[Member]:
-        """Replicas that take requests."""
-        return [member for member in self.members.values() if member.status is Status.READY]
+        """Replicas that take requests, though paused ones compute nothing."""
+        return [member for member in self.members.values() if member.status in (Status.READY, Status.PAUSED)]
 
     def answering(self) -> list[Member]:
         """Replicas that answer calls other than generation."""
-        kinds = (Status.READY, Status.DRAINING, Status.OUTDATED, Status.ASLEEP, Status.FAILING)
+        kinds = (Status.READY, Status.PAUSED, Status.DRAINING, Status.OUTDATED, Status.ASLEEP, Status.FAILING)
         return [member for member in self.members.values() if member.status in kinds]
 
     def is_known(self, url: str) -> bool:
@@ -126,8 +126,8 @@ class Fleet:
         return next((one for one, beat in known if beat is not None and tag_of(beat.instance) == tag), None)
 
     def doubtful(self) -> list[str]:
-        """URLs of replicas to be avoided: their last heartbeat failed."""
-        return [url for url, member in self.members.items() if member.is_silent]
+        """URLs of replicas to be avoided: their last heartbeat failed, or they are paused."""
+        return [url for url, member in self.members.items() if member.is_silent or member.status is Status.PAUSED]
 
     async def close(self) -> None:
         """Stop all heartbeats."""
@@ -252,7 +252,7 @@ class Fleet:
     def _tell_router(self, member: Member) -> None:
         if member.is_known:
             is_shut = member.is_draining or member.is_outdated
-            is_open = member.beat is not None and member.beat.status == OK and not is_shut
+            is_open = member.beat is not None and member.beat.status in (OK, PAUSED) and not is_shut
             self.router.drain(member.url, is_draining=not is_open)
 
     async def _sweep(self, member: Member) -> None:

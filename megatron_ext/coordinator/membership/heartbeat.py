@@ -27,7 +27,7 @@ from megatron_ext.config.hosts import ANY_HOST, is_loopback
 from megatron_ext.config.kv_events import LONGEST_SOCKET_PATH, IpcEndpoint, TcpEndpoint, parse_endpoint
 
 PATH = "/replica"
-OK, ASLEEP, FAILING = "ok", "asleep", "failing"
+OK, ASLEEP, PAUSED, FAILING = "ok", "asleep", "paused", "failing"
 _ALL_NETWORKS = ("*", "0.0.0.0", "[::]")
 
 
@@ -139,7 +139,7 @@ class Heartbeat:
         instance: Identifier of the process; changes with a restart.
         identity: Model that the replica serves.
         weights: Version of the model's weights.
-        status: `OK`, `ASLEEP` or `FAILING`.
+        status: `OK`, `ASLEEP`, `PAUSED` or `FAILING`.
         has_keys: Whether the replica needs API keys, and binds salts to them.
         block_size: Tokens of a block.
         blocks: Blocks of the KV pool of each data-parallel rank.
@@ -215,7 +215,7 @@ class Heartbeat:
                     fields.texts("aliases"),
                 ),
                 weights=fields.text("weights"),
-                status=fields.choice("status", (OK, ASLEEP, FAILING)),
+                status=fields.choice("status", (OK, ASLEEP, PAUSED, FAILING)),
                 has_keys=fields.flag("has_keys"),
                 block_size=fields.number("block_size", 1, MAX_BLOCK_SIZE),
                 blocks=fields.number("blocks", 1, MAX_BLOCKS // max(1, len(events))),

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.coordinator.membership.heartbeat import ASLEEP, FAILING, Heartbeat
+from megatron_ext.coordinator.membership.heartbeat import ASLEEP, FAILING, PAUSED, Heartbeat
 from megatron_ext.coordinator.replica_client import Address, Call
 
 
@@ -19,6 +19,7 @@ class Status(str, enum.Enum):
     READY = "ready"
     DRAINING = "draining"  # gets no new requests
     ASLEEP = "asleep"
+    PAUSED = "paused"  # computes nothing; requests wait there if no other replica is ready
     FAILING = "failing"  # its last step failed
     OUTDATED = "outdated"  # has other weights than its group, and gets no new requests
     REFUSED = "refused"  # of a model that this coordinator does not serve
@@ -100,7 +101,9 @@ class Member:
             return Status(self.beat.status)
         if self.is_draining:
             return Status.DRAINING
-        return Status.OUTDATED if self.is_outdated else Status.READY
+        if self.is_outdated:
+            return Status.OUTDATED
+        return Status.PAUSED if self.beat.status == PAUSED else Status.READY
 
     @property
     def is_awaited(self) -> bool:
@@ -112,7 +115,7 @@ class Member:
         last, self.beat = self.beat, beat
         self.is_silent, self.problem = False, ""
         has_stepped = last is None or last.instance != beat.instance or last.steps != beat.steps
-        if has_stepped or beat.status == ASLEEP or not self.is_awaited:
+        if has_stepped or beat.status in (ASLEEP, PAUSED) or not self.is_awaited:
             self.alive_at = time.monotonic()
         if self.stuck is not None and (self.stuck != (beat.instance, beat.steps) or not beat.living):
             self.stuck = None

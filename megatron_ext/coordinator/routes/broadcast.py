@@ -50,6 +50,9 @@ for method, path in (
     ("POST", "/sleep"),
     ("POST", "/wake_up"),
     ("GET", "/is_sleeping"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("GET", "/is_paused"),
     ("POST", _UPDATES_WEIGHTS),
 ):
     router.add_api_route(path, ask_all, methods=[method], name=f"{method} {path}", response_model=None)

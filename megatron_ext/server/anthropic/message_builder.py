@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.anthropic.error_envelope import error_event, server_sent_event
@@ -99,6 +100,8 @@ class MessageBuilder:
     def _stop(self, record: RequestRecord) -> tuple[str, str | None]:
         if record.finish_reason == "length":
             return "max_tokens", None
+        if record.finish_reason == ABORT:
+            return "pause_turn", None
         if record.stop_word is not None:
             return "stop_sequence", record.stop_word
         return "tool_use" if self._blocks.call_count else "end_turn", None

@@ -19,6 +19,7 @@ ADMIN_PATHS = frozenset(
     (
         *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
         *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
+        *("/pause", "/resume", "/is_paused"),
     )
 )
 

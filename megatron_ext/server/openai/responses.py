@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
@@ -44,10 +45,10 @@ def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
 
 
 def finished(handle: RequestHandle) -> RequestRecord:
-    """Return the record of a handle that has completed.
+    """Return the record of a handle that has completed, or was ended by a pause with all scores that it owes.
 
     Raises:
-        ApiError: The request has failed.
+        ApiError: The request has failed, or was aborted.
     """
     if handle.error is not None:
         raise handle.error
@@ -56,9 +57,15 @@ def finished(handle: RequestHandle) -> RequestRecord:
     if record.status is Status.FAILED:
         error = record.error or "the request failed"
         raise ApiError(500, error, kind=FAULT, code=REQUEST_FAILED) if record.is_fault else ApiError(400, error)
-    if record.status is Status.ABORTED:
+    if record.status is Status.ABORTED and not _is_whole(record):
         raise ApiError(500, "the request was aborted", kind=FAULT)
     return record
+
+
+def _is_whole(record: RequestRecord) -> bool:
+    """Return whether a pause has ended the request, and all its prompt's log-probs are known if it wants any."""
+    scores = record.prompt_log_probs
+    return record.finish_reason == ABORT and (scores is None or len(scores) == len(record.prompt_tokens) - 1)
 
 
 def usage(builder: AnswerShape, records: Sequence[RequestRecord]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
 
+from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.http.body import JsonRoute
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_ID = 100  # characters, in messages
 LONGEST_PATH = 4096  # characters
+USUAL_PAUSE, LONGEST_PAUSE = 600, 86_400  # seconds
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -77,6 +80,33 @@ async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dic
 async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
     """Return whether the server is asleep."""
     return {"is_sleeping": serving.requests.is_asleep}
+
+
+@router.post("/pause", dependencies=[Depends(only_queries("mode", "max_seconds"))])
+async def pause(
+    serving: ServerDependency,
+    body: Nothing | None = None,
+    mode: Annotated[PauseMode, Query(description="keep: requests wait; abort: they end with their tokens")] = "keep",
+    max_seconds: Annotated[float, Query(gt=0, le=LONGEST_PAUSE, allow_inf_nan=False)] = USUAL_PAUSE,
+) -> dict[str, object]:
+    """Stop generation after the step in flight; it resumes by itself after `max_seconds`. New requests wait."""
+    ended = await asyncio.to_thread(serving.requests.client.pause, max_seconds, mode)
+    logger.info("generation is paused for %g s at most; %d requests ended", max_seconds, ended)
+    return {"is_paused": True, "ended": ended}
+
+
+@router.post("/resume", dependencies=[Depends(only_queries())])
+async def resume(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+    """Continue generation."""
+    await asyncio.to_thread(serving.requests.client.unpause)
+    logger.info("generation is resumed")
+    return {"is_paused": False}
+
+
+@router.get("/is_paused", dependencies=[Depends(only_queries())])
+async def is_paused(serving: ServerDependency) -> dict[str, object]:
+    """Return whether generation is paused."""
+    return {"is_paused": serving.requests.is_paused}
 
 
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])

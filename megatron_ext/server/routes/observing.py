@@ -20,8 +20,7 @@ async def health(serving: ServerDependency) -> JSONResponse:
     """Return 200 while the engine steps without failing, 503 otherwise."""
     requests = serving.requests
     is_healthy = requests.is_healthy
-    status = "failing" if not is_healthy else "asleep" if requests.is_asleep else "ok"
-    return JSONResponse({"status": status, "errors": requests.error_count}, 200 if is_healthy else 503)
+    return JSONResponse({"status": requests.status, "errors": requests.error_count}, 200 if is_healthy else 503)
 
 
 for method in ("GET", "POST"):  # some platforms send POST
@@ -36,11 +35,12 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/load")
-async def load(serving: ServerDependency) -> dict[str, int]:
-    """Return the number of requests: running, waiting, paused, and the maximum."""
+async def load(serving: ServerDependency) -> dict[str, int | str]:
+    """Return the status, and the number of requests: running, waiting, paused (for want of blocks), the maximum."""
     state = serving.metrics.state
     counts = {name: 0 if state is None else state.value(name) for name in ("running", "waiting", "paused")}
-    return {"server_load": serving.requests.living, **counts, "capacity": serving.requests.capacity}
+    requests = serving.requests
+    return {"status": requests.status, "server_load": requests.living, **counts, "capacity": requests.capacity}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

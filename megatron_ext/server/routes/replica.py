@@ -32,7 +32,7 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
         "configuration": serving.identity.configuration,
         "tokenizer": serving.identity.tokenizer,
         "weights": serving.identity.weights,
-        "status": "failing" if not requests.is_healthy else "asleep" if requests.is_asleep else "ok",
+        "status": requests.status,
         "has_keys": serving.keys is not None and serving.keys.are_needed,
         "block_size": geometry.block_size_tokens,
         "blocks": geometry.blocks,

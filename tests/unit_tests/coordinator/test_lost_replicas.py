@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megatron_ext.coordinator.membership.fleet import BEATS
 from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.coordinator.retries import MAX_LOST
 from tests.unit_tests.support.fleet import (
@@ -153,6 +154,28 @@ class TestLost:
             assert front.status(chosen) is Status.DEAD
             chosen.beat["steps"] = 1
             await front.until(chosen, Status.READY)
+
+    async def test_waits_for_a_paused_engine(self):
+        """RP-4: a replica that computes nothing because it is paused is not taken for a hung one."""
+        release = asyncio.Event()
+
+        async def waits(fake, exchange):
+            await release.wait()
+            await answers(fake, exchange)
+
+        async with fleet(1, replica_timeout=0.4) as (front, fakes):
+            fakes[0].beat |= {"status": "paused", "living": 1}
+            fakes[0].behave = waits
+            await front.until(fakes[0], Status.PAUSED)
+            asking = asyncio.ensure_future(front.complete())
+            member = front.coordination.fleet.members[fakes[0].url]
+            for _ in range(3 * BEATS):
+                member.probed.clear()
+                await asyncio.wait_for(member.probed.wait(), PATIENCE)
+                assert front.status(fakes[0]) is Status.PAUSED
+            release.set()
+            assert (await asking).status_code == 200
+            assert generations(fakes) == [1]
 
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
     async def test_waits_for_a_slow_request_while_steps_advance(self, is_stream):

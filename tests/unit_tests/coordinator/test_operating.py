@@ -208,6 +208,18 @@ class TestObserving:
             load = (await front.http.get("/load")).json()
             assert load == {"server_load": 0, "capacity": 8}, "TE-6: what sleeps takes no requests"
 
+    async def test_a_paused_replica_gets_requests_only_if_all_are_paused(self):
+        """RP-4: requests go elsewhere, and wait where no other replica is left; it is not taken for a hung one."""
+        async with fleet(2, replica_timeout=1.0) as (front, fakes):
+            fakes[0].beat["status"] = "paused"
+            await front.until(fakes[0], Status.PAUSED)
+            assert {(await front.complete([n])).json()["by"] for n in range(4)} == {fakes[1].name}
+            fakes[1].beat["status"] = "paused"
+            await front.until(fakes[1], Status.PAUSED)
+            answer = await front.complete([1, 2])
+            assert answer.status_code == 200
+            assert (await front.http.get("/health")).json() == {"status": "ok", "replicas": {"paused": 2}}
+
 
 class TestLog:
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])

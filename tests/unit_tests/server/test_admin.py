@@ -35,7 +35,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KEY = "the-only-key"
 PROMPT = list(range(40))
-ROUTES = ("/sleep", "/wake_up", "/flush_cache", "/abort", "/update_weights_from_disk")
+ROUTES = ("/sleep", "/wake_up", "/pause", "/resume", "/flush_cache", "/abort", "/update_weights_from_disk")
 
 
 def tiny_updater(folder: Path) -> WeightsUpdater:
@@ -187,6 +187,86 @@ class TestSleep:
         assert ask(server, "GET", "/is_sleeping").json() == {"is_sleeping": True}
         ask(server, "POST", "/wake_up")
         assert tokens(server)["usage"]["completion_tokens"] == 12
+
+
+class TestPause:
+    @pytest.fixture(autouse=True)
+    def resumed(self, server) -> Iterator[None]:
+        yield
+        assert ask(server, "POST", "/resume").json() == {"is_paused": False}
+
+    def test_requests_in_flight_wait_and_go_on(self, server):
+        """SE-5: streams stay open, new requests wait, and health and load say so; tokens are those without it."""
+        expected = tokens(server, prompt=[5, 6], max_tokens=40)["choices"][0]["text"]
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            with server.held():
+                stream, _ = started(server, client)
+                assert ask(server, "POST", "/pause").json() == {"is_paused": True, "ended": 0}
+            assert ask(server, "GET", "/is_paused").json() == {"is_paused": True}
+            health = server.http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "paused")
+            assert server.http.get("/replica").json()["status"] == "paused"
+            load = ask(server, "GET", "/load").json()
+            assert (load["status"], load["running"]) == ("paused", 1)
+            steps = server.engine.step_count
+            late, seen = threading.Thread(target=lambda: seen.append(tokens(server))), []
+            late.start()
+            while ask(server, "GET", "/load").json()["waiting"] == 0:
+                pass
+            assert (server.engine.step_count, seen) == (steps, [])
+            ask(server, "POST", "/resume")
+            assert "[DONE]" in "".join(stream)
+            late.join(PATIENCE)
+        assert seen[0]["usage"]["completion_tokens"] == 12
+        assert tokens(server, prompt=[5, 6], max_tokens=40)["choices"][0]["text"] == expected
+        assert server.http.get("/health").json()["status"] == "ok"
+        server.check_idle()
+
+    def test_it_ends_by_itself(self, server):
+        assert ask(server, "POST", "/pause?max_seconds=0.05").json()["is_paused"]
+        assert tokens(server)["usage"]["completion_tokens"] == 12  # it waits for the end
+        assert not server.serving.requests.is_paused
+
+    def test_requests_end_with_the_tokens_that_they_have(self, server):
+        """SE-5: a stream ends in order, with a last part; what was not streamed is answered while it is paused."""
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            with server.held():
+                stream, _ = started(server, client, ignore_eos=True, logprobs=0, return_token_ids=True)
+                seen = []
+                fields = {"max_tokens": 40, "ignore_eos": True, "n": 2, "temperature": 1}
+                whole = threading.Thread(target=lambda: seen.append(tokens(server, **fields)))
+                whole.start()
+                while ask(server, "GET", "/load").json()["running"] < 3:
+                    pass
+                assert ask(server, "POST", "/pause?mode=abort").json() == {"is_paused": True, "ended": 3}
+            events = [json.loads(line[6:]) for line in stream if line.startswith("data: {")]
+            whole.join(PATIENCE)
+        assert server.serving.requests.is_paused
+        choices = [one["choices"][0] for one in events if one["choices"]]
+        assert choices[-1]["finish_reason"] == "abort"
+        assert all(len(one["token_ids"]) == len(one["logprobs"]["tokens"]) for one in choices if one["logprobs"])
+        assert [one["finish_reason"] for one in seen[0]["choices"]] == ["abort", "abort"]
+        assert 0 < seen[0]["usage"]["completion_tokens"] < 80
+
+    def test_scores_that_are_owed_are_not_left_out(self, server):
+        """A prompt that was to be scored and was not computed is no answer."""
+        ask(server, "POST", "/pause")
+        seen = []
+        body = {"prompt": PROMPT, "max_tokens": 2, "echo": True, "logprobs": 1}
+        waiting = threading.Thread(
+            target=lambda: seen.append(ask(server, "POST", "/v1/completions", json=body)),
+        )
+        waiting.start()
+        while ask(server, "GET", "/load").json()["waiting"] == 0:
+            pass
+        ask(server, "POST", "/pause?mode=abort")
+        waiting.join(PATIENCE)
+        assert "aborted" in check_error(seen[0], 500)["message"]
+
+    @pytest.mark.parametrize("query", ["mode=wait", "max_seconds=0", "max_seconds=inf", "max_seconds=1e9", "for=3"])
+    def test_mistakes(self, server, query):
+        check_error(ask(server, "POST", f"/pause?{query}"), 400)
+        assert not server.serving.requests.is_paused
 
 
 class TestAbort:

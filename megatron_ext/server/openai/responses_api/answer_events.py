@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ext.engine.pausing import ABORT
 from megatron_ext.scheduling.explanation import Reason
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import FAULT, OVERLOADED, ApiError
@@ -21,7 +22,7 @@ from megatron_ext.text.tool_calls.events import Content
 from megatron_ext.text.vocabulary import Vocabulary
 
 IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomplete", "failed"
-_LENGTH = "length"  # finish reason of an answer that is cut off
+_DETAILS = {"length": "max_output_tokens", ABORT: ABORT}  # of answers that are cut off, by finish reason
 Event = dict[str, object]
 # Codes of errors that the API knows, by OpenAI's type of the error.
 _CODES = {FAULT: "server_error", OVERLOADED: "rate_limit_exceeded"}
@@ -151,15 +152,15 @@ class ResponseAnswer:
             else:
                 yield from self._text(_REASONING if isinstance(part, Thinking) else _MESSAGE, part.text)
         if is_last:
-            yield from self._end(INCOMPLETE if piece.reason == _LENGTH else COMPLETED)
+            yield from self._end(INCOMPLETE if piece.reason in _DETAILS else COMPLETED)
 
     def finish(self, record: RequestRecord) -> Event:
         """Return the last event, after the last piece."""
-        is_cut_off = record.finish_reason == _LENGTH
-        status = INCOMPLETE if is_cut_off else COMPLETED
+        details = _DETAILS.get(record.finish_reason or "")
+        status = COMPLETED if details is None else INCOMPLETE
         self.response["status"] = status
-        if is_cut_off:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if details is not None:
+            self.response["incomplete_details"] = {"reason": details}
         else:
             self.response["completed_at"] = int(time.time())
         self.response["usage"] = self._usage(record)

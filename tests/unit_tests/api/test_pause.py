@@ -1,0 +1,208 @@
+"""PY-5: generation is paused and resumed; requests that end early keep their tokens and log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, load_engine
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.errors import RankError
+from megatron_ext.scheduling.record import RequestRecord, Status
+from tests.unit_tests.api.conftest import SMALL
+from tests.unit_tests.support.holding import PATIENCE, held_steps
+
+PROMPT = tuple(range(5, 45))
+SCORED = RequestParams(
+    num_tokens_to_generate=60,
+    ignore_eos=True,
+    return_log_probs=True,
+    skip_prompt_log_probs=True,
+    temperature=1.0,
+    seed=3,
+)
+
+
+@pytest.fixture(autouse=True)
+def resumed(engine):
+    yield
+    engine.resume_generation()
+
+
+def begun(engine: LoadedEngine, params: RequestParams = SCORED) -> EngineRequest:
+    """Request that has generated a few tokens when this returns, and is paused."""
+    request, has_tokens = EngineRequest(PROMPT, params, is_streamed=True), threading.Event()
+    request.notify = has_tokens.set
+    with held_steps(engine.client, tokens=3):
+        engine.client.submit([request]).result(PATIENCE)
+        while engine._call(lambda: request.request.generated_count) < 3:
+            assert has_tokens.wait(PATIENCE)
+            has_tokens.clear()
+        engine.pause_generation()
+    return request
+
+
+def check_beginning(record: RequestRecord, whole: RequestRecord) -> None:
+    """Check that a record has a proper beginning of another one's tokens, with their log-probs."""
+    count = len(record.generated_tokens)
+    assert 0 < count < len(whole.generated_tokens)
+    assert record.generated_tokens == whole.generated_tokens[:count]
+    assert record.generated_log_probs == pytest.approx(whole.generated_log_probs[:count], abs=1e-5)
+    assert len(record.generated_log_probs) == count
+    assert record.generated_text
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    (record,) = engine.generate(PROMPT, SCORED)
+    engine.reset_prefix_cache()
+    return record
+
+
+class TestPause:
+    def test_requests_keep_their_memory_and_go_on(self, engine, whole):
+        request = begun(engine)
+        steps, blocks = engine._engine.core.step_count, engine.statistics().use.blocks_in_use
+        assert engine.is_paused
+        assert blocks > 0
+        engine.client.call(lambda: None).result()  # calls take no step
+        assert (engine._engine.core.step_count, engine.statistics().running) == (steps, 1)
+        assert not request.record.done()
+        engine.resume_generation()
+        record = request.record.result(PATIENCE)
+        assert not engine.is_paused
+        assert (record.generated_tokens, record.status) == (whole.generated_tokens, Status.COMPLETED)
+        assert record.recomputed_token_count == 0
+
+    def test_new_requests_wait(self, engine, whole):
+        engine.pause_generation()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(engine.generate, PROMPT, SCORED)
+            while engine.statistics().waiting == 0:
+                pass
+            engine.resume_generation()
+            assert waiting.result(PATIENCE)[0].generated_tokens == whole.generated_tokens
+
+    def test_it_ends_by_itself(self, engine, whole, caplog):
+        caplog.set_level(logging.WARNING, "megatron_ext")
+        request = begun(engine)
+        assert engine.client.pausing.seconds_left is None
+        engine.pause_generation(max_seconds=0.05)
+        record = request.record.result(PATIENCE)  # without a call
+        assert record.generated_tokens == whole.generated_tokens
+        assert not engine.is_paused
+        assert [one.message for one in caplog.records if "resumes by itself" in one.message] == [
+            "generation resumes by itself: it was paused for 0.05 s at most"
+        ]
+
+    def test_a_timer_ends_its_own_pause_only(self, engine):
+        engine.pause_generation(max_seconds=1000)
+        first = engine.client.pausing
+        engine.pause_generation()
+        engine._call(engine.client._time_out, first)
+        assert engine.is_paused
+        assert first._timer.finished.is_set(), "it does not run for 1000 s"
+
+    def test_mistakes(self, engine):
+        for settings in ({"max_seconds": 0}, {"max_seconds": float("nan")}, {"max_seconds": 1e30}, {"mode": "wait"}):
+            with pytest.raises(ConfigError):
+                engine.pause_generation(**settings)
+        assert not engine.is_paused
+
+
+class TestStopAllAndKeep:
+    def test_records_have_the_tokens_and_log_probs_so_far(self, engine, whole):
+        request = begun(engine)
+        waiting = EngineRequest((9, 9), SCORED)
+        engine.client.submit([waiting]).result()
+        assert engine.pause_generation(mode="abort") == 2
+        record = request.record.result(PATIENCE)  # before generation is resumed
+        assert engine.is_paused
+        assert (record.status, record.finish_reason) == (Status.ABORTED, "abort")
+        check_beginning(record, whole)
+        assert waiting.record.result(PATIENCE).generated_tokens == ()
+        assert engine.statistics().use.blocks_in_use == 0
+
+    def test_continued_later_from_what_is_cached(self, engine):
+        greedy = RequestParams(num_tokens_to_generate=60, ignore_eos=True)
+        (expected,) = engine.generate(PROMPT, greedy)
+        engine.reset_prefix_cache()
+        request = begun(engine, greedy)
+        engine.pause_generation(mode="abort")
+        part = request.record.result(PATIENCE)
+        engine.resume_generation()
+        rest = RequestParams(num_tokens_to_generate=60 - len(part.generated_tokens), ignore_eos=True)
+        (record,) = engine.generate(PROMPT + part.generated_tokens, rest)
+        assert part.generated_tokens + record.generated_tokens == expected.generated_tokens
+        assert record.skipped_prefill_token_count >= 32
+
+    async def test_a_stream_ends_with_its_last_part(self, engine, whole):
+        stream = engine.stream(PROMPT, SCORED)
+        with held_steps(engine.client, tokens=3):
+            first = await anext(stream)
+            await asyncio.to_thread(engine.pause_generation, mode="abort")
+        parts = [first] + [part async for part in stream]
+        assert parts[-1].finish_reason == "abort"
+        check_beginning(stream.record, whole)
+        assert tuple(token for part in parts for token in part.tokens) == stream.record.generated_tokens
+        assert "".join(part.text for part in parts) == stream.record.generated_text
+
+
+class TestEarlyEnds:
+    """Records of requests that end early."""
+
+    @pytest.mark.parametrize("state", ["steps", "paused", "suspended"])
+    async def test_a_stream_that_is_left(self, engine, whole, state):
+        stream = engine.stream(PROMPT, SCORED)
+        with held_steps(engine.client):
+            await anext(stream)
+            if state == "paused":
+                await asyncio.to_thread(engine.pause_generation)
+            elif state == "suspended":
+                await asyncio.to_thread(engine.suspend)
+            await asyncio.wait_for(stream.aclose(), PATIENCE)
+        check_beginning(stream.record, whole)
+        assert stream.record.status is Status.ABORTED
+
+    async def test_a_stream_that_was_never_taken(self, engine):
+        stream = engine.stream([10**9], SCORED)
+        with pytest.raises(ConfigError):
+            await anext(stream)
+        await asyncio.wait_for(stream.aclose(), PATIENCE)
+        assert stream.record is None
+
+    @pytest.mark.parametrize("error", [EngineClosed, RankError])
+    async def test_an_engine_that_ends(self, whole, error, monkeypatch):
+        with load_engine(**SMALL) as engine:
+            stream = engine.stream(PROMPT, SCORED)
+            with held_steps(engine.client):
+                await anext(stream)
+                if error is RankError:
+
+                    def fail():
+                        raise RankError("rank 1 is gone")
+
+                    monkeypatch.setattr(engine._engine.core, "step", fail)
+                else:
+                    await asyncio.to_thread(engine.close)
+            with pytest.raises(error):
+                _ = [part async for part in stream]
+            check_beginning(stream.record, whole)
+
+    def test_a_text_that_fails(self, engine, whole, monkeypatch):
+        request = begun(engine)
+
+        def fail(_: object) -> str:
+            raise ValueError("no such token")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine.core.output, "_generated_text", fail)
+            engine.pause_generation(mode="abort")
+        record = request.record.result(PATIENCE)
+        assert (record.status, record.generated_text) == (Status.FAILED, "")
+        count = len(record.generated_log_probs)
+        assert record.generated_tokens == whole.generated_tokens[:count] != ()
