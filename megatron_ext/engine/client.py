@@ -17,7 +17,8 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.core import EngineCore, EngineStep, StepOutput
+from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.engine_step import EngineStep, StepOutput
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.cache_audit import AuditFinding
+from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputProcessor, InputSettings
 from megatron_ext.engine.output_processor import OutputProcessor
-from megatron_ext.engine.replica import Replica, ReplicaStep
+from megatron_ext.engine.replica import Replica
 from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
@@ -25,46 +25,12 @@ from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
-from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """Committed step whose output has not been processed yet.
-
-    Attributes:
-        parts: One step of each replica.
-        seconds: Time to plan, execute and commit.
-    """
-
-    parts: tuple[ReplicaStep, ...] = ()
-    seconds: float = 0.0
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """Scheduled chunks of callers' requests in all replicas."""
-        return [chunk for part in self.parts for chunk in part.chunks]
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Outcome of one step.
-
-    Attributes:
-        active: Requests that computed a chunk in the step and continue.
-        records: Records of all requests that have ended since the last step.
-        seconds: Time to plan, execute and commit.
-    """
-
-    active: Sequence[Request]
-    records: Sequence[RequestRecord]
-    seconds: float
 
 
 def _no_host_work() -> None:
@@ -392,8 +358,3 @@ class EngineCore:
         assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
         if self._choice is not None:
             self._choice.check(queued)
-
-
-def active_requests(step: EngineStep) -> list[Request]:
-    """Return the requests of a reported step that continue."""
-    return [chunk.request for chunk in step.chunks if not chunk.request.is_ended]

@@ -17,7 +17,8 @@ from torch import nn
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.engine.core import EngineCore, EngineStep, active_requests
+from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.engine_step import EngineStep, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics

@@ -20,7 +20,7 @@ from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.console.startup import StartUp
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.engine.client import EngineClient
-from megatron_ext.engine.core import StepOutput
+from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.mcore import platform

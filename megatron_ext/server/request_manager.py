@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 from megatron_ext.engine.client import ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
