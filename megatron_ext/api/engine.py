@@ -10,6 +10,7 @@ from typing import TypeVar, overload
 from megatron_ext.api.prompt_input import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
+from megatron_ext.config.in_flight import InFlight, check_version
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
@@ -175,7 +176,14 @@ class LoadedEngine:
         """Empty the cache: blocks cached before are never matched again."""
         self._call(self._engine.core.reset_prefix_cache)
 
-    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+    def update_weights(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        partial: bool = False,
+        in_flight: str = "recompute",
+        weights_version: int | None = None,
+    ) -> None:
         """Write new weights in place, all or nothing, between two steps; the cache is emptied.
 
         The names are those of the format that the model was loaded from: of a Hugging Face checkpoint, of the
@@ -189,23 +197,32 @@ class LoadedEngine:
         >>> record.generated_tokens
         (0, 0, 0)
 
-        Requests in flight continue with the new weights on the KV and states of the old ones, which are not cached.
-        Tensors to be converted or moved are prepared first, in additional memory of their size: pass large models in
-        buckets, with `partial`.
+        Each record has the versions of the weights that made its tokens (docs/rl.md). Tensors to be converted or moved
+        are prepared first, in additional memory of their size: pass large models in buckets, with `partial`.
 
         Args:
             named_tensors: A dict, or pairs of name and tensor, such as `model.named_parameters()`.
             partial: Whether tensors may be missing; these stay unchanged.
+            in_flight: "recompute": requests in flight keep their tokens, and compute keys, values and states again
+                with the new weights before the next one; "finish": they end first, and requests that come meanwhile
+                wait; "abort": they end as `ABORTED`, with the tokens that they have; "continue": they go on with the
+                keys, values and states of the old weights, which are not cached.
+            weights_version: Number of the new weights in records; one more than the last one's if missing.
 
         Raises:
             ConfigError: A name is unknown or missing, or a shape or type differs; names the tensor. Nothing has been
-                written.
+                written, and no request has ended.
         """
-        self._call(self._update_weights, named_tensors, self._names(), partial)
+        chosen, naming = InFlight.read(in_flight), self._names()
+        check_version(weights_version)
+        call = self._client.call_when_idle if chosen is InFlight.FINISH else self._client.call
+        call(self._update_weights, named_tensors, naming, partial, chosen, weights_version).result()
 
-    def _update_weights(self, named_tensors: NamedTensors, naming: Naming, partial: bool) -> None:
+    def _update_weights(
+        self, named_tensors: NamedTensors, naming: Naming, partial: bool, in_flight: InFlight, version: int | None
+    ) -> None:
         update_weights(self._loaded.model, naming, named_tensors, partial=partial)
-        self._engine.core.weights_changed()
+        self._engine.core.weights_changed(in_flight, version)
 
     def _names(self) -> Naming:
         if self._naming is None:
@@ -216,9 +233,24 @@ class LoadedEngine:
         """Return the shape of every tensor that `update_weights` takes, by name."""
         return weight_shapes(self._loaded.model, self._names())
 
-    def weights_changed(self) -> None:
-        """Empty the cache after other code has written the model's weights in place."""
-        self._call(self._engine.core.weights_changed)
+    def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:
+        """Empty the cache after other code has written the model's weights in place.
+
+        Args:
+            in_flight: See `update_weights`; but requests cannot finish with weights that are gone.
+            weights_version: See `update_weights`.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        chosen = InFlight.read(in_flight, is_written=True)
+        check_version(weights_version)
+        self._call(self._engine.core.weights_changed, chosen, weights_version)
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that tokens are computed with: the number given last, or counted on from it; or 0."""
+        return self._engine.core.weights_version
 
     def suspend(self) -> None:
         """Free the pools' memory. Requests in flight wait and keep their tokens; new ones are refused."""

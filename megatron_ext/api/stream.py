@@ -13,6 +13,7 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.token_versions import Runs, joined, part_of
 from megatron_ext.text.text_stream import TextStream
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -28,11 +29,15 @@ class StreamPart:
             may be empty.
         tokens: At least one token, except in the last part.
         finish_reason: "stop", "length" or "abort" (see `LoadedEngine.pause_generation`) in the last part, None before.
+        weights_version: Versions of the weights that made the tokens; see `RequestRecord`.
+        prefix_weights_version: Versions of the weights that computed what the tokens rest on; see `RequestRecord`.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: str | None
+    weights_version: Runs = ()
+    prefix_weights_version: Runs = ()
 
 
 class RequestStream(AsyncIterator[StreamPart]):
@@ -117,19 +122,26 @@ class RequestStream(AsyncIterator[StreamPart]):
         if request.record.done():
             return self._last_part(request.record.result())
         tokens: list[int] = []
+        versions: Runs = ()
+        prefix_versions: Runs = ()
         while request.updates:
-            tokens += request.updates.popleft().generated_tokens
+            update = request.updates.popleft()
+            tokens += update.generated_tokens
+            versions = joined(versions, update.weights_version)
+            prefix_versions = joined(prefix_versions, update.prefix_weights_version)
         if not tokens:
             return None
         self._seen += len(tokens)
-        return StreamPart(self._text.feed(tokens), tuple(tokens), None)
+        return StreamPart(self._text.feed(tokens), tuple(tokens), None, versions, prefix_versions)
 
     def _last_part(self, record: RequestRecord) -> StreamPart:
         self._is_over = True
         if record.status is not Status.COMPLETED and record.finish_reason != ABORT:
             raise RequestFailed(record.error or f"request {record.request_id} was {record.status.name.lower()}")
         text, tokens = self._text.finish(record.generated_text), record.generated_tokens[self._seen :]
-        return StreamPart(text, tokens, record.finish_reason)
+        runs = (record.weights_version, record.prefix_weights_version)
+        versions = [part_of(one, self._seen, len(record.generated_tokens)) for one in runs]
+        return StreamPart(text, tokens, record.finish_reason, *versions)
 
     def _leave(self) -> None:
         self._is_over = True

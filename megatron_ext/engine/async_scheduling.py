@@ -26,6 +26,7 @@ class AsyncScheduling:
     Attributes:
         step_count: Steps launched ahead that were taken.
         discarding_count: Steps launched ahead of which rows were discarded, or all of them.
+        weights_version: Version of the weights that steps are launched with.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, is_on: bool) -> None:
@@ -33,6 +34,7 @@ class AsyncScheduling:
         self._executor = executor if is_on and isinstance(executor, AsyncExecutor) else None
         self._in_flight: InFlightStep | None = None
         self.step_count = self.discarding_count = 0
+        self.weights_version = 0
         self._unread: Computing | None = None  # result of a dropped step that may still be computed
 
     def take(self) -> InFlightStep | None:
@@ -66,7 +68,7 @@ class AsyncScheduling:
         else:
             cache.changes_told()
             self._in_flight, self._unread = (
-                InFlightStep(plan_of(chunks), step, computing),
+                InFlightStep(plan_of(chunks), step, computing, self.weights_version),
                 None,
             )  # computed before this one
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, StepOutput
+from megatron_ext.engine.idle_gate import IdleGate
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread
@@ -74,6 +75,7 @@ class EngineClient:
         self._abandoned: deque[EngineRequest] = deque()
         self._closed = threading.Event()
         # All fields below belong to the engine's thread.
+        self._gate = IdleGate()
         self._ids = itertools.count()
         self._pending: dict[int, EngineRequest] = {}  # by request id
         self._has_turn = False  # a turn is under way or submitted
@@ -97,7 +99,8 @@ class EngineClient:
         """
         with self._closing:
             self._check_open()
-            return self._thread.submit_requests(self._add, (requests,), self._between_steps)
+            held = self._gate.hold(requests)
+            return held or self._thread.submit_requests(self._add, (requests,), self._between_steps)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Call a function in the engine's thread, between two steps.
@@ -108,6 +111,22 @@ class EngineClient:
         with self._closing:
             self._check_open()
             return self._thread.submit(self._between_steps, function, arguments)
+
+    def call_when_idle(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Call a function in the engine's thread once the requests submitted before have ended.
+
+        Requests submitted meanwhile wait for the call. A paused or suspended engine takes no steps, so that the call
+        waits until it continues.
+
+        Raises:
+            EngineClosed: The client is closed.
+        """
+        with self._closing:
+            self._check_open()
+            called: Future[Result] = Future()
+            arm = self._gate.close(partial(_answer, called, self._unless_closed, function, arguments))
+            self._thread.submit(self._between_steps, arm, ())
+            return called
 
     @property
     def is_busy(self) -> bool:
@@ -185,8 +204,8 @@ class EngineClient:
         with self._closing:
             if self._is_closed:
                 return False
+            self._is_closed = True  # first, so that no call that waits is made by the end itself
             ended = self._thread.submit(self._end_all)
-            self._is_closed = True
         self._closed.set()
         try:
             ended.result()
@@ -215,6 +234,15 @@ class EngineClient:
             if self._pausing is not None or self._core.is_suspended:
                 self._report_ended()
             self._go_on()
+
+    def _unless_closed(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+        self._check_open()
+        return function(*arguments)
+
+    def _open_gate(self) -> None:
+        """Make the calls that wait for the end of all requests, then add the requests that wait for them."""
+        for held in self._gate.open() if not self._pending else ():
+            _answer(held.future, self._unless_closed, self._add, (held.requests,))
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:
@@ -254,6 +282,7 @@ class EngineClient:
             self._core.close()
         except RankError as error:
             self._listener.on_lost_ranks(error)
+        self._open_gate()
 
     def _idle(self) -> None:
         try:
@@ -291,6 +320,7 @@ class EngineClient:
 
     def _go_on(self) -> None:
         """Submit a turn if there is something to compute or to report."""
+        self._open_gate()
         is_stuck = self._failures > FAILED_STEPS or not self._steps_itself or self._pausing is not None
         if self._has_turn or is_stuck or self._core.is_suspended or not self._core.is_busy:
             return
@@ -394,6 +424,16 @@ def _end(one: EngineRequest, outcome: RequestRecord | Exception) -> None:
         one.record.set_exception(outcome)
     else:
         one.record.set_result(outcome)
+
+
+def _answer(future: Future[Result], function: Callable[..., Result], *arguments: object) -> None:
+    """Call a function, and set the future to its result or error, unless the future was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # passed to the waiting thread
+        future.set_exception(error)
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ from heapq import nlargest
 from operator import attrgetter
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
@@ -74,6 +75,7 @@ class EngineCore:
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.is_suspended = False
+        self.weights_version = 0  # of the weights that requests are computed with
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
@@ -262,25 +264,40 @@ class EngineCore:
         for replica in self.replicas:
             replica.scheduler.reset_prefix_cache()
 
-    def weights_changed(self) -> None:
-        """Handle an in-place change of the model's weights: the prefix cache is emptied."""
+    def weights_changed(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
+        """Handle an in-place change of the model's weights: the prefix cache is emptied.
+
+        Args:
+            in_flight: What becomes of requests in flight; those that were to finish have done so before the change.
+            version: Version of the new weights; one more than the last if missing.
+        """
         self.resources.mark_new_weights()
-        self.resources.has_new_weights(is_caching=True)  # so that the next step does not detect them again
-        self._use_new_weights()
+        self.resources.has_new_weights()  # so that the next step does not detect them again
+        self._use_new_weights(in_flight, version)
+
+    def continue_from(self, version: int) -> None:
+        """Set the version of the weights of a core without requests, in the place of one that had it."""
+        self.weights_version = version
+        for replica in self.replicas:
+            replica.ahead.weights_version = version
 
     def check_weights(self) -> None:
         """Check the weights before requests are added; see `ModelResources`."""
         self.resources.check_weights(is_caching=self.is_caching)
 
     def _notice_new_weights(self) -> None:
-        if self.resources.has_new_weights(is_caching=self.is_caching):
+        if self.resources.has_new_weights():
             self._use_new_weights()
 
-    def _use_new_weights(self) -> None:
+    def _use_new_weights(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
+        self.weights_version = self.weights_version + 1 if version is None else version
+        if in_flight is InFlight.ABORT:
+            for request in self.output.requests():
+                self.output.abort(request)
         if self.disk is not None:
             self.disk.weights_changed()
         for replica in self.replicas:
-            replica.weights_changed()
+            replica.weights_changed(self.weights_version, restarts=in_flight is not InFlight.CONTINUE)
         self.resources.use_new_weights()
 
     def suspend(self) -> None:

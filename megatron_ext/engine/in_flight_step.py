@@ -36,11 +36,13 @@ class InFlightStep:
         plan: Plan of the step.
         step: Message that is computed.
         computing: Handle of the computation.
+        weights_version: Version of the weights that it is computed with.
     """
 
     plan: StepPlan
     step: ScheduledStep
     computing: Computing
+    weights_version: int
 
     @property
     def chunks(self) -> Sequence[Chunk]:
@@ -57,7 +59,7 @@ class InFlightStep:
         chunks = tuple(one for one, is_alive in zip(self.chunks, alive, strict=True) if is_alive)
         kept_chunks = tuple(one for one, is_alive in zip(self.step.chunks, alive, strict=True) if is_alive)
         step = ScheduledStep(kept_chunks, sum(alive[: self.step.num_decode]))
-        return InFlightStep(dataclasses.replace(self.plan, chunks=chunks), step, self.computing)
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, chunks=chunks), step=step)
 
     def landed(self) -> InFlightStep:
         """Return the step after its computation has succeeded or failed: `result` does not wait any more."""

@@ -159,6 +159,8 @@ class Replica:
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
+        for chunk in in_flight.chunks:
+            chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.submission.audit is None]
         self.audit.take(result.differences.values())
@@ -178,11 +180,13 @@ class Replica:
         plan = self.scheduler.schedule()
         self._output.ended += [request for request, _ in plan.failures]
         self.audit.note_hits(plan.admissions)
+        for admission in plan.admissions:
+            admission.request.versions.admit(self.ahead.weights_version)
         return plan
 
     def _take_off(self, plan: StepPlan) -> InFlightStep:
         step = self.scheduler.describe(plan)
-        return InFlightStep(plan, step, self._launch(step))
+        return InFlightStep(plan, step, self._launch(step), self.ahead.weights_version)
 
     def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
         """Requeue the requests of a failed step, and drop the step launched after it."""
@@ -210,11 +214,20 @@ class Replica:
             with self._error_isolation.guard("the drafter"):
                 self._proposals.forget(ended)
 
-    def weights_changed(self) -> None:
-        """Invalidate everything cached with the old weights."""
+    def weights_changed(self, version: int, *, restarts: bool) -> None:
+        """Invalidate everything cached with the old weights.
+
+        Args:
+            version: Version of the new weights.
+            restarts: Whether requests in the batch start again with their tokens; if not, they go on with what the old
+                weights computed, a step that is in flight included.
+        """
         self.ahead.land()
+        if restarts:
+            self.ahead.drop()
+        self.ahead.weights_version = version
         self.audit.forget()
-        self.scheduler.weights_changed()
+        self.scheduler.weights_changed(restarts=restarts)
 
     def suspend(self) -> None:
         """Requeue all requests and forget cached blocks before the pools are freed."""

@@ -8,18 +8,14 @@ from typing import Protocol
 class ModelResources(Protocol):
     """Weights and pools of the model on this rank."""
 
-    def has_new_weights(self, *, is_caching: bool) -> bool:
-        """Return whether the weights changed since the last call; False if nothing is kept that depends on them.
-
-        Args:
-            is_caching: True if the engine keeps KV blocks or states that were computed with the weights.
-        """
+    def has_new_weights(self) -> bool:
+        """Return whether the weights changed since the last call."""
 
     def check_weights(self, *, is_caching: bool) -> None:
         """Check that an engine that was idle has the weights that it knows of, before requests are added.
 
         Args:
-            is_caching: See `has_new_weights`.
+            is_caching: True if the engine keeps KV blocks or states of earlier requests.
 
         Raises:
             SilentWeightChange: It has others.
@@ -47,7 +43,7 @@ class ModelResources(Protocol):
 class NoResources:
     """Resources of an engine without a model: no weights, no pools."""
 
-    def has_new_weights(self, *, is_caching: bool) -> bool:
+    def has_new_weights(self) -> bool:
         """See `ModelResources`."""
         return False
 

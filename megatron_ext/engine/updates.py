@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.token_versions import Runs, joined
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Update:
         start: Number of generated tokens in the previous updates.
         skipped_prefill_token_count: See `RequestRecord`.
         prefill_reasons: See `RequestRecord`; empty except in the first update.
+        weights_version: See `RequestRecord`; of these tokens.
+        prefix_weights_version: See `RequestRecord`; of these tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -29,6 +32,8 @@ class Update:
     prompt_top_n_log_probs: Sequence[dict[int, float]]
     skipped_prefill_token_count: int = 0
     prefill_reasons: Mapping[str, int] = field(default_factory=dict)
+    weights_version: Runs = ()
+    prefix_weights_version: Runs = ()
 
     @classmethod
     def of(cls, request: Request, start: int) -> Update:
@@ -44,6 +49,7 @@ class Update:
             request.output.prompt_top_n[:] if is_first else (),
             ledger.skipped,
             dict(ledger.reasons) if is_first else {},
+            *request.versions.runs(start, request.generated_count),
         )
 
 
@@ -58,6 +64,8 @@ class Progress:
         self.prompt_tokens = first.prompt_tokens
         self.skipped_prefill_token_count = first.skipped_prefill_token_count
         self.prefill_reasons = dict(first.prefill_reasons)
+        self.weights_version: Runs = ()
+        self.prefix_weights_version: Runs = ()
         self.generated_tokens: list[int] = []
         self.generated_log_probs: list[float] = []
         self.generated_top_n_log_probs: list[dict[int, float]] = []
@@ -68,6 +76,8 @@ class Progress:
         """Append an update; updates must come in order and without gaps."""
         assert update.start == len(self.generated_tokens), "an update is missing"
         self.generated_tokens += update.generated_tokens
+        self.weights_version = joined(self.weights_version, update.weights_version)
+        self.prefix_weights_version = joined(self.prefix_weights_version, update.prefix_weights_version)
         self.generated_log_probs += update.generated_log_probs
         self.generated_top_n_log_probs += update.generated_top_n_log_probs
         self.prompt_log_probs += update.prompt_log_probs

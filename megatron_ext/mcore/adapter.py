@@ -121,6 +121,7 @@ class InferenceEngine(Engine):
 
     def reset(self) -> None:
         """Drop all requests (cancelling their futures) and counters; allocate a suspended engine's pools again."""
+        weights_version = self.core.weights_version if hasattr(self, "core") else 0
         if hasattr(self, "core"):
             self.core.cancel()
             for future in self._futures.values():
@@ -135,6 +136,7 @@ class InferenceEngine(Engine):
             self.inference_logging_step_interval,
             self._routing,
         )
+        self.core.continue_from(weights_version)
         self.context.attach(self.core)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
@@ -366,7 +368,10 @@ class InferenceEngine(Engine):
         self.core.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """Invalidate the cache after the model's weights were written in place (an RL refit); our loaders call this."""
+        """Invalidate the cache after the model's weights were written in place (an RL refit); our loaders call this.
+
+        Requests in flight keep their tokens and compute keys, values and states again.
+        """
         self.core.weights_changed()
 
     @property

@@ -119,14 +119,13 @@ class ContextResources:
         self._weights = WeightsWatch(self._model)
         self._samples = samples_of(self._model)
 
-    def has_new_weights(self, *, is_caching: bool) -> bool:
+    def has_new_weights(self) -> bool:
         """Return whether weights have changed; see `ModelResources`."""
-        is_watching = self._depends_on_weights(is_caching=is_caching)
         if self._context.recorded_steps is not None:
             self._context.recorded_steps.check()  # before the watch, which notices replaced parameters that are freed
         if self._samples is not None:
             self._samples.note_activity()
-        has_changed = is_watching and self._weights.has_changed()
+        has_changed = self._weights.has_changed()
         if has_changed and self._samples is not None:
             self._samples.take()
         return has_changed

@@ -20,7 +20,6 @@ from megatron_ext.parallel.commands import (
     Resume,
     StartAnew,
     Suspend,
-    WeightsChanged,
 )
 from megatron_ext.scheduling.record import Status
 
@@ -28,7 +27,7 @@ HEAD_BYTES = 16
 _HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
 _COMMAND = struct.Struct("<BBHI")  # command index, status, replica, request id
 _MAX = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
-_SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, WeightsChanged, Suspend, Resume, StartAnew)
+_SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, Suspend, Resume, StartAnew)
 _STATUSES = tuple(Status)
 
 

@@ -88,10 +88,10 @@ class RecordingScheduler(Scheduler):
         self.note(Quarantine(block_hash, states_only))
         return super().quarantine(block_hash, states_only=states_only)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, *, restarts: bool) -> None:
         """Note changed weights as `Scheduler` does, and record it."""
-        super().weights_changed()
-        self.note(WeightsChanged())
+        super().weights_changed(restarts=restarts)
+        self.note(WeightsChanged(restarts))
 
     def suspend(self) -> None:
         """Suspend as `Scheduler` does, and record it."""

@@ -45,7 +45,9 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class WeightsChanged:
-    """Weight change: nothing cached before is matched after, and new cache keys include the new weights' version."""
+    """Weight change: nothing cached before is matched after; see `Scheduler.weights_changed`."""
+
+    restarts: bool
 
 
 @dataclass(frozen=True)

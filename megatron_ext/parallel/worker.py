@@ -104,7 +104,7 @@ class Worker:
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):
             self._memory.mark_new_weights()
-            self.scheduler.weights_changed()
+            self.scheduler.weights_changed(restarts=command.restarts)
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
             self._memory.free()

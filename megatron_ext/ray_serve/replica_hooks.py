@@ -83,7 +83,7 @@ class ReplicaHooks:
         serving = self._serving
         if serving.updater is None:
             raise ConfigError(f"{WEIGHTS}={path}: this server cannot read new weights; give weights_root")
-        await serving.updater.update(path, serving.engine, serving.requests.call)
+        await serving.updater.update(path, serving.engine, serving.requests.change_weights)
         serving.identity = replace(serving.identity, weights=serving.updater.version)
         self._user_config = user_config
 

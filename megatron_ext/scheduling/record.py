@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event
 from megatron_ext.scheduling.routing_indices import RoutingIndices
+from megatron_ext.scheduling.token_versions import Runs
 
 TopN = dict[int, float]
 """Token id -> log-prob of the best alternatives."""
@@ -76,6 +77,10 @@ class RequestRecord:
     generated_text: str
     generated_tokens: tuple[int, ...]
     stop_word: str | None = None  # that has ended the request; None if it ended otherwise
+
+    # Versions of the weights: (version, tokens) of consecutive generated tokens; (version, 0) if none was generated
+    weights_version: Runs = ()  # that made the tokens
+    prefix_weights_version: Runs = ()  # that computed what they rest on; others after `in_flight="continue"` only
 
     # Log-probs; None if they were not requested
     prompt_log_probs: tuple[float, ...] | None = None  # entry i belongs to prompt token i + 1

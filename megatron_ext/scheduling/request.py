@@ -3,6 +3,7 @@
 submission   what was requested                                      immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
 timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
+versions     versions of the weights that made its tokens            the replica
 output       text cut by a stop word, log-probs                      the output processor
 outcome      how it ended                                            set once at the end; revised before the report
 """
@@ -19,6 +20,7 @@ from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.scheduling.timeline import Timeline
+from megatron_ext.scheduling.token_versions import TokenVersions
 
 
 class Request:
@@ -28,6 +30,7 @@ class Request:
         self.submission = submission
         self.sequence = Sequence(submission.prompt_tokens, submission.seed)
         self.timeline = Timeline()
+        self.versions = TokenVersions()
         self.output = Output()
         self.outcome: Outcome | None = None  # None while it lives
 
@@ -170,6 +173,12 @@ class Request:
             self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
         self.sequence.append(token)
 
+    def forget_scores(self) -> None:
+        """Forget the log-probs of a prompt that is computed again before its first token, maybe with other weights."""
+        if not self.generated_count:
+            self.output.prompt_log_probs.clear()
+            self.output.prompt_top_n.clear()
+
     def cut(self, count: int) -> None:
         """Drop the tokens after the `count`-th generated one from a request that has ended.
 
@@ -224,6 +233,7 @@ class Request:
         ledger, timeline, outcome, output = self.sequence.ledger, self.timeline, self.outcome, self.output
         has_prompt, has_generated = self.params.wants_prompt_log_probs, self.params.return_log_probs
         has_top_n = self.params.top_n_logprobs > 0
+        weights_version, prefix_weights_version = self.versions.runs(0, self.generated_count)
         return RequestRecord(
             request_id=self.request_id,
             prompt_text=self.submission.prompt_text,
@@ -240,6 +250,8 @@ class Request:
             prompt_top_n_log_probs=tuple(output.prompt_top_n) if has_top_n and has_prompt else None,
             generated_top_n_log_probs=tuple(output.generated_top_n) if has_top_n else None,
             routing_indices=None if output.routing is None else output.routing.up_to(len(self.tokens) - 1),
+            weights_version=weights_version,
+            prefix_weights_version=prefix_weights_version,
             events=tuple(timeline.events),
             arrival_wall_time=timeline.arrival_wall_time,
             latency=timeline.latency,

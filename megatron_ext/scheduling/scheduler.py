@@ -327,14 +327,11 @@ class Scheduler:
         self.queues.waiting.forget()
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
-        """Drop a wrong entry and all that was computed from it; requests that use any of it start again.
+        """Drop a wrong entry and all computed from it; requests that use it start again. Return the blocks dropped.
 
         Args:
             block_hash: Hash of the block whose keys and values, or states at the end, are wrong.
             states_only: Whether only the snapshot is wrong, and what was computed from it.
-
-        Returns:
-            Number of blocks that were dropped.
         """
         blocks = self.cache.continuations(block_hash, itself=not states_only)
         dropped = set(blocks)
@@ -351,9 +348,11 @@ class Scheduler:
             self._states.drop(block_hash)
         return self.cache.drop_all(blocks)
 
-    def weights_changed(self) -> None:
-        """Reset the prefix cache and use new roots of block hashes, since the weights have changed."""
+    def weights_changed(self, *, restarts: bool) -> None:
+        """Reset the cache and use new roots of block hashes; requests in the batch start again if `restarts`."""
         self._keys.weights_changed()
+        for request in self.queues.holding() if restarts else ():
+            self._requeue(request, EventType.EVICT)
         self._reset_cache()
         for request in self.queues.waiting:
             self._start_chain(request)
@@ -361,6 +360,7 @@ class Scheduler:
 
     def _requeue(self, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
         self._release(request)
+        request.forget_scores()
         self._start_chain(request)
         self.queues.move(request, self.queues.waiting)
         if event is not None:

@@ -239,14 +239,13 @@ def _greedy(temperature: float, top_k: int, top_p: float, forbidden: tuple[int, 
 def _scoring(chunk: Chunk) -> Scoring | None:
     """Return the chunk's prompt tokens that have no log-prob yet.
 
-    A request for prompt log-probs skips no token, so these are the tokens computed for the first time. Every scheduler
-    with the same history knows this; the log-probs themselves are not known to all.
+    A request for prompt log-probs skips no token, and one that starts again before its first token scores all anew.
+    Every scheduler with the same history knows this; the log-probs themselves are not known to all.
     """
     request = chunk.request
-    if not request.params.wants_prompt_log_probs:
+    if not request.params.wants_prompt_log_probs or request.generated_count:
         return None
-    start = max(chunk.start, request.sequence.ledger.known_end)
-    end = min(chunk.end, request.prompt_length - 1)
+    start, end = chunk.start, min(chunk.end, request.prompt_length - 1)
     if start >= end:
         return None
     return Scoring(start, end, request.prompt_tokens[start + 1 : end + 1], request.params.top_n_logprobs)

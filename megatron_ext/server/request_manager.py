@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.engine.client import ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
@@ -22,7 +23,7 @@ from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.api_errors import ApiError, aborted, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
 from megatron_ext.server.monitoring.metrics import Metrics
@@ -216,6 +217,13 @@ class RequestManager:
     async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self.client.call(function, *arguments))
+
+    async def change_weights(self, in_flight: InFlight, write: Callable[[], None]) -> None:
+        """Call `write` in the engine's thread, between two steps; requests that are aborted end with an error first."""
+        if in_flight is InFlight.ABORT:
+            self.give_up(aborted())
+        call = self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call
+        await asyncio.wrap_future(call(write))
 
     async def reset_prefix_cache(self) -> dict[str, int] | None:
         """Empty the cache; return its contents afterwards."""

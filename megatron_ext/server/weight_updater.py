@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import weights_version
 from megatron_ext.models.load import LoadedModel
@@ -41,13 +43,22 @@ class WeightsUpdater:
     version: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def update(self, path: str, engine: InferenceEngine, between_steps: Callable[..., Awaitable[None]]) -> int:
+    async def update(
+        self,
+        path: str,
+        engine: InferenceEngine,
+        change_weights: Callable[[InFlight, Callable[[], None]], Awaitable[None]],
+        in_flight: InFlight = InFlight.RECOMPUTE,
+        version: int | None = None,
+    ) -> int:
         """Read a checkpoint, and write it if it fits.
 
         Args:
             path: Path of the checkpoint's directory, below the root.
             engine: Engine of the model.
-            between_steps: Calls a function in the engine's thread.
+            change_weights: Writes the weights; see `RequestManager.change_weights`.
+            in_flight: What becomes of requests in flight.
+            version: Number of the new weights; one more than the last if missing.
 
         Returns:
             Number of tensors written.
@@ -56,9 +67,9 @@ class WeightsUpdater:
             ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
         """
         async with self._one_at_a_time:
-            new, version = await asyncio.to_thread(self._read, path)
-            await between_steps(_write, new, engine)
-            self.version = version
+            new, content = await asyncio.to_thread(self._read, path)
+            await change_weights(in_flight, partial(_write, new, engine, in_flight, version))
+            self.version = content
         logger.info("weights are now from %s", printable(path, LONGEST_PATH))
         return len(new.tensors)
 
@@ -68,7 +79,6 @@ class WeightsUpdater:
         return new, weights_version(directory)
 
 
-def _write(new: NewWeights, engine: InferenceEngine) -> None:
-    """Write the weights. Requests in flight continue on their old KV and states, which are no longer cached."""
+def _write(new: NewWeights, engine: InferenceEngine, in_flight: InFlight, version: int | None) -> None:
     new.write()
-    engine.weights_changed()
+    engine.core.weights_changed(in_flight, version)

@@ -66,6 +66,7 @@ FIELDS: dict[str, FieldText] = {
     "ignore_eos": FieldText("Continue after the end-of-document token", True, False),
     "skip_special_tokens": FieldText("Leave special tokens out of texts", False, True),
     "return_token_ids": FieldText("Return token ids of prompt and answer, too", True, False),
+    "return_weights_version": FieldText("Return the versions of the weights that made the tokens", True, False),
     "structured_outputs": FieldText(
         "Format of the answer in vLLM's form; one of its fields", {"choice": ["yes", "no"]}
     ),

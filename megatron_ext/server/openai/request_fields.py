@@ -283,6 +283,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_weights_version: bool | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
     explain_prefix_cache: bool | None = None

@@ -25,6 +25,7 @@ class _Envelope:
         self.shows_cache = True
         self.explains: Callable[..., str] | None = None
         self.thinking_token: int | None = None
+        self.shows_versions = False
         self._vocabulary = vocabulary
         self._shows_ids = shows_ids
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
@@ -171,7 +172,7 @@ class ChatResponseBuilder(_Envelope):
             delta["content"] = part.content
         if part.calls:
             delta["tool_calls"] = [_call_part(call) for call in part.calls]
-        if not delta and reason is None and not piece.scores and not self._shows_ids:
+        if not delta and reason is None and not piece.scores and not self._shows_ids and not self.shows_versions:
             return None
         log_probs = self._log_probs(piece.scores)
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason} | self._ids(

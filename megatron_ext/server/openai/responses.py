@@ -10,6 +10,7 @@ from typing import Protocol
 from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.token_versions import part_of
 from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
 from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.text.excerpt import excerpt
@@ -145,6 +146,8 @@ class AnswerShape(Protocol):
 class ResponseBuilder(AnswerShape, Protocol):
     """Response builder: the differences between completions and chat completions."""
 
+    shows_versions: bool  # whether choices have the versions of the weights
+
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Return the fields beside the choices in the first part of a response, and in a whole one."""
 
@@ -179,10 +182,22 @@ def explained(builder: AnswerShape, index: int, record: RequestRecord) -> dict[s
     return {"prefix_cache_explanation": shown}
 
 
+def versions_of(builder: ResponseBuilder, source: Progress | RequestRecord, start: int, end: int) -> dict[str, object]:
+    """Return the versions of the weights behind the generated tokens [start, end), if requested: two fields."""
+    if not builder.shows_versions:
+        return {}
+    return {
+        "weights_version": [list(run) for run in part_of(source.weights_version, start, end)],
+        "prefix_weights_version": [list(run) for run in part_of(source.prefix_weights_version, start, end)],
+    }
+
+
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
     """Return the whole response."""
     choices = [
-        builder.choice(index, record, records[index - index % builder.choices]) | explained(builder, index, record)
+        builder.choice(index, record, records[index - index % builder.choices])
+        | explained(builder, index, record)
+        | versions_of(builder, record, 0, len(record.generated_tokens))
         for index, record in enumerate(records)
     ]
     envelope = builder.envelope(is_part=False) | builder.heading(records[0])

@@ -28,6 +28,7 @@ from megatron_ext.server.openai.responses import (
     generated_scores,
     usage,
     usage_so_far,
+    versions_of,
 )
 from megatron_ext.text.text_stream import TextStream
 
@@ -135,6 +136,7 @@ class _ChoiceStream:
         self._builder = builder
         self._reader = PieceReader(handle, detokenize)
         self._is_open = False
+        self._told = 0  # tokens in the parts so far
 
     @property
     def is_ended(self) -> bool:
@@ -157,7 +159,9 @@ class _ChoiceStream:
                 yield self._builder.heading(source) | {"choices": [opening]}
         for piece in self._reader.read():
             part = self._builder.part(self._index, piece)
+            first_token, self._told = self._told, self._told + len(piece.tokens)
             if part is not None:
+                part |= versions_of(self._builder, source, first_token, self._told)
                 if isinstance(source, RequestRecord):
                     part |= explained(self._builder, self._index, source)
                 yield {"choices": [part]}

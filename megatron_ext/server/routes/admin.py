@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
 
+from megatron_ext.config.in_flight import MAX_VERSION, InFlight
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
@@ -49,6 +50,8 @@ class UpdateRequest(Body):
     """Location of new weights."""
 
     model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
+    in_flight: InFlight = InFlight.RECOMPUTE
+    weights_version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
 
 
 @router.post("/sleep", dependencies=[Depends(only_queries("level"))])
@@ -135,6 +138,10 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     """Write the weights of a checkpoint into the model, all or nothing; the prefix cache is emptied."""
     if serving.updater is None:
         raise ApiError(400, "this server cannot read new weights; start it with --weights-root DIR", param="model_path")
-    count = await serving.updater.update(body.model_path, serving.engine, serving.requests.call)
+    count = await serving.updater.update(
+        body.model_path, serving.engine, serving.requests.change_weights, body.in_flight, body.weights_version
+    )
     serving.identity = replace(serving.identity, weights=serving.updater.version)
-    return {"success": True, "message": f"{count} tensors are those of {body.model_path}", "tensors": count}
+    message = f"{count} tensors are those of {body.model_path}"
+    version = serving.engine.core.weights_version
+    return {"success": True, "message": message, "tensors": count, "weights_version": version}

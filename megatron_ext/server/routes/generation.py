@@ -98,6 +98,7 @@ async def _answer(
     request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], builder: ResponseBuilder
 ) -> Response:
     """Run the requests, and return their answer, whole or as a stream."""
+    builder.shows_versions = bool(body.return_weights_version)
     group = await run_requests(request, serving, body, specs, builder)
     if not body.stream:
         return json_response(whole(builder, [finished(handle) for handle in group.handles]))

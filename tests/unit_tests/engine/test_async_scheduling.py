@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.result import Score, StepResult
@@ -160,7 +161,7 @@ def test_calls_that_need_quiet():
     for _ in range(2):
         paper.step()
     assert paper.device.waits
-    paper.engine.weights_changed()
+    paper.engine.weights_changed(InFlight.CONTINUE)
     assert not paper.device.waits
     assert paper.step() == [(0, 10, 11)]
     count = len(paper.scheduler.queues.running._requests[0].tokens)
@@ -170,6 +171,27 @@ def test_calls_that_need_quiet():
     assert len(request.tokens) == count, "the step under way counts"
     paper.run()
     paper.check_tokens()
+
+
+@pytest.mark.parametrize("in_flight", [InFlight.CONTINUE, InFlight.RECOMPUTE])
+def test_a_step_under_way_is_of_the_old_weights(in_flight: InFlight):
+    """RL-2, RL-3: its token counts as made by them, or is made anew if all is computed again."""
+    paper = Paper()
+    paper.add(0, tuple(range(9)), num_tokens_to_generate=20, ignore_eos=True)
+    for _ in range(2):
+        paper.step()
+    assert paper.device.waits
+    (request,) = paper.scheduler.queues
+    known = request.generated_count
+    paper.engine.weights_changed(in_flight, 5)
+    paper.run()
+    paper.check_tokens()
+    record = paper.records[0]
+    if in_flight is InFlight.CONTINUE:
+        assert record.weights_version == ((0, known + 1), (5, 19 - known))
+        assert record.prefix_weights_version == ((0, 20),)
+    else:
+        assert record.weights_version == record.prefix_weights_version == ((0, known), (5, 20 - known))
 
 
 def test_an_engine_that_is_closed_leaves_nothing_under_way():
@@ -188,7 +210,7 @@ def test_an_error_while_all_is_made_quiet_is_the_next_steps():
     paper.add(0, (1, 2, 3), ignore_eos=True)
     paper.step()
     paper.device.breaks_at = 0
-    paper.engine.weights_changed()
+    paper.engine.weights_changed(InFlight.CONTINUE)
     with pytest.raises(RuntimeError, match="the device is gone"):
         paper.step()
     paper.engine.check()
@@ -223,7 +245,7 @@ def flight_of(**tables: object) -> InFlightStep:
     )
     told = tuple(SimpleNamespace(request_id=i, length=chunk.length) for i, chunk in enumerate(chunks))
     result = StepResult(**({"tokens": {0: 5, 1: 6, 2: 7}, "generated": {}, "prompt": {}, "failures": {}} | tables))
-    return InFlightStep(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result))
+    return InFlightStep(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result), 0)
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])

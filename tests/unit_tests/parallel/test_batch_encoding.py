@@ -18,8 +18,8 @@ from megatron_ext.parallel.commands import (
     Resume,
     StartAnew,
     Suspend,
+    WeightsChanged,
 )
-from megatron_ext.parallel.commands import WeightsChanged as Changed
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.submission import Submission
 
@@ -28,7 +28,7 @@ ONE_MESSAGE = {
     "nothing": (),
     "the largest id": ((1, End(2**32 - 1, Status.FAILED)),),
     **{f"{one.value} in another replica": ((65_535, End(7, one)),) for one in Status},
-    **{type(one).__name__: ((2, one),) for one in (ResetPrefixCache(), Changed(), Suspend(), Resume(), StartAnew())},
+    **{type(one).__name__: ((2, one),) for one in (ResetPrefixCache(), Suspend(), Resume(), StartAnew())},
 }
 TWO_MESSAGES = {
     "a request": ((1, NEW),),
@@ -36,6 +36,7 @@ TWO_MESSAGES = {
     "more than fit, in order": ((0, End(2, Status.ABORTED)), (1, StartAnew()), (0, ResetPrefixCache())),
     "an id beyond words": ((0, End(2**32, Status.ABORTED)),),
     "an id below words": ((0, End(-1, Status.ABORTED)),),
+    "new weights": ((0, WeightsChanged(restarts=True)), (1, WeightsChanged(restarts=False))),
     "drafts": ((0, Propose(((3, (5, 6)),))),),
     "a replica beyond words": ((2**16, Suspend()),),
 }
@@ -61,4 +62,4 @@ def test_commands_that_need_a_second_message(told: str):
 
 def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*batch_encoding._SMALL, Add, Allow, Propose, Quarantine} == {*commands.Command.__args__}
+    assert {*batch_encoding._SMALL, Add, Allow, Propose, Quarantine, WeightsChanged} == {*commands.Command.__args__}

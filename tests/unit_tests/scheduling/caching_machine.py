@@ -173,16 +173,25 @@ class CachingMachine(RuleBasedStateMachine):
         self.memory.lose()
 
     @precondition(lambda self: self.world.in_use() or self.world.cached)
-    @rule(weights=st.booleans())
-    def reset(self, weights: bool) -> None:
+    @rule()
+    def reset(self) -> None:
         """EX-4."""
-        if weights:
-            self.weights += 1
-            self.scheduler.weights_changed()
-            self.key_weights |= dict.fromkeys(self.placed("waiting"), self.weights)
-        else:
-            self.scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
         self.note_claims()
+        self.world.reset()
+        self.verify()
+
+    @precondition(lambda self: self.world.in_use() or self.world.cached)
+    @rule(restarts=st.booleans())
+    def change_weights(self, restarts: bool) -> None:
+        """EX-4: requests in the batch start again, or go on and publish nothing."""
+        self.weights += 1
+        self.scheduler.weights_changed(restarts=restarts)
+        self.note_claims()
+        for owner in [*self.placed("running"), *self.placed("paused")] if restarts else ():
+            self.send_back(owner)
+            owner.events.append(EventType.EVICT)
+        self.key_weights |= dict.fromkeys(self.placed("waiting"), self.weights)
         self.world.reset()
         self.verify()
 

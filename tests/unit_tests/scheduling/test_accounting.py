@@ -248,7 +248,7 @@ class TestCachingOff:
         run(scheduler, third, generate=6)
         scheduler.suspend()
         step(scheduler)
-        scheduler.weights_changed()
+        scheduler.weights_changed(restarts=False)
         scheduler.reset_prefix_cache()
         step(scheduler)
         assert (first.sequence.chain, second.sequence.chain, third.sequence.chain) == (None, None, None)

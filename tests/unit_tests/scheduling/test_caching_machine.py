@@ -159,8 +159,10 @@ def publishes_what_began_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def keeps_old_keys_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change_weights(self: Scheduler) -> None:
+    def change_weights(self: Scheduler, *, restarts: bool) -> None:
         self._keys.weights_changed()
+        if restarts:
+            self.suspend()
         self.reset_prefix_cache()
 
     monkeypatch.setattr(Scheduler, "weights_changed", change_weights)

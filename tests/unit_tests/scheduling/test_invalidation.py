@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, admitted, commit, make_limits, request_of, step
@@ -19,7 +21,12 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 PROMPT = range(12)
-INVALIDATIONS = [Scheduler.reset_prefix_cache, Scheduler.weights_changed, Scheduler.suspend]
+INVALIDATIONS = [
+    Scheduler.reset_prefix_cache,
+    partial(Scheduler.weights_changed, restarts=False),
+    partial(Scheduler.weights_changed, restarts=True),
+    Scheduler.suspend,
+]
 Invalidate = Callable[[Scheduler], None]
 
 
@@ -94,6 +101,27 @@ class TestInFlight:
         assert cached_tokens(scheduler, request.tokens) == 0
         assert scheduler.blocks.free_count == scheduler.limits.total_blocks
 
+    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding", "paused"])
+    @pytest.mark.parametrize("slots", [None, 4])
+    def test_starts_again_with_new_weights(self, stage: str, slots: int | None):
+        """EX-4: the request keeps its tokens, computes all of them anew, and publishes under the new keys only."""
+        scheduler = make_scheduler(slots=slots, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
+        request = self.at(stage, scheduler)
+        tokens, old = list(request.tokens), list(request.block_hashes)
+        scheduler.weights_changed(restarts=True)
+        assert list(request.tokens) == tokens
+        assert (request.computed_end, list(request.block_table)) == (0, [])
+        assert request in scheduler.queues.waiting
+        assert request.timeline.events[-1].type is EventType.EVICT
+        scheduler.check()
+        for _ in range(6):
+            step(scheduler)
+        scheduler.check()
+        assert request.generated_count > len(tokens) - 12
+        assert set(request.block_hashes).isdisjoint(old)
+        assert cached_tokens(scheduler, request.tokens) >= 12
+        assert not scheduler.cache.match(old)
+
     @pytest.mark.parametrize("stage", ["mid-prefill", "decoding"])
     def test_without_a_reset_it_would(self, stage: str):
         """Negative control, EX-1."""
@@ -150,7 +178,7 @@ class TestInFlight:
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))
         step(scheduler)
-        scheduler.weights_changed()
+        scheduler.weights_changed(restarts=False)
         scheduler.end(first, Status.COMPLETED)
         assert admitted(step(scheduler)) == [(1, 0, 3)]
 
@@ -167,10 +195,10 @@ class TestKeys:
     def test_each_of_model_weights_block_size_and_salt_makes_another_key(self):
         """KV-1, EX-3, EX-4."""
         other_weights = make_scheduler()
-        other_weights.weights_changed()
+        other_weights.weights_changed(restarts=True)
         later_weights = make_scheduler()
-        later_weights.weights_changed()
-        later_weights.weights_changed()
+        later_weights.weights_changed(restarts=True)
+        later_weights.weights_changed(restarts=True)
         roots = [
             self.root(make_scheduler()),
             self.root(Scheduler(make_limits(), LRU, b"another model")),
@@ -192,7 +220,7 @@ class TestKeys:
         old = running.sequence.chain.root
         scheduler.reset_prefix_cache()
         assert (running.sequence.chain.root, waiting.sequence.chain.root) == (old, old)
-        scheduler.weights_changed()
+        scheduler.weights_changed(restarts=False)
         assert running.sequence.chain.root == old  # until it begins again: its KV is of both
         assert waiting.sequence.chain.root == self.root(scheduler) != old
         scheduler.suspend()

@@ -158,7 +158,7 @@ class TestHashing:
         requests = [make_request(arrival, 8) for arrival in range(5)]
         add(scheduler, *requests)
         step(scheduler)
-        scheduler.weights_changed()
+        scheduler.weights_changed(restarts=False)
         assert [request.sequence.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
         step(scheduler)
         assert sum(request.sequence.unhashed_tokens for request in requests[1:]) in (16, 24)
