@@ -141,6 +141,8 @@ FIELDS: dict[str, FieldText] = {
     "request_id": FieldText("The `id` of the answer to abort; or `abort_all`", "cmpl-1234"),
     "abort_all": FieldText("Abort all requests", True, False),
     "model_path": FieldText("Directory of the new weights, below `--weights-root`", "step-2000"),
+    "in_flight": FieldText("What becomes of requests in flight", "finish", "recompute"),
+    "weights_version": FieldText("Number of the new weights; by default one more than the last", 17),
     "level": FieldText("1 gives back the memory of the pools; weights stay", 1, 1),
     # Parameters of paths and queries
     "since": FieldText("Only samples after this moment: seconds since 1970 by the server's clock", 1760000000.0, 0),

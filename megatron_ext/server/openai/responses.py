@@ -186,10 +186,10 @@ def versions_of(builder: ResponseBuilder, source: Progress | RequestRecord, star
     """Return the versions of the weights behind the generated tokens [start, end), if requested: two fields."""
     if not builder.shows_versions:
         return {}
-    return {
-        "weights_version": [list(run) for run in part_of(source.weights_version, start, end)],
-        "prefix_weights_version": [list(run) for run in part_of(source.prefix_weights_version, start, end)],
-    }
+    found = {"weights_version": source.weights_version, "prefix_weights_version": source.prefix_weights_version}
+    if source.generated_tokens:  # else the versions that scored the prompt
+        found = {name: part_of(runs, start, end) for name, runs in found.items()}
+    return {name: [list(run) for run in runs] for name, runs in found.items()}
 
 
 def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
@@ -50,7 +50,7 @@ class UpdateRequest(Body):
     """Location of new weights."""
 
     model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
-    in_flight: InFlight = InFlight.RECOMPUTE
+    in_flight: Literal["recompute", "finish", "abort", "continue"] = "recompute"
     weights_version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
 
 
@@ -139,7 +139,7 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     if serving.updater is None:
         raise ApiError(400, "this server cannot read new weights; start it with --weights-root DIR", param="model_path")
     count = await serving.updater.update(
-        body.model_path, serving.engine, serving.requests.change_weights, body.in_flight, body.weights_version
+        body.model_path, serving.engine, serving.requests.change_weights, InFlight(body.in_flight), body.weights_version
     )
     serving.identity = replace(serving.identity, weights=serving.updater.version)
     message = f"{count} tensors are those of {body.model_path}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams
+from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, RequestRecord
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.native.directory import CONFIG_FILE
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.ops.linear import Packable, onednn
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.token_versions import Runs, joined
 from tests.unit_tests.support.holding import held_steps
 
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
@@ -99,20 +103,133 @@ def test_refused_whole(new, load):
     assert_equal(outcomes(engine), old)
 
 
-def test_while_requests_run(new, fresh, load):
-    """PY-6: running requests go on, later requests find none of their blocks, and other requests are not affected."""
+@pytest.mark.parametrize("in_flight", ["recompute", "continue"])
+def test_while_requests_run(new, fresh, load, in_flight):
+    """PY-6, RL-2: running requests go on, later requests find none of their blocks; each token has its version."""
     engine = load()
     with ThreadPoolExecutor(1) as threads:
         with held_steps(engine._client, tokens=30):
             running = threads.submit(engine.generate, PROMPTS, LONG)
             while not engine.statistics().running:
                 pass
-            engine.update_weights(new)
+            engine.update_weights(new, in_flight=in_flight)
             found = outcomes(engine)
             assert not running.done()
-        assert [len(record.generated_tokens) for record in running.result()] == [100] * 3
+        records = running.result()
+    assert [len(record.generated_tokens) for record in records] == [100] * 3
+    for record in records:
+        (first, before), (second, after) = record.weights_version
+        assert (first, second, before + after) == (0, 1, 100)
+        assert (record.prefix_weights_version == ((0, 100),)) is (in_flight == "continue")
     assert_equal(found, outcomes(fresh))
     assert_equal(outcomes(engine), outcomes(fresh))
+
+
+def test_requests_finish_first(new, fresh, load):
+    """RL-3: the update waits for the requests before it; those that come meanwhile wait for the new weights."""
+    engine = load()
+    with ThreadPoolExecutor(3) as threads:
+        with held_steps(engine._client, tokens=5):
+            running = threads.submit(engine.generate, PROMPTS, LONG)
+            while not engine.statistics().running:
+                pass
+            update = threads.submit(engine.update_weights, new, in_flight="finish", weights_version=9)
+            while not engine._client._gate._calls:
+                pass
+            late = threads.submit(outcomes, engine)
+            while not engine._client._gate._held:
+                pass
+            assert not update.done()
+        assert [record.weights_version for record in running.result()] == [((0, 100),)] * 3
+        update.result()
+        assert_equal(late.result(), outcomes(fresh))
+    assert engine.weights_version == 9
+    engine.update_weights(new, in_flight="finish")  # none is in flight
+    assert engine.weights_version == 10
+
+
+def test_an_update_that_waits_ends_with_the_engine(new, load):
+    """RL-3: closing the engine ends both the update and the requests that wait for it."""
+    engine = load()
+    with ThreadPoolExecutor(3) as threads:
+        with held_steps(engine._client, tokens=5):
+            running = threads.submit(engine.generate, PROMPTS, LONG)
+            while not engine.statistics().running:
+                pass
+            update = threads.submit(engine.update_weights, new, in_flight="finish")
+            while not engine._client._gate._calls:
+                pass
+            late = threads.submit(engine.generate, PROMPTS)
+            while not engine._client._gate._held:
+                pass
+            engine.close()
+        for one in (running, update, late):
+            with pytest.raises(EngineClosed):
+                one.result()
+
+
+def test_requests_are_aborted(new, load):
+    """RL-3: they end with their tokens and log-probs; a refused update ends none."""
+    engine = load()
+    params = RequestParams(num_tokens_to_generate=100, ignore_eos=True, return_log_probs=True)
+    with ThreadPoolExecutor(1) as threads:
+        with held_steps(engine._client, tokens=5):
+            running = threads.submit(engine.generate, PROMPTS[:2], params)
+            while not engine.statistics().running:
+                pass
+            with pytest.raises(ConfigError, match="are missing"):
+                engine.update_weights({"decoder.final_norm.weight": torch.ones(192)}, in_flight="abort")
+            assert engine.statistics().running
+            engine.update_weights(new, in_flight="abort")
+            assert not engine.statistics().running
+        for record in running.result():
+            assert record.status is Status.ABORTED
+            assert 0 < len(record.generated_tokens) == len(record.generated_log_probs) < 100
+            assert record.weights_version == ((0, len(record.generated_tokens)),)
+
+
+def test_parts_of_streams_have_versions(new, load):
+    """RL-2: the parts' runs are those of the record."""
+    engine = load()
+    parts = []
+
+    async def read() -> RequestRecord:
+        stream = engine.stream(PROMPTS[0], LONG)
+        async for part in stream:
+            parts.append(part)
+            if sum(len(one.tokens) for one in parts) >= 20 and engine.weights_version == 0:
+                await asyncio.to_thread(engine.update_weights, new)
+        return stream.record
+
+    record = asyncio.run(read())
+    for part in parts[:-1]:
+        assert sum(count for _, count in part.weights_version) == len(part.tokens)
+    for name in ("weights_version", "prefix_weights_version"):
+        runs: Runs = ()
+        for part in parts:
+            runs = joined(runs, getattr(part, name))
+        assert runs == getattr(record, name)
+    assert [version for version, _ in record.weights_version] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"in_flight": "wait"}, "in_flight is 'wait'; one of recompute, "),
+        ({"weights_version": -1}, "weights_version is -1; an integer from 0"),
+        ({"weights_version": True}, "weights_version is True; an integer from 0"),
+        ({"weights_version": 1.0}, "weights_version is 1.0; an integer from 0"),
+    ],
+)
+def test_settings_of_an_update(load, settings, told):
+    """RL-2, RL-3: mistakes are refused before anything happens."""
+    engine = load()
+    for update in (lambda: engine.update_weights({}, **settings), lambda: engine.weights_changed(**settings)):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            update()
+    with pytest.raises(ConfigError, match="the weights are written already"):
+        engine.weights_changed(in_flight="finish")
+    assert engine.weights_version == 0
 
 
 def test_while_it_is_suspended(new, fresh, load):

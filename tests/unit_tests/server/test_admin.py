@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
@@ -328,14 +329,48 @@ class TestUpdate:
             second.wait(0.5)  # one that comes too early has the time to do so
             return NewWeights(torch.nn.Linear(1, 1), {}), f"version of {path}"
 
-        async def between_steps(write: object, new: NewWeights, engine: object) -> None:
+        async def change_weights(in_flight: InFlight, write: object) -> None:
             happened.append("written")
 
         monkeypatch.setattr(WeightsUpdater, "_read", read)
         updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), None, SourceConfig(), {})
-        await asyncio.gather(*(updater.update(path, None, between_steps) for path in ("one", "two")))
+        await asyncio.gather(*(updater.update(path, None, change_weights) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
         assert updater.version == "version of two"
+
+    @pytest.mark.parametrize("in_flight", [None, "continue", "finish", "abort"])
+    def test_requests_in_flight(self, server, in_flight):
+        """RL-2, RL-3: they compute again, go on, end first or end with an error; parts of answers have versions."""
+        before = server.engine.core.weights_version
+        body = {"model_path": "new", "weights_version": before + 7}
+        body |= {} if in_flight is None else {"in_flight": in_flight}
+        answers: list[httpx.Response] = []
+        updating = threading.Thread(
+            target=lambda: answers.append(ask(server, "POST", "/update_weights_from_disk", json=body))
+        )
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            with server.held():
+                stream, _ = started(server, client, ignore_eos=True, return_weights_version=True)
+                updating.start()
+                server.wait_until(lambda: answers or server.serving.requests.client._gate._calls)
+                assert bool(answers) is (in_flight != "finish")
+            lines = [line.removeprefix("data: ") for line in stream if line]
+        updating.join(PATIENCE)
+        assert answers[0].json()["weights_version"] == before + 7 == server.engine.core.weights_version
+        ask(server, "POST", "/update_weights_from_disk", json={"model_path": "old"})
+        if in_flight == "abort":
+            assert json.loads(lines[-1])["error"]["code"] == "request_aborted"
+            return
+        choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        versions, prefixes = (
+            [version for one in choices for version, count in one[name] for _ in range(count)]
+            for name in ("weights_version", "prefix_weights_version")
+        )
+        assert versions == sorted(versions)
+        assert len(versions) == len(prefixes) >= 35
+        assert {*versions} <= {before, before + 7}
+        assert versions[-1] == (before if in_flight == "finish" else before + 7)
+        assert prefixes == ([before] * len(versions) if in_flight == "continue" else versions)
 
     @pytest.mark.parametrize(
         ("path", "named"),
@@ -377,6 +412,8 @@ def tiny_engine_with(model: torch.nn.Module) -> str:
         ("/wake_up?tags=weights", None, "tags"),
         ("/flush_cache", {"what": 1}, "what"),
         ("/abort", {}, "abort_all"),
+        ("/update_weights_from_disk", {"model_path": "new", "in_flight": "wait"}, "in_flight"),
+        ("/update_weights_from_disk", {"model_path": "new", "weights_version": -1}, "weights_version"),
         ("/abort", {"request_id": "a", "abort_all": True}, "either request_id or abort_all"),
         ("/abort", {"rid": "a"}, "rid"),
         ("/update_weights_from_disk", {"model_path": "new", "load_format": "auto"}, "load_format"),

@@ -53,6 +53,11 @@ def ask(server: LiveServer, path: str, body: dict, *, stream: bool) -> list[dict
     return [one | {"usage": parts[-1]["usage"], "parts": parts} for _, one in sorted(choices.items())]
 
 
+def told(got: dict) -> list[dict]:
+    """What the server told of a choice: the choice, or its parts."""
+    return [one for part in got.get("parts", [got.get("whole")]) for one in part["choices"]]
+
+
 SAMPLED = {"temperature": 0.8, "seed": 5}
 FIELDS: dict[str, dict] = {
     "presence_penalty": {"presence_penalty": 1.5, "temperature": 0},
@@ -133,6 +138,20 @@ class TestTokenIds:
         assert len(got["token_ids"]) == 5
         text = got["text"] if stream else got["message"]["content"]
         assert tokenizer.detokenize(got["token_ids"]) == text
+
+    @pytest.mark.parametrize(("path", "count"), [(COMPLETIONS, 5), (COMPLETIONS, 0), (CHAT, 5)])
+    def test_versions_of_weights(self, embedded, stream, path, count):
+        """RL-2: two fields of a choice, and of each part of a stream, if they are asked for."""
+        prompt = {"messages": [{"role": "user", "content": "Hello"}]} if path == CHAT else {"prompt": [5, 6, 7]}
+        body = {"max_tokens": count, "ignore_eos": True, "temperature": 0, **prompt}
+        body |= {} if count else {"echo": True}
+        (plain,) = ask(embedded, path, body, stream=stream)
+        (got,) = ask(embedded, path, body | {"return_weights_version": True}, stream=stream)
+        for name in ("weights_version", "prefix_weights_version"):
+            runs = [run for one in told(got) for run in one.get(name, ())]
+            assert {version for version, _ in runs} == {embedded.engine.core.weights_version}
+            assert sum(tokens for _, tokens in runs) == count
+            assert not any(name in one for one in told(plain))
 
     def test_token_ids_are_returned_only_if_requested(self, tiny, stream):
         (got,) = ask(tiny, COMPLETIONS, {"prompt": [1], "max_tokens": 2}, stream=stream)
