@@ -221,6 +221,7 @@ class LoadedEngine:
     def _update_weights(
         self, named_tensors: NamedTensors, naming: Naming, partial: bool, in_flight: InFlight, version: int | None
     ) -> None:
+        self._engine.core.land()
         update_weights(self._loaded.model, naming, named_tensors, partial=partial)
         self._engine.core.weights_changed(in_flight, version)
 

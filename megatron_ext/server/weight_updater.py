@@ -80,5 +80,6 @@ class WeightsUpdater:
 
 
 def _write(new: NewWeights, engine: InferenceEngine, in_flight: InFlight, version: int | None) -> None:
+    engine.core.land()
     new.write()
     engine.core.weights_changed(in_flight, version)
