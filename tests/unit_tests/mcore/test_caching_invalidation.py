@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
@@ -23,7 +24,7 @@ LONG = [*SHORT, *make_prompt(61, seed=1)]
 
 FORGET: dict[str, Callable[[CachingDriver], None]] = {
     "reset_prefix_cache": lambda driver: driver.engine.reset_prefix_cache(),
-    "weights_changed": lambda driver: driver.engine.weights_changed(),
+    "weights_changed": lambda driver: driver.engine.core.weights_changed(InFlight.CONTINUE),
     "a_loader": lambda driver: mark_weights_changed(driver.engine.controller.inference_wrapped_model.model),
 }
 
