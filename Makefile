@@ -81,8 +81,9 @@ test-clients: $(STAMP) ## Play the agent loops of real clients against a server,
 soak: $(STAMP) ## Run whole campaigns: audits of a sound cache; kills, losses of power and flipped bytes of the one on disk.
 	$(PYTEST) -m soak -rP $(ARGS)
 
-kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
+kernels: $(STAMP) ## Check every Triton kernel without a GPU: compiled for sm_80 and sm_90, and launched at the sizes of real models.
 	$(BIN)/python tools/compile_kernels.py $(ARGS)
+	$(BIN)/python -m tools.kernel_checks
 
 oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then compares ours with, into out/oracles.
 	$(BIN)/python tools/oracles.py

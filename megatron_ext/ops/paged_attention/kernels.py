@@ -34,12 +34,12 @@ MANY = {
     )
     for types, channels, rows, keys, warps, limit in (
         (NARROW, 16, 64, 64, 4, None),
-        (NARROW, 32, 64, 64, 4, None),
+        (NARROW, 32, 64, 64, 4, MAX_REGISTERS),
         (NARROW, 64, 128, 64, 8, None),
         (NARROW, 128, 64, 32, 8, None),
         (NARROW, 256, 32, 32, 4, None),
         (WIDE, 16, 64, 32, 4, None),
-        (WIDE, 32, 32, 32, 4, None),
+        (WIDE, 32, 32, 32, 4, MAX_REGISTERS),
         (WIDE, 64, 32, 32, 8, MAX_REGISTERS),
         (WIDE, 128, 32, 32, 8, None),
         (WIDE, 256, 32, 16, 8, None),

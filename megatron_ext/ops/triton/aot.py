@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of every kernel, without a GPU: registers, spills, shared memory.
+"""Ahead-of-time compilation of every kernel, without a GPU: registers, spills, shared memory, products.
 
 Triton compiles down to PTX; the `ptxas` in its wheel assembles that to machine code and reports the resources.
 """
@@ -15,12 +15,21 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
+from megatron_ext.ops.triton.ir_lint import Loop, loops, precisions, uses_warp_groups
 from megatron_ext.ops.triton.kernel_registry import FLOATS, Config, Kernel, Types
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a thread block in bytes, by compute capability times ten (CUDA programming guide, technical
 specifications: 164 and 228 KB a multiprocessor, of which the system reserves 1 KB a block)."""
-ALIGNED = [["tt.divisibility", 16]]
+DIVISIBLE = [["tt.divisibility", 16]]
+ALIGNED = "aligned"
+LAYOUTS = (ALIGNED, "odd", "odd strides", "odd tensors", "strides of 64 bits")
+"""Tensors begin at, and strides are, multiples of 16: all of them, none, only the tensors, only the strides; and all of
+them with strides beyond 32 bits."""
+WITHOUT_OVERLAP = frozenset({"chunk_scan", "delta_tiles", "paged_decode_split", "paged_prefill", "state_passing"})
+"""Kernels with loops that wait for copies right after their issue, as measured today; the goal is none."""
+WITHOUT_WARP_GROUPS = frozenset({"delta_prefill", "delta_tiles", "paged_decode_split", "paged_prefill"})
+"""Kernels some of whose tiles are too small for products of warp groups on sm_90."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +40,60 @@ class Case:
         kernel: Kernel to compile.
         config: Configuration of the kernel.
         types: Types of the letters of its tensors.
-        aligned: True if tensors begin at, and strides are, multiples of 16.
+        layout: One of `LAYOUTS`.
         arch: Compute capability of the device, times ten.
     """
 
     kernel: Kernel
     config: Config
     types: Types
-    aligned: bool
+    layout: str
     arch: int
 
     @property
     def name(self) -> str:
         """Name of the case in tables."""
         letters = ["/".join(self.types.values())] if self.types else []
-        return f"{self.kernel.name} ({', '.join([self.config.name, *letters, *([] if self.aligned else ['odd'])])})"
+        layouts = [] if self.layout == ALIGNED else [self.layout]
+        return f"{self.kernel.name} ({', '.join([self.config.name, *letters, *layouts])})"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of a compiled case: registers and spilled bytes of a thread, shared memory of a block of threads."""
+    """Resources of a compiled case, and how it computes products.
+
+    Attributes:
+        case: Compiled case.
+        registers: Registers of a thread.
+        spilled_bytes: Spilled bytes of a thread.
+        shared_bytes: Shared memory of a block of threads.
+        precisions: See `ir_lint.precisions`.
+        loops: Loops with products.
+        uses_warp_groups: See `ir_lint.uses_warp_groups`.
+    """
 
     case: Case
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    precisions: frozenset[str] = frozenset()
+    loops: tuple[Loop, ...] = ()
+    uses_warp_groups: bool = True
+
+    @property
+    def overlaps(self) -> bool:
+        """True if copies overlap products in all loops that have both."""
+        return all(loop.overlaps for loop in self.loops if loop.copies)
 
     @property
     def problem(self) -> str | None:
-        """Description of a resource problem; None without a problem."""
+        """Description of a problem; None without a problem."""
+        if "tf32" in self.precisions and self.case.types.get("T") == FLOATS[0]:
+            return "rounds fp32 inputs of a product to tf32"
+        if not self.overlaps and self.case.kernel.name not in WITHOUT_OVERLAP:
+            return "waits for copies that no product overlaps"
+        if self.case.arch >= 90 and not self.uses_warp_groups and self.case.kernel.name not in WITHOUT_WARP_GROUPS:
+            return "computes 16-bit products without warp groups"
         if self.spilled_bytes:
             return f"spills {self.spilled_bytes} bytes"
         limit = SHARED_BYTES[self.case.arch]
@@ -75,16 +109,17 @@ class CompileFailure(Exception):
 def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
     """Yield the cases to compile; `quick` is one configuration of each kernel, of one type, for the newest device.
 
-    Unaligned tensors are compiled with a configuration's first types only: alignment changes how elements are loaded.
+    Other layouts are compiled with a configuration's first types only: they change how elements are loaded.
     """
     for kernel in kernels:
         variants, seen = list(kernel.variants()), set()
         if quick:
-            yield Case(kernel, *variants[0], True, max(SHARED_BYTES))
+            yield Case(kernel, *variants[0], ALIGNED, max(SHARED_BYTES))
             continue
         for config, types in variants:
-            for aligned in (True,) if config.aligned or config in seen else (True, False):
-                yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
+            layouts = (ALIGNED,) if config in seen else LAYOUTS[:: len(LAYOUTS) - 1] if config.aligned else LAYOUTS
+            for layout in layouts if kernel.strides else layouts[:2]:
+                yield from (Case(kernel, config, types, layout, arch) for arch in SHARED_BYTES)
             seen.add(config)
 
 
@@ -102,22 +137,25 @@ def compile_case(case: Case) -> Compiled:
     except Exception as error:  # any failure of Triton's passes; the caller reports it and fails
         raise CompileFailure(f"{case.name} for sm_{case.arch}: {type(error).__name__}: {error}") from error
     registers, spilled = _assemble(made.asm["ptx"], case)
-    return Compiled(case, registers, spilled, made.metadata.shared)
+    ttgir = made.asm["ttgir"]
+    products = frozenset(precisions(made.asm["ttir"])), tuple(loops(ttgir)), uses_warp_groups(ttgir)
+    return Compiled(case, registers, spilled, made.metadata.shared, *products)
 
 
 def _signature(case: Case) -> dict[str, str]:
     """Return every parameter's type, in the order of the function."""
     kernel = case.kernel
     types = {name: f"*{case.types.get(type_name, type_name)}" for name, type_name in kernel.pointers.items()}
-    types |= dict.fromkeys((*kernel.strides, *kernel.counts), "i32") | dict.fromkeys(kernel.scalars, FLOATS[0])
+    types |= dict.fromkeys(kernel.strides, "i64" if case.layout == LAYOUTS[-1] else "i32")
+    types |= dict.fromkeys(kernel.counts, "i32") | dict.fromkeys(kernel.scalars, FLOATS[0])
     return {name: types.get(name, "constexpr") for name in kernel.function.arg_names}
 
 
 def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
-    if not case.aligned:
-        return {}
     kernel, names = case.kernel, list(case.kernel.function.arg_names)
-    return {(names.index(name),): ALIGNED for name in kernel.aligned}  # type: ignore[misc]
+    odd = {"odd": kernel.aligned, "odd strides": kernel.strides, "odd tensors": tuple(kernel.pointers)}
+    divisible = [name for name in kernel.aligned if name not in odd.get(case.layout, ())]
+    return {(names.index(name),): DIVISIBLE for name in divisible}  # type: ignore[misc]
 
 
 def _assemble(ptx: str, case: Case) -> tuple[int, int]:

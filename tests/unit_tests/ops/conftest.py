@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from megatron_ext.mcore import platform
+from megatron_ext.ops import triton
+from tests.unit_tests.support.kernel_races import no_shared_cells
 
 OPERATORS = "megatron_ext.ops."
 
@@ -49,6 +52,14 @@ def operators_on_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     for name, value in list(vars(request.module).items()):
         if isinstance(value, types.FunctionType) and value.__module__.startswith(OPERATORS):
             monkeypatch.setattr(request.module, name, on_device(value, device))
+
+
+@pytest.fixture(autouse=True)
+def programs_share_no_cell(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check each launch of the tests marked `kernels`, which take every branch of every kernel."""
+    is_checked = request.node.get_closest_marker("kernels") is not None and triton.is_interpreted()
+    with no_shared_cells() if is_checked else contextlib.nullcontext():
+        yield
 
 
 def product_in_fixed_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:

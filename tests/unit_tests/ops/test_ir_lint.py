@@ -1,0 +1,92 @@
+"""CU-3: what `make kernels` reads from compiled code: precision of products, copies that overlap them, warp groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.triton.ir_lint import Loop, loops, precisions, uses_warp_groups
+from tests.unit_tests.support.source import ROOT
+
+SCRIPT = """
+import dataclasses, json
+import triton
+import triton.language as tl
+from megatron_ext.ops.triton import aot
+from megatron_ext.ops.triton.kernel_registry import config, kernel
+
+def configured(stages, exact, dtype):
+    return config(num_stages=stages, only=(dtype,), M=64, FULL_FP32=int(exact))
+
+OVERLAPPED, SERIAL = configured(3, True, "bf16"), configured(2, True, "bf16")
+EXACT, ROUNDED = configured(3, True, "fp32"), configured(3, False, "fp32")
+
+@kernel(
+    pointers={"T": "x y", "fp32": "out"}, strides="row", counts="n", types=[{"T": "bf16"}, {"T": "fp32"}],
+    configs=[OVERLAPPED, SERIAL, EXACT, ROUNDED],
+)
+def sums(x, y, out, row, n, M: tl.constexpr, FULL_FP32: tl.constexpr):
+    i = tl.arange(0, M)
+    total = tl.zeros([M, M], tl.float32)
+    for start in range(0, n, M):
+        a = tl.load(x + i[:, None] * row + start + i[None, :])
+        b = tl.load(y + (start + i[:, None]) * row + i[None, :])
+        total = tl.dot(a, b, total, input_precision="ieee" if FULL_FP32 else "tf32")
+    tl.store(out + i[:, None] * row + i[None, :], total)
+
+found = {}
+for name, config in {"overlapped": OVERLAPPED, "serial": SERIAL, "exact": EXACT, "rounded": ROUNDED}.items():
+    made = aot.compile_case(aot.Case(sums, config, {"T": config.only[0]}, aot.ALIGNED, 90))
+    found[name] = [made.overlaps, sorted(made.precisions), made.problem]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+def test_mistakes_in_compiled_code_are_found(tmp_path: Path) -> None:
+    """Copies that are waited for at once, and fp32 products that are rounded, beside kernels without these mistakes."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop(triton.INTERPRET, None)
+    (tmp_path / "products.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "products.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(done.stdout) == {
+        "overlapped": [True, [], None],
+        "serial": [False, [], "waits for copies that no product overlaps"],
+        "exact": [True, ["ieee"], None],
+        "rounded": [True, ["tf32"], "rounds fp32 inputs of a product to tf32"],
+    }
+
+
+BODY = """
+  %r = scf.for %i = %a to %b step %c iter_args(%k = %g) -> (!ttg.async.token)  : i32 {
+    %w = ttg.async_wait %k {num = NUM : i32}
+    %s = tt.dot %q, %t, %z : tensor<64x64xbf16, #a> * tensor<64x64xbf16, #b> -> tensor<64x64xf32, #c>
+    %n = ttg.async_copy_global_to_local %p, %m
+    %g2 = ttg.async_commit_group tokens %n
+    scf.yield %g2 : !ttg.async.token
+  }
+"""
+
+
+def test_a_copy_overlaps_a_product_if_one_is_left_on_its_way() -> None:
+    """Check a wait that leaves one group of copies on its way, and a wait for all groups."""
+    assert loops(BODY.replace("NUM", "0")) == [Loop(products=1, copies=1, overlaps=False)]
+    assert loops(BODY.replace("NUM", "1")) == [Loop(products=1, copies=1, overlaps=True)]
+    assert loops("\n".join(line for line in BODY.splitlines() if "tt.dot" not in line)) == []
+
+
+def test_products_by_warp_groups() -> None:
+    narrow = "%s = tt.dot %q, %t, %z : tensor<16x64xbf16, #a> * tensor<64x64xbf16, #b> -> tensor<16x64xf32, #c>"
+    group = "%s = ttng.warp_group_dot %q, %t, %z : !ttg.memdesc<64x64xbf16, #a> * !ttg.memdesc<64x64xbf16, #b>"
+    wide = "%s = tt.dot %q, %t, %z, inputPrecision = tf32 : tensor<16x64xf32> * tensor<64x64xf32> -> tensor<16x64xf32>"
+    assert not uses_warp_groups(narrow)
+    assert uses_warp_groups(f"{group}\n{wide}")
+    assert precisions(f"{narrow}\n{wide}\n{wide.replace(', inputPrecision = tf32', '')}") == {"tf32", "ieee"}

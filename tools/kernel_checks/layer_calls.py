@@ -1,0 +1,220 @@
+"""Calls of the Triton operators of a model's layers in a step, with tensors of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_ext.memory.state_pool import StateShape
+from megatron_ext.ops.activation import triton as activation
+from megatron_ext.ops.causal_conv1d import triton as causal_conv1d
+from megatron_ext.ops.gated_delta_rule import triton as gated_delta_rule
+from megatron_ext.ops.gated_norm import triton as gated_norm
+from megatron_ext.ops.gated_norm.reference import Order, RowNorm
+from megatron_ext.ops.paged_attention import triton as paged_attention
+from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
+from megatron_ext.ops.rotary import triton as rotary
+from megatron_ext.ops.rotary.reference import Heads
+from megatron_ext.ops.rotary.rotation import Rotation
+from megatron_ext.ops.sampling import triton as sampling
+from megatron_ext.ops.sampling.sampling_metadata import sampling_metadata
+from megatron_ext.ops.ssd import triton as ssd
+from megatron_ext.ops.state_copy import triton as state_copy
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.step_size import triton as step_size
+from megatron_ext.ops.varlen import PackedChunks, Resumes, pack_chunks
+from tools.kernel_checks.sizes import BLOCK, MAX_LENGTH, DeltaNet, Mamba2, Model, Step
+from tools.kernel_checks.virtual_launch import MadeBytes
+
+WINDOW = 4
+"""Tokens of the convolution's window."""
+SNAPSHOTS = 64
+"""Slots of snapshots; they are records of all layers."""
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Operator calls of a model in a step.
+
+    Attributes:
+        model: Sizes of the model.
+        step: Sizes of the step.
+        dtype: Type of inputs.
+        states: Type of recurrent states.
+        device: Device of large tensors: `meta`, or a CPU if the sizes are small.
+    """
+
+    model: Model
+    step: Step
+    dtype: torch.dtype = torch.bfloat16
+    states: torch.dtype = torch.float32
+    device: str = "meta"
+
+    def all(self) -> Iterator[tuple[str, Call]]:
+        """Yield a name and a function for each operator."""
+        yield "attention", self._attention
+        yield "rotation", self._rotate
+        yield "recurrence", self._delta_net if isinstance(self.model.recurrence, DeltaNet) else self._mamba2
+        yield "copies", self._copy
+        yield "norms", self._norms
+        yield "MLP", self._mlp
+        if self.step.decodes:
+            yield "sampling", self._sample
+
+    def _make(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device == "meta":
+            with MadeBytes.uncounted():
+                return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        return torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(dtype or self.dtype)
+
+    # Attention
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the step."""
+        return self.step.decodes or 1
+
+    def _batch(self) -> PagedBatch:
+        count = -(-self.step.keys // BLOCK)
+        tables = [range(i * count, (i + 1) * count) for i in range(self.sequences)]
+        queries = [1] * self.step.decodes or [self.step.tokens]
+        batch = build_paged_batch(tables, queries, [self.step.keys] * self.sequences, self.step.decodes, BLOCK, "cpu")
+        if not self.step.is_captured or self.device != "meta":
+            return batch
+        table = torch.zeros(self.sequences, -(-MAX_LENGTH // BLOCK), dtype=torch.int64)
+        table[:, :count] = batch.block_table
+        return replace(batch, block_table=table)
+
+    def _caches(self) -> tuple[Tensor, Tensor]:
+        blocks, sizes = self.sequences * -(-self.step.keys // BLOCK), self.model.attention
+        keys, values = self._make(2, blocks, BLOCK, sizes.kv_heads, sizes.head_size).unbind()
+        return keys, values
+
+    def _attention(self) -> None:
+        sizes = self.model.attention
+        q = self._make(self.step.rows, sizes.heads, sizes.head_size)
+        paged_attention.paged_attention(q, *self._caches(), self._batch(), scale=sizes.head_size**-0.5)
+
+    def _rotate(self) -> None:
+        sizes, rows = self.model.attention, self.step.rows
+        each = sizes.heads // sizes.kv_heads
+        mixed = self._make(rows, sizes.kv_heads, each + 2, sizes.head_size)
+        heads = Heads(mixed[:, :, :each], mixed[:, :, each], mixed[:, :, each + 1])
+        angles = [self._make(rows, 1, 1, sizes.rotated // 2) for _ in range(2)]
+        rotation = Rotation(*angles) if sizes.rotated else None
+        keys, values = self._caches()
+        last = keys.shape[0] * BLOCK - 1
+        rotary.rotate_and_write(heads, rotation, keys, values, last - torch.arange(rows) % (last + 1))
+
+    # Recurrent layers
+
+    def _chunks(self) -> PackedChunks:
+        chunks = pack_chunks([[self.step.tokens]], "cpu")
+        return replace(chunks, resumes=Resumes(BLOCK, torch.tensor([self.step.keys])))
+
+    def _slots(self) -> StateSlots:
+        at = self.step.tokens // BLOCK * BLOCK or self.step.tokens
+        places = SnapshotPlaces(*(torch.tensor([one]) for one in (SNAPSHOTS - 1, 0, 0, at)))
+        return StateSlots(torch.tensor([0]), torch.tensor([self.step.context > 0]), places)
+
+    def _shape(self) -> StateShape:
+        sizes = self.model.recurrence
+        conv = (sizes.conv_channels, WINDOW - 1)
+        return StateShape(sizes.layers, conv, sizes.state_shape, self.dtype, self.states)
+
+    def _pools(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return running states and snapshots of all layers: convolution and recurrence each."""
+        shape = self._shape()
+        live = (
+            self._make(shape.layers, self.sequences, *shape.conv, dtype=self.dtype),
+            self._make(shape.layers, self.sequences, *shape.ssm, dtype=self.states),
+        )
+        with MadeBytes.uncounted():
+            records = torch.zeros(SNAPSHOTS, shape.record_bytes, dtype=torch.uint8, device=self.device)
+        return live, shape.views(records)
+
+    def _convolve(self) -> None:
+        sizes = self.model.recurrence
+        x = self._make(self.step.rows, sizes.conv_channels)
+        weight, bias = self._make(sizes.conv_channels, WINDOW), self._make(sizes.conv_channels)
+        if self.step.tokens:
+            self._run(partial(causal_conv1d.BACKEND.prefill, x, weight, bias), 0)
+        else:
+            (live, _), _ = self._pools()
+            causal_conv1d.BACKEND.decode(x, weight, bias, slots=torch.arange(self.sequences), live=live[-1])
+
+    def _run(self, prefill: Callable[..., object], kind: int) -> None:
+        live, snapshots = self._pools()
+        prefill(chunks=self._chunks(), slots=self._slots(), live=live[kind][-1], snapshots=snapshots[kind][-1])
+
+    def _mamba2(self) -> None:
+        sizes, rows = self.model.recurrence, self.step.rows
+        assert isinstance(sizes, Mamba2)
+        self._convolve()
+        inner = sizes.heads * sizes.head_dim
+        mixed = self._make(rows, inner + 2 * sizes.groups * sizes.states)
+        x, B, C = mixed.split([inner, sizes.groups * sizes.states, sizes.groups * sizes.states], 1)
+        x = x.unflatten(1, (sizes.heads, sizes.head_dim))
+        B, C = (one.unflatten(1, (sizes.groups, sizes.states)) for one in (B, C))
+        bias, A_log = self._make(sizes.heads), self._make(sizes.heads, dtype=torch.float32)
+        dt, A = step_size.step_sizes(self._make(rows, sizes.heads), bias, A_log)
+        D = self._make(sizes.heads, dtype=torch.float32)
+        if self.step.decodes:
+            (_, live), _ = self._pools()
+            ssd.decode(x, dt, A, B, C, slots=torch.arange(self.sequences), live=live[-1], D=D)
+        else:
+            self._run(partial(ssd.prefill, x, dt, A, B, C, D=D), 1)
+        norm = RowNorm(self._make(inner), 1e-5)
+        gate = self._make(rows, 2 * inner)[:, :inner]
+        group = inner // sizes.groups
+        gated_norm.norm_rows(self._make(rows, inner), gate, norm, group_size=group, order=Order.GATE_FIRST)
+
+    def _delta_net(self) -> None:
+        sizes, rows = self.model.recurrence, self.step.rows
+        assert isinstance(sizes, DeltaNet)
+        self._convolve()
+        mixed = self._make(rows, sizes.heads + 2 * sizes.key_heads, sizes.head_dim)
+        q, k, v = mixed.split([sizes.key_heads, sizes.key_heads, sizes.heads], 1)
+        alpha, bias = self._make(rows, sizes.heads), self._make(sizes.heads)
+        A_log = self._make(sizes.heads, dtype=torch.float32)
+        g, beta = step_size.decays(self._make(rows, sizes.heads), alpha, bias, A_log)
+        if self.step.decodes:
+            (_, live), _ = self._pools()
+            slots = torch.arange(self.sequences)
+            gated_delta_rule.decode(q, k, v, g, beta, slots=slots, live=live[-1], normalize=True)
+        else:
+            self._run(partial(gated_delta_rule.prefill, q, k, v, g, beta, normalize=True), 1)
+        inner, norm = sizes.heads * sizes.head_dim, RowNorm(self._make(sizes.head_dim), 1e-6)
+        y, gate = self._make(rows, inner), self._make(rows, inner)
+        gated_norm.norm_rows(y, gate, norm, group_size=sizes.head_dim, order=Order.NORM_FIRST)
+
+    def _copy(self) -> None:
+        """Copy running states to snapshots: in a captured step a pair for each row, few of which end a block."""
+        live, snapshots = self._pools()
+        rows = torch.full((self.sequences,), -1)
+        rows[-1] = self.sequences - 1
+        convolutions, recurrences = zip(live, snapshots, strict=True)
+        state_copy.copy_rows(convolutions, recurrences, rows, rows.clamp(max=SNAPSHOTS - 1))
+
+    # Other operators
+
+    def _norms(self) -> None:
+        x = self._make(self.step.rows, self.model.hidden)
+        gated_norm.add_and_norm(x, x.clone(), RowNorm(self._make(self.model.hidden), 1e-5), 1.0)
+
+    def _mlp(self) -> None:
+        inner = self._make(self.step.rows, self.model.mlp * (2 if self.model.gated else 1))
+        if self.model.gated:
+            activation.gated_silu(inner, 1.0)
+        else:
+            activation.squared_relu(inner)
+
+    def _sample(self) -> None:
+        rows = self.step.decodes
+        options = sampling_metadata([0.7] * rows, [50] * rows, [0.9] * rows, [0.5] * rows, "cpu")
+        sampling.sample_tokens(self._make(rows, self.model.vocabulary), options)
