@@ -8,7 +8,7 @@ or requests or on cached data, so a token's result does not depend on them. Ther
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +175,8 @@ class Kernel:
         assert config in self.configs, f"{config.name} is not a registered configuration of {self.name}"
         if _watching:
             self._note(config, arguments)
+        for observe in _observers:
+            observe(arguments.values())
         if 0 in grid:
             return
         self.function[grid](**arguments, **dict(config.constants), **config.options)
@@ -203,6 +205,7 @@ class _Registry:
 
 _REGISTRY = _Registry()
 _watching: list[list[Launch]] = []
+_observers: list[Callable[[Iterable[Argument]], None]] = []
 
 
 def kernel(
@@ -274,3 +277,13 @@ def watch() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _watching.remove(launches)
+
+
+@contextmanager
+def observing_arguments(observe: Callable[[Iterable[Argument]], None]) -> Iterator[None]:
+    """Call `observe` with the arguments of each launch within the context, before it."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)

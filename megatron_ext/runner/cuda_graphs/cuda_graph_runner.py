@@ -22,6 +22,7 @@ from megatron_ext.ops.backends import preferring
 from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
+from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
@@ -98,7 +99,7 @@ class CudaGraphRunner:
         self, model: CapturedModel, plan: EnginePlan, rules: StagingRules, buckets: Buckets, graphs: Capture
     ) -> None:
         self._model, self._rules = model, rules
-        self._buckets, self._graphs = buckets, graphs
+        self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
         self._spare = SpareSlots(plan.limits.max_requests, plan.padding_slot)
         self._writer = InputBatch(self._rules, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}

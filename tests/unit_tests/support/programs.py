@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,12 +50,15 @@ class ProgramRecorder(TorchDispatchMode):
     Attributes:
         operations: Name and arguments of each.
         unfit: Operations that no graph can have.
+        outside: Weak references to the storages that the operations use and that none of them made, by address. A graph
+            keeps their addresses, so they must outlive it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[str, tuple[object, ...]]] = []
         self.unfit: list[str] = []
+        self.outside: dict[int, StorageWeakRef] = {}
         self._made: dict[int, int] = {}  # address of storage -> its number
         self._kept: list[Tensor] = []  # so that no address comes twice
 
@@ -65,6 +69,7 @@ class ProgramRecorder(TorchDispatchMode):
         self.operations.append((name, tuple(self._describe(one) for one in given)))
         if name in READS_BACK or name in FROM_HOST or _is_boolean_index(name, given):
             self.unfit.append(name)
+        self._note_outside(given)
         found = func(*args, **kwargs)
         before = {one.untyped_storage().data_ptr() for one in given if isinstance(one, Tensor)}
         for one in tree_leaves(found):
@@ -75,6 +80,15 @@ class ProgramRecorder(TorchDispatchMode):
                 self._kept.append(one)
         self._kept += [one for one in given if isinstance(one, Tensor)]
         return found
+
+    def _note_outside(self, given: list[object]) -> None:
+        for one in given:
+            if isinstance(one, Tensor) and (address := one.untyped_storage().data_ptr()) not in self._made:
+                self.outside.setdefault(address, StorageWeakRef(one.untyped_storage()))
+
+    def forget_operands(self) -> None:
+        """Drop the tensors, which were kept so that each address belongs to one of them."""
+        self._kept.clear()
 
     def _describe(self, given: object) -> object:
         if not isinstance(given, Tensor):

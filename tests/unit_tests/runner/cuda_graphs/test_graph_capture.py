@@ -7,24 +7,28 @@ calls that it should. Where there is a device, or a pretended one, its graphs ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.cuda_graph_setup import new_runner
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
+from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
+from tests.unit_tests.support.programs import ProgramRecorder
 from tests.unit_tests.support.replay import ReplayedGraphs
 
 
@@ -145,6 +149,77 @@ def test_a_decode_follows_its_prefill_at_once(get_oracle):
     driver.run()
     assert driver.records[1].skipped_prefill_token_count == 48
     assert driver.records[1].generated_tokens == get_oracle("hybrid").greedy(tokens, 6).tokens
+
+
+class WeakGraphs:
+    """Stand-in for CUDA graphs that keeps nothing alive, as a graph does, and knows what it reads; see `Capture`.
+
+    Attributes:
+        programs: Recording of each captured run.
+    """
+
+    takes_long = True
+
+    def __init__(self) -> None:
+        self.programs: list[ProgramRecorder] = []
+
+    @torch.inference_mode()
+    def capture(self, run):
+        run()
+        with (program := ProgramRecorder()):
+            run()
+        program.forget_operands()
+        self.programs.append(program)
+        return lambda: None
+
+    def forget(self) -> None:
+        self.programs.clear()
+
+    def freed(self) -> int:
+        """Number of storages that a graph would read after they were freed."""
+        return sum(one.expired() for program in self.programs for one in program.outside.values())
+
+
+@pytest.mark.parametrize("kind", ["attention_only", "hybrid", "mamba1", "gated_delta_net", "short_conv", "experts"])
+def test_graphs_keep_what_they_read(get_oracle, kind):
+    """CU-5: tensors that only a cache owns outlive their eviction, such as upstream's table of rotary angles."""
+    driver = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
+    buckets, graphs = driver.context.cuda_graph_runner._buckets, WeakGraphs()
+    driver.context.cuda_graph_runner = new_runner(driver.context, driver.engine.controller, buckets, graphs)
+    driver.engine.create_cuda_graphs()
+    evict_caches()
+    assert len(graphs.programs) == 8 * 2 * 2
+    assert all(program.outside for program in graphs.programs)
+    assert graphs.freed() == 0
+    keys = StorageWeakRef(driver.context.pools.kv.untyped_storage())
+    driver.engine.suspend()
+    gc.collect()
+    assert keys.expired(), "graphs that were dropped keep the pools"
+
+
+def evict_caches() -> None:
+    """Evict tensors from all caches of functions, as forwards at many other lengths do."""
+    for one in gc.get_objects():
+        if type(one) is functools._lru_cache_wrapper and (one.__module__ or "").startswith(("megatron", "torch.")):
+            one.cache_clear()
+    gc.collect()
+
+
+def test_a_tensor_of_a_cache_is_seen_to_be_freed():
+    """The negative control: the stand-in sees that a tensor which only a cache owns is freed, and that it is held."""
+    table, place = functools.lru_cache(maxsize=1)(torch.arange), torch.zeros(4)
+
+    def run() -> None:
+        place.add_(table(4))
+
+    for is_held in (False, True):
+        graphs = WeakGraphs()
+        program = (HoldingCapture(graphs, tuple) if is_held else graphs).capture(run)
+        assert graphs.freed() == 0
+        table(5)
+        gc.collect()
+        assert graphs.freed() == int(not is_held)
+        program()
 
 
 def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
