@@ -284,7 +284,7 @@ class PrefixCache:
         dropped = 0
         for block in blocks:
             if block in self._policy:  # a policy that keeps nothing may have dropped it on release
-                self._policy.reuse([block])
+                self._policy.drop(block)
                 self._drop([block])
                 dropped += 1
         return dropped

@@ -8,6 +8,7 @@ runs of blocks:
   because a waiting request wants them. They are blocks of one sequence, from its end to its start.
 - `reuse(blocks)`: take evictable blocks out of the order: they are in use again. They are blocks of one sequence, from
   its start to its end.
+- `drop(block)`: take an evictable block without cached children out of the order; the cache removes it at once.
 - `evict(count, limit)`: return the evictable blocks to evict now, in order, each after all its cached children; the
   cache removes them from the index at once. They are fewer than `count` if the next one's priority exceeds `limit`.
 - `next_priority()`: return the priority of the block that `evict` would return first, on the scale of `SnapshotOrder`.
@@ -52,6 +53,9 @@ class EvictionPolicy(Protocol):
 
     def reuse(self, blocks: Sequence[BlockId]) -> None:
         """Take blocks out of the order: they are in use again."""
+
+    def drop(self, block: BlockId) -> None:
+        """Take a block without cached children out of the order, which is about to be removed."""
 
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
         """Remove and return the next blocks to evict, at most `count`, with priorities up to `limit`."""
@@ -116,6 +120,10 @@ class LeafFirstLru:
         times, queue = self._times, self._queue
         for block in blocks:
             del queue[times.pop(block)]
+
+    def drop(self, block: BlockId) -> None:
+        """Take a block out of the queue."""
+        self.reuse([block])
 
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
         """Remove and return the blocks that became evictable first, or those that are chosen instead."""

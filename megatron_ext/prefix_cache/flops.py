@@ -232,6 +232,14 @@ class FlopsBlocks:
         for leaf in blocks[-1:]:
             self._leaves.discard(leaf)
 
+    def drop(self, block: BlockId) -> None:
+        """Take an evictable leaf out of the order, which is about to be removed; its parent may become a leaf."""
+        del self._ages[block]
+        self._leaves.discard(block)
+        parent = self._index.parent(block)
+        if parent is not None and parent in self._ages and self._index.children(parent) == 1:
+            self._leaves.put(parent, self._key(parent))
+
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
         """Evict up to `count` leaves, each time the one of lowest priority; its parent may become a leaf."""
         children: dict[BlockId, int] = {}  # of blocks that go now, and are in the index until this is done

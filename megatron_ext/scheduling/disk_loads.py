@@ -183,7 +183,7 @@ class DiskLoads:
     # Plan
 
     def awaited_by(self, request: Request, matched: int) -> int | None:
-        """Return the number of a load that lets a waiting request resume further; None if there is none.
+        """Return the number of a load that lets a waiting request resume further; None without one.
 
         Args:
             request: The request.

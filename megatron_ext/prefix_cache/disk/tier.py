@@ -206,7 +206,7 @@ class DiskTier:
     # Loads
 
     def find_run(self, block_hashes: Sequence[BlockHash], matched: int, most: int) -> LoadableRun | None:
-        """Return the entries that let a request resume as far as possible; None if there are none.
+        """Return the entries that let a request resume as far as possible; None if nothing on disk does.
 
         Args:
             block_hashes: Hashes of the request's complete blocks.

@@ -147,3 +147,16 @@ def test_the_age_of_blocks_never_sinks():
     cache.release(cache.allocate(2))  # "a" goes
     cache.release(cache.allocate(3))
     assert [len(cache.match([name])) for name in (b"x", b"y")] == [0, 1], "both stand at 2, so the older one goes"
+
+
+def test_the_parent_of_a_dropped_block_can_be_evicted():
+    """EX-15: dropping wrong entries leaves no block that can never go."""
+    cache = PrefixCache(3, FLOPS, costs=COSTS)
+    names = [b"a", b"b", b"c"]
+    table = cache.allocate(3)
+    cache.publish(names, table, None)
+    cache.release(table)
+    assert cache.drop_all(cache.continuations(b"b", itself=True)) == 2
+    cache.check()
+    cache.release(cache.allocate(3))
+    assert not cache.match(names)

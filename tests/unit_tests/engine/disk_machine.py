@@ -1,0 +1,390 @@
+"""Random lives of a scheduler with a disk tier, checked by contents.
+
+Memory is a table of what each block and slot holds: the tokens up to its end. Whatever is read of it must be right: by
+attention, by a restore, by a copy to disk as an entry is evicted. The disk answers in any order, late, wrongly, or
+never; pools are tiny. After each action every invariant is asserted, and in the end all requests come to an end though
+the disk answers no more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.engine.disk_loading import DiskLoading
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
+from megatron_ext.prefix_cache.disk.tier_storage import Event, Gone, Loaded, LoadItem
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.lower_tier import CachedEntry
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import ArenaChanges
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
+from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.scheduling.submission import Submission
+
+MAX_LENGTH = 24
+MAX_ALIVE = 6
+PATIENCE = 10.0  # seconds that a load may take
+WORDS = st.lists(st.integers(0, 1), min_size=3, max_size=12)
+SALTS = st.sampled_from([None, None, None, "x"])
+
+Content = tuple[object, ...]  # salt, then the tokens up to a block's end
+
+
+class FakeDisk:
+    """Entries in a dictionary; loads end when they are told to."""
+
+    def __init__(self) -> None:
+        self.entries: dict[EntryKey, Content] = {}
+        self.loads: dict[int, list[EntryKey]] = {}
+        self.events: list[Event] = []
+        self.cancelled: list[int] = []
+        self.is_full = False
+
+    def write(self, key: EntryKey, size: int, content: Callable[[], tuple[object, Sequence[object]]]) -> bool:
+        if self.is_full:
+            return False
+        self.entries[key] = content()[1][0]
+        return True
+
+    def touch(self, keys: Sequence[EntryKey], used: float) -> None:
+        """No entry is evicted in an order here."""
+
+    def remove(self, keys: Sequence[EntryKey]) -> None:
+        for key in keys:
+            self.entries.pop(key, None)
+
+    def load(self, number: int, items: Sequence[LoadItem]) -> None:
+        assert items, "a load of nothing"
+        self.loads[number] = [item.key for item in items]
+
+    def cancel(self, number: int) -> None:
+        self.loads.pop(number, None)
+        self.cancelled.append(number)
+
+    def finish(self, number: int, *, is_read: bool) -> None:
+        """End a load; one of entries that are gone fails."""
+        keys = self.loads.pop(number)
+        is_read = is_read and all(key in self.entries for key in keys)
+        self.events.append(Loaded(number, [[self.entries[key]] for key in keys] if is_read else None, 1.0))
+
+    def drop(self, key: EntryKey) -> None:
+        del self.entries[key]
+        self.events.append(Gone([key]))
+
+    def take(self) -> list[Event]:
+        taken, self.events = self.events, []
+        return taken
+
+    def wait(self, seconds: float) -> None:
+        """Waiting brings nothing: a rule ends loads."""
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.loads.clear()
+        self.events.clear()
+
+
+class FakeMemory:
+    """What blocks and slots hold; in an arena a write to one destroys the other that lies there."""
+
+    def __init__(self, layout: SlabLayout | None) -> None:
+        self.layout = layout
+        self.blocks: dict[int, Content] = {}
+        self.slots: dict[int, Content] = {}
+
+    def write_block(self, block: int, buffers: Sequence[Content]) -> None:
+        if self.layout is not None:
+            slab = self.layout.slab_of_block(block)
+            self.slots = {slot: one for slot, one in self.slots.items() if self.layout.slab_of_slot(slot) != slab}
+        self.blocks[block] = buffers[0]
+
+    def write_snapshot(self, slot: int, block_hash: BlockHash, buffers: Sequence[Content]) -> None:
+        if self.layout is not None and slot < self.layout.snapshot_slots:
+            slab = self.layout.slab_of_slot(slot)
+            self.blocks = {block: one for block, one in self.blocks.items() if self.layout.slab_of_block(block) != slab}
+        self.slots[slot] = buffers[0]
+
+    def make_changes(self, changes: ArenaChanges, restore: Callable[[], None] = lambda: None) -> None:
+        for copy in changes.state_copies:
+            self.slots[copy.slot] = self.slots[copy.source]
+        restore()
+        blocks = [(new, self.blocks.get(old)) for old, new in changes.block_copies]
+        slots = [(new, self.slots.get(old)) for old, new in changes.snapshot_copies]
+        for new, one in blocks:
+            self.write_block(new, [one])
+        for new, one in slots:
+            self.write_snapshot(new, BlockHash(b""), [one])
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """Adds, steps, fails, aborts, resets and quarantines at random, beside a disk that does what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.alive: list[Request] = []
+        self.ended: list[Request] = []
+        self.contents: dict[BlockHash, Content] = {}  # that belong to a block hash
+        self.running: dict[int, Content] = {}  # running state slot -> tokens
+        self.arrivals = 0
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(["attention", "hybrid", "arena"]), "kind")
+        per_slab = data.draw(st.sampled_from([1, 2, 3]), "blocks per slab")
+        layout = None
+        if kind == "arena":
+            slots = data.draw(st.sampled_from([1, 2]), "snapshots per slab")
+            spare = data.draw(st.integers(0, per_slab - 1), "spare")
+            layout = SlabLayout(data.draw(st.integers(2, 6), "slabs"), per_slab, slots, spare)
+        max_requests = data.draw(st.sampled_from([3, 2, 1]), "max_requests")
+        self.limits = SchedulerLimits(
+            block_size=data.draw(st.sampled_from([2, 1, 3]), "block_size"),
+            total_blocks=data.draw(st.integers(2, 12), "blocks") if layout is None else layout.blocks,
+            paused_blocks=data.draw(st.sampled_from([None, 0, 2]), "paused_blocks"),
+            max_requests=max_requests,
+            max_tokens=max_requests + data.draw(st.integers(2, 8), "spare tokens"),
+            max_sequence_length=MAX_LENGTH,
+            chunked_prefill=True,
+            opportunistic=OpportunisticRules(data.draw(st.sampled_from([0, None]), "opportunistic"), spacing=1),
+            is_durable=True,
+            slabs=layout,
+        )
+        self.rng = random.Random(data.draw(st.integers(0, 2**16), "disk"))
+        self.quickness = data.draw(st.sampled_from([0.4, 1.0, 0.0]), "quickness")  # chance that a load ends in a step
+        policy = data.draw(st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS]), "policy")
+        slots = data.draw(st.integers(1, 4), "slots") if kind == "hybrid" else None
+        self.has_states = kind != "attention"
+        self.scheduler = Scheduler(self.limits, policy, b"model", slots)
+        self.memory, self.disk = FakeMemory(layout), FakeDisk()
+        sizes = EntrySizes((8,), (8,) if self.has_states else ())
+        self.tier = DiskTier(self.disk, sizes, self.copy, lambda: self.now, PATIENCE)
+        self.scheduler.cache.lower_tier = self.tier
+        self.scheduler.cache.add_observer(Forgetful(self.tier))
+        self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
+
+    def copy(self, entry: CachedEntry, used: float) -> tuple[object, list[Content]]:
+        """What is evicted must be there, right, and never be of later use to the wrong request."""
+        found = self.memory.slots.get(entry.slot) if entry.block is None else self.memory.blocks.get(entry.block)
+        assert found == self.contents[entry.block_hash], "what goes to disk is not what belongs to its hash"
+        return entry, [found]
+
+    # Requests
+
+    @precondition(lambda self: len(self.alive) < MAX_ALIVE)
+    @rule(tokens=WORDS, to_generate=st.integers(1, 6), salt=SALTS)
+    def arrive(self, tokens: list[int], to_generate: int, salt: str | None) -> None:
+        self.add(tokens, to_generate, salt)
+
+    @precondition(lambda self: self.ended and len(self.alive) < MAX_ALIVE)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
+    def come_back(self, data: st.DataObject, more: list[int]) -> None:
+        """Add a prompt that continues an earlier request, or repeats it."""
+        earlier = data.draw(st.sampled_from(self.ended), "earlier")
+        self.add([*earlier.tokens, *more], 2, earlier.params.cache_salt)
+
+    def add(self, tokens: Sequence[int], to_generate: int, salt: str | None) -> None:
+        params = RequestParams(num_tokens_to_generate=to_generate, cache_salt=salt)
+        name = self.arrivals
+        request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0))
+        if check_admissible(request, self.limits) is None:
+            self.arrivals += 1
+            self.alive.append(request)
+            self.scheduler.add(request)
+        self.verify()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.alive), "aborted")
+        self.scheduler.end(request, Status.ABORTED)
+        self.verify()
+
+    # Steps
+
+    @precondition(lambda self: self.alive)
+    @rule(count=st.integers(1, 5), decides=st.sampled_from([True, True, False]))
+    def steps(self, count: int, decides: bool) -> None:
+        for _ in range(count):
+            self.step(decides=decides)
+
+    @precondition(lambda self: self.ended and len(self.alive) < MAX_ALIVE)
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def serve_again(self, data: st.DataObject, count: int) -> None:
+        """Repeat earlier prompts, beside what is alive."""
+        for earlier in data.draw(st.lists(st.sampled_from(self.ended), min_size=1, max_size=3), "earlier"):
+            self.add(earlier.prompt_tokens, 1, earlier.params.cache_salt)
+        for _ in range(count):
+            if self.alive:
+                self.step()
+
+    def step(self, *, decides: bool = True, fails: bool = False) -> None:
+        """One step of a replica; in a step that was launched ahead nothing is decided."""
+        for number in self.rng.sample(sorted(self.disk.loads), len(self.disk.loads)):
+            if self.rng.random() < self.quickness:
+                self.disk.finish(number, is_read=self.rng.random() < 0.95)
+        self.loading.follow()
+        if decides:
+            self.loading.decide()
+            self.verify()
+        plan = self.scheduler.schedule()
+        self.learn(plan)
+        waiting = [one.load for one in plan.deferrals if one.resource == "disk"]
+        assert all(number in self.tier.loads for number in waiting), "a request waits for a load that is over"
+        if not plan.chunks:
+            held = all(map(self.scheduler.waits_for_disk, self.scheduler.queues.waiting))
+            assert held, "requests are alive, wait for nothing, and none can run"
+        else:
+            step = self.scheduler.describe(plan)
+            self.execute(step, {chunk.request.request_id: chunk.request for chunk in plan.chunks}, is_lost=fails)
+            if fails:
+                self.scheduler.abandon(plan.chunks, "planted")
+            else:
+                tokens = {one.request_id: self.next_token(plan, one.request_id) for one in step.chunks if one.sampling}
+                self.scheduler.commit(step, tokens)
+        self.verify()
+
+    def next_token(self, plan: StepPlan, request_id: int) -> int:
+        tokens = next(one.request.tokens for one in plan.chunks if one.request.request_id == request_id)
+        return (len(tokens) // 3 + sum(tokens[-3:])) % 2
+
+    def learn(self, plan: StepPlan) -> None:
+        """Note the contents of block hashes."""
+        size = self.limits.block_size
+        for request in [*self.alive, *self.scheduler.queues]:
+            for i, block_hash in enumerate(request.block_hashes):
+                content = (request.params.cache_salt, *request.tokens[: (i + 1) * size])
+                assert self.contents.setdefault(block_hash, content) == content
+
+    def execute(self, step: ScheduledStep, requests: dict[int, Request], *, is_lost: bool) -> None:
+        """Obey a message; every read must find what belongs there."""
+        size, memory = self.limits.block_size, self.memory
+
+        def restore() -> None:
+            for chunk in step.chunks:
+                if chunk.restore is not None:
+                    self.running[chunk.running_slot] = memory.slots[chunk.restore.slot]
+
+        memory.make_changes(step.changes, restore)
+        writes: list[tuple[int, Content]] = []
+        for chunk in step.chunks:
+            request = requests[chunk.request_id]
+            content = (request.params.cache_salt, *request.tokens)
+            for i, block in enumerate(chunk.block_ids):
+                end = min((i + 1) * size, chunk.end)
+                if end <= max(chunk.start, chunk.shared_end) and (i + 1) * size <= chunk.end:
+                    assert memory.blocks.get(block) == content[: end + 1], "attention reads what is of others"
+                elif end > chunk.shared_end:
+                    memory.write_block(block, [content[: end + 1] if not is_lost else ("lost",)])
+            if self.has_states:
+                before = self.running.get(chunk.running_slot) if chunk.start else content[:1]
+                assert before == content[: chunk.start + 1], "states of another position"
+                self.running[chunk.running_slot] = content[: chunk.end + 1]
+                writes += [(one.slot, content[: one.position + 1]) for one in chunk.snapshots]
+        for slot, states in writes:
+            memory.write_snapshot(slot, BlockHash(b""), [("lost",) if is_lost else states])
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def fail(self) -> None:
+        self.step(fails=True)
+
+    @precondition(lambda self: self.disk.entries)
+    @rule(action=st.sampled_from(["suspend", "weights_changed", "reset_prefix_cache"]))
+    def forget(self, action: str) -> None:
+        getattr(self.scheduler, action)()
+        if action == "suspend":
+            self.memory.blocks.clear()
+            self.memory.slots.clear()
+        assert not self.disk.entries, "what the cache forgets is still on disk"
+        self.verify()
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data(), states_only=st.booleans())
+    def quarantine(self, data: st.DataObject, states_only: bool) -> None:
+        """Drop an entry, and all that continues it, in both tiers."""
+        wrong = data.draw(st.sampled_from(sorted(self.contents)), "wrong")
+        if self.scheduler.cache.find(wrong) is None:
+            return
+        states_only = states_only and self.has_states
+        self.scheduler.quarantine(wrong, states_only=states_only)
+        start = self.contents[wrong]
+        for key in self.disk.entries:
+            content = self.contents[key.block_hash]
+            is_itself = states_only and key == EntryKey(EntryKind.BLOCK, wrong)
+            assert is_itself or content[: len(start)] != start, "what came from a wrong entry is still on disk"
+        self.verify()
+
+    # Disk
+
+    @precondition(lambda self: self.disk.loads)
+    @rule(data=st.data(), is_read=st.sampled_from([True, True, True, False]))
+    def finish_load(self, data: st.DataObject, is_read: bool) -> None:
+        self.disk.finish(data.draw(st.sampled_from(sorted(self.disk.loads)), "load"), is_read=is_read)
+
+    @precondition(lambda self: self.disk.entries)
+    @rule(data=st.data())
+    def evict_on_disk(self, data: st.DataObject) -> None:
+        self.disk.drop(data.draw(st.sampled_from(sorted(self.disk.entries)), "entry"))
+
+    @precondition(lambda self: self.disk.entries)
+    @rule(is_full=st.sampled_from([False, False, True]))
+    def fill_queue(self, is_full: bool) -> None:
+        self.disk.is_full = is_full
+
+    @precondition(lambda self: self.disk.loads)
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    # Checks
+
+    def verify(self) -> None:
+        self.ended += [request for request in self.alive if request.is_ended]
+        self.alive = [request for request in self.alive if not request.is_ended]
+        self.scheduler.check()
+        self.tier.check()
+        assert len(self.scheduler.disk_loads) == len(self.tier.loads), "tier and scheduler know other loads"
+        assert self.disk.loads.keys() <= self.tier.loads.keys(), "a load goes on that is not wanted"
+
+    def teardown(self) -> None:
+        """Without answers of the disk every request ends, since time passes."""
+        if not hasattr(self, "limits"):
+            return
+        self.quickness = 0.0
+        for _ in range(40 * MAX_LENGTH):
+            if not self.alive:
+                break
+            self.now += 1.0
+            self.step()
+        assert not self.alive, "requests never end"
+        assert self.scheduler.cache.available_count == self.limits.total_blocks, "places were lost"
+
+
+class Forgetful:
+    """Observer of the cache that empties a tier with it; nothing else changes."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def on_cleared(self) -> None:
+        self._tier.clear()
+
+    def on_blocks_stored(self, run: object) -> None: ...
+
+    def on_blocks_removed(self, block_hashes: object) -> None: ...
+
+    def on_snapshot_stored(self, block_hash: object) -> None: ...
+
+    def on_snapshot_removed(self, block_hash: object) -> None: ...

@@ -1,0 +1,232 @@
+"""Thread that owns the store: writes, loads and removals from the engine's thread, which never waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.entry import EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_thread import StoreThread
+from megatron_ext.prefix_cache.disk.tier_storage import Gone, Loaded, LoadItem
+from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after
+
+PATIENCE = 300  # seconds
+
+
+class Gate:
+    """Writes of bytes that wait until they are let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        write = DataFile.write
+
+        def wait_and_write(*arguments: object) -> None:
+            self.is_reached.set()
+            assert self.is_open.wait(PATIENCE)
+            write(*arguments)
+
+        monkeypatch.setattr(DataFile, "write", wait_and_write)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    found = open_directory_store(tmp_path / "cache", IDENTITY, LIMIT)
+    yield found
+    found.close()
+
+
+def give(thread: StoreThread, entry: NewEntry) -> bool:
+    data = content(entry.key)
+    return thread.write(entry.key, len(data), lambda: (entry, [data]))
+
+
+def item(entry: NewEntry, tokens: list[int] | None = None) -> LoadItem:
+    return LoadItem(entry.key, [len(content(entry.key))], tokens)
+
+
+def loaded(thread: StoreThread) -> list[Loaded]:
+    """The loads that have ended, at least one."""
+    thread.wait(PATIENCE)
+    return [one for one in thread.take() if isinstance(one, Loaded)]
+
+
+def chain(count: int) -> list[NewEntry]:
+    found: list[NewEntry] = []
+    for number in range(count):
+        found.append(entry_after(found[-1] if found else None, [number] * 4))
+    return found
+
+
+def test_what_is_written_is_read_again(store):
+    """EX-11: after the writes, and in the order that was asked for."""
+    thread, entries = StoreThread(store), chain(5)
+    assert all(give(thread, entry) for entry in entries)
+    thread.load(7, [item(one) for one in entries[::-1]])
+    (found,) = loaded(thread)
+    assert found.number == 7
+    assert [bytes(buffers[0]) for buffers in found.contents] == [content(one.key) for one in entries[::-1]]
+    assert thread.stop(PATIENCE)
+    assert all(one.key in store for one in entries)
+
+
+def test_an_entry_that_waits_to_be_written_is_read_from_the_queue(store, monkeypatch):
+    """EX-11: loads go before writes."""
+    gate, (first, second) = Gate(monkeypatch), chain(2)
+    thread = StoreThread(store)
+    give(thread, first)
+    assert gate.is_reached.wait(PATIENCE)
+    give(thread, second)
+    thread.load(1, [item(second)])
+    gate.is_reached.clear()
+    gate.is_open.set()
+    (found,) = loaded(thread)
+    assert bytes(found.contents[0][0]) == content(second.key)
+    assert thread.stop(PATIENCE)
+
+
+def test_a_full_queue_takes_nothing_and_copies_nothing(store, monkeypatch):
+    """EX-11: one entry may wait, however large."""
+    gate, entries = Gate(monkeypatch), chain(3)
+    thread = StoreThread(store, queue_bytes=1)
+    give(thread, entries[0])
+    assert gate.is_reached.wait(PATIENCE)
+    assert give(thread, entries[1])
+    assert not thread.write(entries[2].key, 1, lambda: pytest.fail("its bytes were copied"))
+    gate.is_open.set()
+    assert thread.stop(PATIENCE)
+    assert [one.key in store for one in entries] == [True, True, False]
+
+
+def test_entries_that_are_evicted_on_disk_are_named(store):
+    """EX-11."""
+    thread, entries = StoreThread(store), []
+    for number in range(300):
+        entries.append(entry_after(None, [number] * 4, used=float(number)))
+        give(thread, entries[-1])
+    assert thread.stop(PATIENCE)
+    (gone,) = thread.take()
+    assert isinstance(gone, Gone)
+    assert set(gone.keys) == {one.key for one in entries if one.key not in store}
+    assert gone.keys[0] == entries[0].key
+
+
+def test_a_load_of_an_entry_that_is_gone_fails_as_a_whole(store):
+    """EX-11: as one whose tokens differ does."""
+    thread, entries = StoreThread(store), chain(2)
+    give(thread, entries[0])
+    thread.load(1, [item(entries[0]), item(entries[1])])
+    assert [(one.number, one.contents) for one in loaded(thread)] == [(1, None)]
+    thread.touch([entries[0].key], 1.0)
+    thread.stop(PATIENCE)
+    thread = StoreThread(store)
+    thread.load(2, [item(entries[0], [9] * 4)])
+    assert [(one.number, one.contents) for one in loaded(thread)] == [(2, None)]
+    thread.stop(PATIENCE)
+
+
+def test_a_load_that_is_given_up_is_not_told(store, monkeypatch):
+    """EX-11: while it is under way, or after it."""
+    read, entries, is_reading, may_read = store.read, chain(1), threading.Event(), threading.Event()
+    thread = StoreThread(store)
+    give(thread, entries[0])
+    thread.stop(PATIENCE)
+
+    def wait_and_read(*arguments: object) -> bool:
+        is_reading.set()
+        assert may_read.wait(PATIENCE)
+        return read(*arguments)
+
+    monkeypatch.setattr(store, "read", wait_and_read)
+    thread = StoreThread(store)
+    thread.load(1, [item(entries[0])])
+    assert is_reading.wait(PATIENCE)
+    thread.cancel(1)
+    may_read.set()
+    thread.load(2, [item(entries[0])])
+    assert [one.number for one in loaded(thread)] == [2]
+    thread.load(3, [item(entries[0])])
+    thread.wait(PATIENCE)
+    thread.cancel(3)
+    assert thread.take() == []
+    thread.stop(PATIENCE)
+
+
+def test_removed_entries_are_off_the_medium(store, tmp_path):
+    """EX-15: those that wait to be written, too."""
+    thread, entries = StoreThread(store), chain(4)
+    for one in entries:
+        give(thread, one)
+    thread.remove([one.key for one in entries[1:]])
+    assert thread.stop(PATIENCE)
+    store.close()
+    sound, _ = DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load()
+    assert {one.entry.key for one in sound} <= {entries[0].key}
+
+
+def test_clearing_returns_when_the_medium_has_forgotten(store, tmp_path, monkeypatch):
+    """EX-11, DC-4: what waits is not written after it."""
+    gate, entries = Gate(monkeypatch), chain(4)
+    thread = StoreThread(store)
+    give(thread, entries[0])
+    assert gate.is_reached.wait(PATIENCE)
+    for one in entries[1:]:
+        give(thread, one)
+    threading.Timer(0.05, gate.is_open.set).start()
+    thread.clear()
+    assert (len(store), thread.use.blocks, thread.left_out) == (0, 0, 0)
+    assert thread.stop(PATIENCE)
+    store.close()
+    assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
+
+
+def test_the_end_leaves_out_what_it_has_no_time_for(store, monkeypatch):
+    """EX-11, DC-1."""
+    gate, entries = Gate(monkeypatch), chain(4)
+    thread = StoreThread(store)
+    for one in entries:
+        give(thread, one)
+    assert gate.is_reached.wait(PATIENCE)
+    join = thread._thread.join
+    monkeypatch.setattr(thread._thread, "join", lambda timeout: (gate.is_open.set(), join(timeout)))
+    assert thread.stop(0.0)
+    assert thread.left_out == 3
+    assert [one.key in store for one in entries] == [True, False, False, False]
+
+
+def test_a_failure_of_the_directory_ends_loads_and_is_told_once(store, monkeypatch):
+    """EX-11, DC-3: a load is asked for while the write that fails is under way."""
+    thread, entries = StoreThread(store), chain(2)
+
+    def fail(*_: object) -> None:
+        thread.load(1, [item(entries[1])])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DataFile, "write", fail)
+    give(thread, entries[0])
+    thread.wait(PATIENCE)
+    assert thread.take() == [Gone(None), Loaded(1, None, 0.0)]
+    assert thread.stop(PATIENCE)
+    assert thread.take() == []
+    assert not thread.use.is_on
+    assert len(store) == 0
+
+
+def test_snapshots_and_blocks_are_counted_as_they_come_and_go(store):
+    """DC-6: the counts of a store that changes all the time cost nothing to read."""
+    thread = StoreThread(store)
+    block = chain(1)[0]
+    snapshot = entry_after(None, [0] * 4, EntryKind.SNAPSHOT)
+    for one in (block, snapshot):
+        give(thread, one)
+    assert thread.stop(PATIENCE)
+    assert (store.use.blocks, store.use.snapshots) == (1, 1)
+    store.remove(block.key)
+    store.check()
+    assert (store.use.blocks, store.use.snapshots) == (0, 1)

@@ -1,0 +1,226 @@
+"""Disk tier of the cache: what it writes, which loads it begins, and until when it waits for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
+from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
+from megatron_ext.prefix_cache.disk.tier_storage import Gone
+from megatron_ext.prefix_cache.lower_tier import CachedEntry
+from tests.unit_tests.engine.disk_machine import FakeDisk
+
+NAMES = [b"a", b"b", b"c", b"d"]
+TOKENS = list(range(16))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tier_with(*, blocks: str = "", snapshots: str = "", has_states: bool = True) -> tuple[DiskTier, FakeDisk, Clock]:
+    """A tier that holds blocks and snapshots of one sequence a, b, c, d, named by letters."""
+    disk, clock = FakeDisk(), Clock()
+    sizes = EntrySizes((100,), (1000,) if has_states else ())
+    tier = DiskTier(disk, sizes, lambda entry, used: (entry, [(used,)]), clock, 5.0)
+    entries = []
+    for kind, names in (("block", blocks), ("slot", snapshots)):
+        for name in names:
+            depth = "abcd".index(name)
+            places = {"block": None, "slot": None} | {kind: depth}
+            parent = NAMES[depth - 1] if depth else None
+            entries.append(CachedEntry(NAMES[depth], parent, depth + 1, **places))
+    tier.on_evicted(entries)
+    return tier, disk, clock
+
+
+@pytest.mark.parametrize(
+    ("blocks", "snapshots", "matched", "expected"),
+    [
+        ("abcd", "bd", 0, (4, 0, 1400)),
+        ("abcd", "b", 0, (2, 0, 1200)),
+        ("cd", "d", 2, (4, 2, 1200)),
+        ("", "b", 3, (2, 2, 1000)),
+        ("abd", "bd", 0, (2, 0, 1200)),  # a hole ends the run
+        ("abcd", "", 0, None),
+        ("", "", 4, None),
+    ],
+)
+def test_the_run_that_is_loaded(blocks, snapshots, matched, expected):
+    """EX-11: up to the last snapshot that can be reached, and only what memory lacks."""
+    tier, _, _ = tier_with(blocks=blocks, snapshots=snapshots)
+    run = tier.find_run(NAMES, matched, 4)
+    assert (None if run is None else (run.end, run.first, run.size)) == expected
+
+
+def test_without_recurrent_layers_blocks_are_enough():
+    """EX-11."""
+    tier, _, _ = tier_with(blocks="bcd", has_states=False)
+    assert tier.find_run(NAMES, 1, 4) == LoadableRun(4, 1, False, 300)
+    assert tier.find_run(NAMES, 1, 3) == LoadableRun(3, 1, False, 200)
+
+
+def test_what_is_read_is_checked_against_the_tokens_of_the_request():
+    """EX-11: each block's, and those of the snapshot's block."""
+    tier, disk, _ = tier_with(blocks="ab", snapshots="b")
+    asked = []
+    disk.load = lambda number, items: asked.extend(items)
+    tier.begin(tier.find_run(NAMES, 1, 4), NAMES, TOKENS, 4)
+    assert [(one.key.kind, one.key.block_hash, one.tokens, one.sizes) for one in asked] == [
+        (EntryKind.BLOCK, b"b", [4, 5, 6, 7], (100,)),
+        (EntryKind.SNAPSHOT, b"b", [4, 5, 6, 7], (1000,)),
+    ]
+
+
+def test_entries_are_used_in_the_order_in_which_they_leave_memory():
+    """EX-11: also within one eviction, and if the clock stands still or goes back."""
+    tier, disk, clock = tier_with(blocks="dcb")
+    clock.now = 50.0
+    tier.on_evicted([CachedEntry(b"a", None, 1, 0, None)])
+    times = [content[0] for content in disk.entries.values()]
+    assert times == sorted(set(times))
+
+
+def test_what_is_on_disk_is_not_written_again_but_is_used_now():
+    """EX-11."""
+    tier, disk, _ = tier_with(blocks="ab")
+    touched = []
+    disk.touch = lambda keys, used: touched.extend(keys)
+    first = dict(disk.entries)
+    tier.on_evicted([CachedEntry(b"b", b"a", 2, 1, None)])
+    assert (disk.entries, tier.counts.evicted) == (first, 2)
+    assert touched == [EntryKey(EntryKind.BLOCK, b"b")]
+
+
+def test_entries_that_find_no_place_in_the_queue_are_counted():
+    """EX-11."""
+    tier, disk, _ = tier_with()
+    disk.is_full = True
+    tier.on_evicted([CachedEntry(b"a", None, 1, 0, None)])
+    assert tier.drops == {"queue_full": 1}
+    assert len(tier) == 0
+
+
+def test_entries_that_the_disk_dropped_are_not_loaded():
+    """EX-11."""
+    tier, disk, _ = tier_with(blocks="abc", has_states=False)
+    disk.events.append(Gone([EntryKey(EntryKind.BLOCK, b"b")]))
+    tier.follow()
+    assert tier.find_run(NAMES, 0, 4).end == 1
+    disk.events.append(Gone(None))
+    tier.follow()
+    tier.on_evicted([CachedEntry(b"d", b"c", 4, 3, None)])
+    assert tier.find_run(NAMES, 0, 4) is None
+    assert len(tier) == 0
+
+
+def test_a_load_is_given_up_at_its_deadline():
+    """EX-11: whether or not its entries have come, and what comes later is not taken."""
+    tier, disk, clock = tier_with(blocks="ab", has_states=False)
+    run = tier.find_run(NAMES, 0, 4)
+    late, ready = (tier.begin(run, NAMES, TOKENS, 4) for _ in range(2))
+    disk.finish(ready, is_read=True)
+    tier.follow()
+    assert (tier.given_up(), tier.complete()) == ([], [ready])
+    clock.now += 5.0
+    assert tier.is_due
+    assert tier.given_up() == [late, ready]
+    assert disk.cancelled == [late, ready]
+    assert tier.counts.loads_late == 2
+    tier.follow()
+    assert not tier.complete()
+
+
+def test_a_load_that_could_not_be_read_is_given_up_at_once():
+    """EX-11."""
+    tier, disk, _ = tier_with(blocks="ab", has_states=False)
+    number = tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4)
+    assert not tier.is_due
+    disk.finish(number, is_read=False)
+    tier.follow()
+    assert tier.is_due
+    assert tier.given_up() == [number]
+    assert (tier.counts.loads_failed, tier.counts.loads_late) == (1, 0)
+
+
+def test_loads_are_bounded_in_number_and_bytes():
+    """EX-11: but one load is always possible, however large."""
+    tier, _, _ = tier_with(blocks="ab", has_states=False)
+    run, huge = tier.find_run(NAMES, 0, 4), LoadableRun(2, 0, False, 2**40)
+    assert tier.has_room(huge)
+    for _ in range(MAX_LOADS):
+        assert tier.has_room(run)
+        assert not tier.loads or not tier.has_room(huge)
+        tier.begin(run, NAMES, TOKENS, 4)
+    assert not tier.has_room(run)
+
+
+def test_a_load_begins_only_where_reading_is_quicker_than_computing():
+    """EX-11: both rates are measured; as long as one is unknown, it is to become known."""
+    estimates = LoadEstimates()
+    assert estimates.pays(10**9, 0, 1)
+    estimates.reading.note(1000, 1.0)
+    assert estimates.pays(10**9, 0, 1)
+    estimates.prefill.note(100, 1.0)
+    assert estimates.pays(1000, 0, 101)
+    assert not estimates.pays(1000, 0, 99)
+    assert not estimates.pays(1000, 500, 140)  # others are read before
+
+
+def test_a_rate_that_decides_against_loads_is_measured_again_some_time():
+    """EX-11: one slow read does not end all loads."""
+    estimates = LoadEstimates()
+    estimates.reading.note(1000, 100.0)
+    estimates.prefill.note(100, 1.0)
+    refusals = 0
+    while not estimates.pays(1000, 0, 1000):
+        refusals += 1
+    assert 10 < refusals < 1000
+
+
+def test_a_rate_follows_what_was_measured_last():
+    rate = MeasuredRate()
+    assert rate.seconds_for(1) is None
+    for _ in range(50):
+        rate.note(100, 1.0)
+    for _ in range(20):
+        rate.note(100, 2.0)
+    assert rate.seconds_for(100) == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "states_only", "left"),
+    [
+        (b"c", False, {"a", "b", "A", "B"}),
+        (b"c", True, {"a", "b", "c", "A", "B"}),
+        (b"a", False, set()),
+    ],
+)
+def test_quarantine_drops_an_entry_and_what_was_computed_from_it(wrong, states_only, left):
+    """EX-15: on disk, too; capitals are snapshots."""
+    tier, disk, _ = tier_with(blocks="abcd", snapshots="abcd")
+    number = tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4)
+    tier.quarantine(wrong, BlockIndex(), states_only=states_only)
+    found = {
+        key.block_hash.decode() if key.kind is EntryKind.BLOCK else key.block_hash.decode().upper()
+        for key in disk.entries
+    }
+    assert found == left
+    assert {key for key in disk.entries if key in tier} == disk.entries.keys()
+    assert disk.cancelled == [number]
+
+
+def test_quarantine_follows_parents_that_are_in_memory_only():
+    """EX-15: and drops what it cannot trace to the start of its sequence."""
+    for index_has, left in (("ab", {b"d"}), ("", set())):
+        tier, disk, _ = tier_with(blocks="d")
+        index = BlockIndex()
+        if index_has:
+            index.add(NAMES[:3], [0, 1, 2], None)
+        tier.quarantine(b"other", index, states_only=False)
+        assert {key.block_hash for key in disk.entries} == left
