@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """List, verify or erase the cache entries that processes have left in a directory (`--prefix-cache-dir`).
 
-Run: `python tools/prefix_cache.py DIR list|verify|erase`. A directory of which a process holds a slot is refused.
+Run: `python tools/prefix_cache.py DIR list|verify|erase`. A slot that a process holds is listed and erased by that
+process; without its answer, and for `verify`, the slot is refused by name.
 """
 
 from __future__ import annotations
@@ -11,44 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.control import ANSWER_SECONDS, NoAnswerError, ask_holder
+from megatron_ext.prefix_cache.disk.listing import Listing
 from megatron_ext.prefix_cache.disk.opening import open_store
-from megatron_ext.prefix_cache.disk.slot import DATA, DiskUnavailableError, take_all_slots
+from megatron_ext.prefix_cache.disk.slot import DATA, DiskUnavailableError, HeldSlot, take_all_slots
 from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_control import ERASE, LIST
 
 DONE, FOUND_DAMAGE, BAD_USAGE = 0, 1, 2
 NO_IDENTITY = bytes(32)  # of no model: all entries are those of others
-MAX_LISTED = 1000
 MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Stored prefix: the last block or snapshot of a sequence, and all blocks before it.
-
-    Attributes:
-        identity: Identity of the model and its settings.
-        end: Hash of its last block.
-        tokens: Number of tokens.
-        blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
-        snapshots: Number of snapshots.
-        size: Bytes of blocks and snapshots; those that several prefixes share count for each.
-        worth: Greatest worth of its entries.
-        used: Time of its last use, seconds since the epoch.
-    """
-
-    identity: bytes
-    end: bytes
-    tokens: int
-    blocks: int
-    snapshots: int
-    size: int
-    worth: float
-    used: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,80 +39,80 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with ExitStack() as opened:
-            stores = open_stores(arguments.directory, opened)
+            stores, held = open_stores(arguments.directory, opened)
             actions = {"list": list_prefixes, "verify": verify, "erase": erase}
-            return actions[arguments.action](stores)
+            return actions[arguments.action](stores, held)
     except (ConfigError, DiskUnavailableError) as error:
         print(f"prefix_cache.py: error: {error}", file=sys.stderr)
         return BAD_USAGE
 
 
-def open_stores(directory: Path, opened: ExitStack) -> dict[str, DiskStore]:
-    """Open the stores of all slots, by the names of the slots; they are closed with `opened`.
+def open_stores(directory: Path, opened: ExitStack) -> tuple[dict[str, DiskStore], list[HeldSlot]]:
+    """Open the stores of all free slots, by the names of the slots; they are closed with `opened`.
+
+    Returns:
+        The stores, and the slots that processes hold.
 
     Raises:
-        ConfigError: A slot is held by a process, or the directory is not one of a prefix cache.
+        ConfigError: The directory is not one of a prefix cache.
         DiskUnavailableError: The directory cannot be read or written.
     """
-    slots = take_all_slots(directory)
-    for slot in slots:
-        opened.callback(slot.close)
-    stores = {}
-    for slot in slots:
-        size = (slot.path / DATA).stat().st_size if (slot.path / DATA).exists() else 0
-        stores[slot.path.name] = open_store(slot, NO_IDENTITY, size)
-    opened.pop_all()
+    slots, held = take_all_slots(directory)
+    for one in held:
+        opened.callback(one.close)
+    with ExitStack() as unopened:
+        for slot in slots:
+            unopened.callback(slot.close)
+        stores = {}
+        for slot in slots:
+            size = (slot.path / DATA).stat().st_size if (slot.path / DATA).exists() else 0
+            stores[slot.path.name] = open_store(slot, NO_IDENTITY, size)
+        unopened.pop_all()
     for store in stores.values():
         opened.callback(store.close)
-    return stores
+    return stores, held
 
 
-def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
-    """Return the longest prefixes among entries: those that no other entry continues, the last used first."""
-    by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
-    for entry in entries:
-        by_end.setdefault((entry.identity, entry.entry.key.block_hash), []).append(entry)
-    continued = {(entry.identity, entry.entry.parent) for entry in entries}
-    found = []
-    for identity, end in by_end.keys() - continued:
-        chain: list[StoredEntry] = []
-        here = end
-        while (identity, here) in by_end:
-            chain += by_end[identity, here]
-            here = by_end[identity, here][0].entry.parent
-        last = by_end[identity, end][0].entry
-        blocks = sum(one.entry.key.kind is EntryKind.BLOCK for one in chain)
-        found.append(
-            Prefix(
-                identity,
-                end,
-                last.depth * len(last.tokens),
-                blocks,
-                len(chain) - blocks,
-                sum(one.size for one in chain),
-                max(one.entry.worth for one in chain),
-                max(one.entry.used for one in chain),
-            )
-        )
-    return sorted(found, key=lambda prefix: (prefix.worth, prefix.used, prefix.end), reverse=True)
+def ask(slot: HeldSlot, command: str) -> dict[str, object]:
+    """Return the answer of the process that holds a slot.
+
+    Raises:
+        ConfigError: It does not answer. The message names the slot and the process.
+    """
+    try:
+        return ask_holder(slot.handle, command, ANSWER_SECONDS)
+    except NoAnswerError as error:
+        raise ConfigError(f"{slot.error}, and {error}") from None
 
 
-def list_prefixes(stores: dict[str, DiskStore]) -> int:
-    """Print the prefixes of each slot, those worth most first."""
-    for name, store in stores.items():
-        entries = store.all_entries()
-        prefixes, size = prefixes_of(entries), sum(entry.size for entry in entries)
-        print(f"{name}: {len(prefixes)} prefixes, {len(entries)} entries, {size / MIB:.1f} MiB")
-        if prefixes:
+def ask_listing(slot: HeldSlot) -> Listing:
+    """Return the listing by the process that holds a slot.
+
+    Raises:
+        ConfigError: It does not answer, or as another version does. The message names the slot and the process.
+    """
+    try:
+        return Listing.from_answer(ask(slot, LIST))
+    except TypeError as error:
+        raise ConfigError(f"{slot.error}, and its answer is not understood ({error})") from None
+
+
+def list_prefixes(stores: dict[str, DiskStore], held: Sequence[HeldSlot]) -> int:
+    """Print the prefixes of each slot, those worth most first; holders of slots list their own."""
+    listings = [(name, Listing.of(store.all_entries())) for name, store in stores.items()]
+    listings += [(slot.name, ask_listing(slot)) for slot in held]
+    for name, found in listings:
+        print(f"{name}: {found.prefixes} prefixes, {found.entries} entries, {found.size / MIB:.1f} MiB")
+        if found.listed:
             print("  model     prefix      tokens  blocks  snapshots       MiB     worth     used")
-        for one in prefixes[:MAX_LISTED]:
+        for one in found.listed:
             age = max(0.0, time.time() - one.used)
             print(
-                f"  {one.identity.hex()[:8]}  {one.end.hex()[:8]}  {one.tokens:8}  {one.blocks:6}  {one.snapshots:9}"
+                f"  {one.identity[:8]}  {one.end[:8]}  {one.tokens:8}  {one.blocks:6}  {one.snapshots:9}"
                 f"  {one.size / MIB:8.1f}  {one.worth:8.3g}  {describe_age(age)} ago"
             )
-        if len(prefixes) > MAX_LISTED:
-            print(f"  and {len(prefixes) - MAX_LISTED} more")
+        if found.prefixes > len(found.listed):
+            print(f"  and {found.prefixes - len(found.listed)} more")
     return DONE
 
 
@@ -148,8 +124,15 @@ def describe_age(seconds: float) -> str:
     return f"{int(seconds)} s"
 
 
-def verify(stores: dict[str, DiskStore]) -> int:
-    """Read every entry; those that are damaged are dropped and counted."""
+def verify(stores: dict[str, DiskStore], held: Sequence[HeldSlot]) -> int:
+    """Read every entry; those that are damaged are dropped and counted.
+
+    Raises:
+        SlotHeldError: A process holds a slot; nothing is read.
+        DiskUnavailableError: The files cannot be read.
+    """
+    if held:
+        raise held[0].error
     damaged = 0
     for name, store in stores.items():
         sound = store.verify()
@@ -161,13 +144,24 @@ def verify(stores: dict[str, DiskStore]) -> int:
     return FOUND_DAMAGE if damaged else DONE
 
 
-def erase(stores: dict[str, DiskStore]) -> int:
-    """Remove the files of every slot; marker, locks and the directories stay."""
+def erase(stores: dict[str, DiskStore], held: Sequence[HeldSlot]) -> int:
+    """Remove the files of every free slot, and make holders of the others forget their entries on disk.
+
+    Marker, locks and directories stay. A slot whose holder does not answer is named at the end, after all others.
+    """
     for name, store in stores.items():
         count = len(store.all_entries())
         store.erase()
         print(f"{name}: {count} entries erased")
-    return DONE
+    refused = []
+    for slot in held:
+        try:
+            print(f"{slot.name}: {ask(slot, ERASE)['entries']} entries erased by the process that holds it")
+        except ConfigError as error:
+            refused.append(error)
+    for error in refused:
+        print(f"prefix_cache.py: error: {error}", file=sys.stderr)
+    return BAD_USAGE if refused else DONE
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class DataFile:
             os.ftruncate(self._handle, self._limit)
             self._size = self._limit
 
+    def clear(self) -> None:
+        """Cut the file down to nothing."""
+        os.ftruncate(self._handle, 0)
+        self._size = 0
+
     def write(self, extents: Sequence[Extent], buffers: Sequence[Buffer]) -> None:
         """Write the bytes of an entry; they are on the medium after the next `sync` only.
 

@@ -3,8 +3,10 @@
 ```
 DIR/prefix_cache_marker     a line that names the format; only a directory with it, or an empty one, is used
 DIR/slot-0/lock             locked by the process that holds the slot; has its number
+DIR/slot-0/control          socket of that process; see `control.py`
 DIR/slot-0/index.sqlite     see `index.py`, and SQLite's own files beside it
 DIR/slot-0/data             see `data_file.py`
+DIR/slot-0-rank-1/          of the second rank of the world whose first rank holds slot 0, with the same files
 ```
 Files are those of this user alone. No other file is ever made, written or removed.
 """
@@ -20,6 +22,7 @@ import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.disk.index import FORMAT, SUFFIXES
@@ -27,13 +30,14 @@ from megatron_ext.prefix_cache.disk.mounts import network_type
 from megatron_ext.trusted_path import UntrustedPathError, name_of, open_directory
 
 MARKER = "prefix_cache_marker"
-LOCK, INDEX, DATA = "lock", "index.sqlite", "data"
+LOCK, INDEX, DATA, CONTROL = "lock", "index.sqlite", "data", "control"
 MAX_SLOTS = 64
-FILES = (LOCK, DATA, *(INDEX + suffix for suffix in SUFFIXES))
+FILES = (LOCK, DATA, CONTROL, *(INDEX + suffix for suffix in SUFFIXES))
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MARKER_TEXT = re.compile(rb"megatron_ext prefix cache, format (\d{1,9})\n")
+_SLOT_NAME = re.compile(r"slot-(\d{1,2})(?:-rank-(\d{1,5}))?")
 _MAX_PID_BYTES = 20
 
 
@@ -51,11 +55,18 @@ class SlotDirectory:
     Args:
         handle: Handle of the slot's directory.
         lock: Handle of its lock file, locked.
+
+    Attributes:
+        handle: Handle of the slot's directory.
+        path: Its path.
+        number: Number of the slot.
     """
 
     def __init__(self, handle: int, lock: int) -> None:
-        self._handle, self._lock = handle, lock
+        self.handle, self._lock = handle, lock
         self.path = Path(name_of(handle))
+        found = _SLOT_NAME.fullmatch(self.path.name)
+        self.number = 0 if found is None else int(found[1])
         self._files: dict[str, tuple[int, int]] = {}  # device and inode of the files that are in use
 
     def open_file(self, name: str) -> int:
@@ -65,7 +76,7 @@ class SlotDirectory:
             UntrustedPathError: It is not a regular file of this user alone.
             OSError: It cannot be opened.
         """
-        handle = _open_file(self._handle, name)
+        handle = _open_file(self.handle, name)
         status = os.fstat(handle)
         self._files[name] = status.st_dev, status.st_ino
         return handle
@@ -77,7 +88,7 @@ class SlotDirectory:
             UntrustedPathError: One is not a regular file of this user alone.
             OSError: One cannot be opened.
         """
-        present = os.listdir(self._handle)
+        present = os.listdir(self.handle)
         for name in (INDEX, *(INDEX + suffix for suffix in SUFFIXES if INDEX + suffix in present)):
             os.close(self.open_file(name))
             if name != INDEX:
@@ -90,7 +101,7 @@ class SlotDirectory:
             OSError: One has vanished, or is another one now.
         """
         for name, known in self._files.items():
-            status = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            status = os.stat(name, dir_fd=self.handle, follow_symlinks=False)
             if (status.st_dev, status.st_ino) != known:
                 raise OSError(errno.ESTALE, "another file has its name now", name)
 
@@ -100,7 +111,7 @@ class SlotDirectory:
         for name in names:
             self._files.pop(name, None)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._handle)
+                os.unlink(name, dir_fd=self.handle)
 
     def remove_index(self) -> None:
         """Remove the index with all that SQLite made beside it."""
@@ -109,11 +120,25 @@ class SlotDirectory:
     def close(self) -> None:
         """Give the slot up."""
         os.close(self._lock)
-        os.close(self._handle)
+        os.close(self.handle)
 
 
-def take_slot(directory: Path) -> SlotDirectory:
+def slot_name(number: int, rank: int = 0) -> str:
+    """Return the name of a slot's directory.
+
+    Args:
+        number: Number of the slot.
+        rank: Rank among those that keep one cache together, each its part; the first has the name of a lone process.
+    """
+    return f"slot-{number}-rank-{rank}" if rank else f"slot-{number}"
+
+
+def take_slot(directory: Path, first: int = 0) -> SlotDirectory:
     """Take the first slot of a directory that no process holds; directory and slot are created if missing.
+
+    Args:
+        directory: The directory.
+        first: Number of the first slot to try.
 
     Raises:
         ConfigError: The directory is not for this, has a newer format, others can write to it, or all slots are held.
@@ -121,30 +146,82 @@ def take_slot(directory: Path) -> SlotDirectory:
     """
     with _marked_directory(directory, creates=True) as root:
         holders = []
-        for number in range(MAX_SLOTS):
+        for number in range(first, MAX_SLOTS):
             try:
-                return _lock_slot(root, f"slot-{number}", creates=True)
+                return _lock_slot(root, slot_name(number), creates=True)
             except SlotHeldError as error:
                 holders.append(str(error))
-    raise ConfigError(f"{directory}: all {MAX_SLOTS} slots are held ({holders[0]}, ...); name another directory")
+    held = f" ({holders[0]}, ...)" if holders else ""
+    raise ConfigError(f"{directory}: all {MAX_SLOTS} slots are held{held}; name another directory")
 
 
-def take_all_slots(directory: Path) -> list[SlotDirectory]:
-    """Take every slot of a directory, for tools; nothing is created.
+def take_slot_of_rank(directory: Path, number: int, rank: int) -> SlotDirectory:
+    """Take the slot of a rank other than the first; directory and slot are created if missing.
+
+    Args:
+        directory: The directory.
+        number: Number of the slot that the first rank has taken.
+        rank: See `slot_name`.
 
     Raises:
-        ConfigError: As `take_slot`, or a process holds a slot: then none is taken.
+        SlotHeldError: Another process holds it.
+        ConfigError: As `take_slot`, also the next one.
+        DiskUnavailableError: See `take_slot`.
+    """
+    with _marked_directory(directory, creates=True) as root:
+        return _lock_slot(root, slot_name(number, rank), creates=True)
+
+
+class HeldSlot(NamedTuple):
+    """Slot that another process holds.
+
+    Attributes:
+        handle: Handle of the slot's directory.
+        error: Error that names slot and process.
+    """
+
+    handle: int
+    error: SlotHeldError
+
+    @property
+    def name(self) -> str:
+        """Name of the slot."""
+        return Path(name_of(self.handle)).name
+
+    def close(self) -> None:
+        """Close the handle."""
+        os.close(self.handle)
+
+
+def take_all_slots(directory: Path) -> tuple[list[SlotDirectory], list[HeldSlot]]:
+    """Take every free slot of a directory, for tools; nothing is created.
+
+    Returns:
+        The slots that were free, and those that are held. The caller closes all of them.
+
+    Raises:
+        ConfigError: See `take_slot`, also the next one.
         DiskUnavailableError: See `take_slot`.
     """
     with contextlib.ExitStack() as taken, _marked_directory(directory, creates=False) as root:
-        slots = []
-        for number in range(MAX_SLOTS):
-            with contextlib.suppress(FileNotFoundError):
-                slot = _lock_slot(root, f"slot-{number}", creates=False)
-                taken.callback(slot.close)
-                slots.append(slot)
+        slots: list[SlotDirectory] = []
+        held: list[HeldSlot] = []
+        for name in sorted(filter(_SLOT_NAME.fullmatch, os.listdir(root)), key=_place):
+            try:
+                slots.append(_lock_slot(root, name, creates=False))
+                taken.callback(slots[-1].close)
+            except SlotHeldError as error:
+                held.append(HeldSlot(os.open(name, _FOLDER, dir_fd=root), error))
+                taken.callback(held[-1].close)
         taken.pop_all()
-        return slots
+        return slots, held
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Return the place of a slot's name in the order of slots."""
+    found = _SLOT_NAME.fullmatch(name)
+    assert found is not None, "the name is that of a slot"
+    return int(found[1]), int(found[2] or 0)
 
 
 @contextlib.contextmanager

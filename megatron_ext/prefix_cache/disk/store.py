@@ -22,7 +22,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
-from megatron_ext.prefix_cache.disk.slot import DATA, SlotDirectory, failure_reason
+from megatron_ext.prefix_cache.disk.slot import DATA, INDEX, SlotDirectory, failure_reason
 from megatron_ext.prefix_cache.disk.store_use import (
     BAD_BYTES,
     BAD_TOKENS,
@@ -108,6 +108,11 @@ class DiskStore:
         self._entries.clear()
         self._rows.clear()
         self._snapshots = self._own_pages = 0
+
+    @property
+    def slot(self) -> SlotDirectory:
+        """Slot of the directory."""
+        return self._slot
 
     # Entries
 
@@ -287,6 +292,32 @@ class DiskStore:
         self.commit()
         if self.problem is not None:
             self.erase()
+
+    def empty(self) -> int:
+        """Forget all entries of all identities; nothing of them is left in the files when this returns.
+
+        If that fails, or the store is off, its files are removed, as far as that is possible.
+
+        Returns:
+            Number of entries that there were.
+        """
+        assert not self._is_closed, "another process may hold the slot"
+        count = len(self._entries)
+        self._guarded(self._empty, None)
+        if self.problem is not None:
+            self.erase()
+        return count
+
+    def _empty(self) -> None:
+        for entry in self.all_entries():
+            self._remove(entry)
+        self._commit()
+        self._index.close()
+        self._slot.remove_index()
+        self._slot.open_index()
+        self._index = DiskIndex(self._slot.path / INDEX)
+        self._data.clear()
+        self._free = FreePages(self._limit_pages, ())
 
     def erase(self) -> None:
         """Forget everything and remove the files of the slot; the store is off after that."""

@@ -19,6 +19,7 @@ from megatron_ext.prefix_cache.disk.slot import (
     SlotHeldError,
     take_all_slots,
     take_slot,
+    take_slot_of_rank,
 )
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory
 from tests.unit_tests.support.foreign import ForeignFiles
@@ -46,8 +47,8 @@ def test_a_held_slot_is_refused_by_name(directory):
     code = f"""
 import sys
 from pathlib import Path
-from megatron_ext.prefix_cache.disk.slot import take_slot
-slot = take_slot(Path({str(directory)!r}))
+from megatron_ext.prefix_cache.disk.slot import take_slot_of_rank
+slot = take_slot_of_rank(Path({str(directory)!r}), 0, 1)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -56,10 +57,14 @@ sys.stdin.read()
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(SlotHeldError, match=f"slot-0 is held by process {holder.pid}$"):
-            take_all_slots(directory)
+        with pytest.raises(SlotHeldError, match=f"slot-0-rank-1 is held by process {holder.pid}$"):
+            take_slot_of_rank(directory, 0, 1)
+        (), (held,) = take_all_slots(directory)
+        assert str(held.error).endswith(f"slot-0-rank-1 is held by process {holder.pid}")
+        held.close()
         holder.kill()
-    (slot,) = take_all_slots(directory)
+    (slot,), () = take_all_slots(directory)
+    assert slot.path.name == "slot-0-rank-1"
     slot.close()
 
 

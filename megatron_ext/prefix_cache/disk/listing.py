@@ -1,0 +1,105 @@
+"""Listing of a store for tools: the longest prefixes among its entries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.disk.entry import EntryKind, StoredEntry
+
+MAX_LISTED = 1000
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Stored prefix: the last block or snapshot of a sequence, and all blocks before it.
+
+    Attributes:
+        identity: Identity of the model and its settings, in hex.
+        end: Hash of its last block, in hex.
+        tokens: Number of tokens.
+        blocks: Number of blocks that are stored of it; fewer than its length has if some were evicted.
+        snapshots: Number of snapshots.
+        size: Bytes of blocks and snapshots; those that several prefixes share count for each.
+        worth: Greatest worth of its entries.
+        used: Time of its last use, seconds since the epoch.
+    """
+
+    identity: str
+    end: str
+    tokens: int
+    blocks: int
+    snapshots: int
+    size: int
+    worth: float
+    used: float
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Contents of a store.
+
+    Attributes:
+        entries: Number of entries, of all identities.
+        size: Bytes of all entries.
+        prefixes: Number of prefixes.
+        listed: First prefixes, those worth most and last used first, at most `MAX_LISTED`.
+    """
+
+    entries: int
+    size: int
+    prefixes: int
+    listed: list[Prefix]
+
+    @classmethod
+    def of(cls, entries: Sequence[StoredEntry]) -> Listing:
+        """Return the listing of a store's entries."""
+        prefixes = prefixes_of(entries)
+        return cls(len(entries), sum(entry.size for entry in entries), len(prefixes), prefixes[:MAX_LISTED])
+
+    def to_answer(self) -> dict[str, object]:
+        """Return the listing as values that JSON has."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_answer(cls, answer: dict[str, object]) -> Listing:
+        """Return the listing that `to_answer` has described.
+
+        Raises:
+            TypeError: A field is missing or unknown.
+        """
+        listed = answer.pop("listed", None)
+        if not isinstance(listed, list):
+            raise TypeError("there is no list of prefixes")
+        return cls(**answer, listed=[Prefix(**one) for one in listed])  # type: ignore[arg-type]  # fields of JSON
+
+
+def prefixes_of(entries: Sequence[StoredEntry]) -> list[Prefix]:
+    """Return the longest prefixes among entries: those that no other entry continues, the last used first."""
+    by_end: dict[tuple[bytes, bytes], list[StoredEntry]] = {}
+    for entry in entries:
+        by_end.setdefault((entry.identity, entry.entry.key.block_hash), []).append(entry)
+    continued = {(entry.identity, entry.entry.parent) for entry in entries}
+    found = []
+    for identity, end in by_end.keys() - continued:
+        chain: list[StoredEntry] = []
+        here = end
+        while (identity, here) in by_end:
+            chain += by_end[identity, here]
+            here = by_end[identity, here][0].entry.parent
+        last = by_end[identity, end][0].entry
+        blocks = sum(one.entry.key.kind is EntryKind.BLOCK for one in chain)
+        found.append(
+            Prefix(
+                identity.hex(),
+                end.hex(),
+                last.depth * len(last.tokens),
+                blocks,
+                len(chain) - blocks,
+                sum(one.size for one in chain),
+                max(one.entry.worth for one in chain),
+                max(one.entry.used for one in chain),
+            )
+        )
+    return sorted(found, key=lambda prefix: (prefix.worth, prefix.used, prefix.end), reverse=True)
