@@ -12,6 +12,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.cache_audit import AuditFinding
+from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor
@@ -82,6 +83,13 @@ class EngineCore:
         self._choice: ReplicaChoice | None = None  # None for one replica
         if len(parts) > 1:
             self._choice = ReplicaChoice([scheduler for scheduler, _ in parts], routing or RoutingConfig())
+
+    def attach_disk(self, disk: WarmRestart) -> None:
+        """Keep the cache in a store, which is closed with the core, or attached to the next one."""
+        self.disk, self.workers.has_stores = disk, True
+        tier = disk.go_live()
+        if tier is not None:
+            self.replicas[0].loading = DiskLoading(self.scheduler, tier, disk.memory)
 
     # Requests
 
@@ -170,13 +178,22 @@ class EngineCore:
         return [*queued, *self.output.ended]
 
     def cancel(self) -> None:
-        """Forget all requests without a record; the core must not be used any more."""
+        """Forget all requests without a record; the core must not be used any more.
+
+        What is worth keeping of the cache is written to disk, where there is a store; that stays open.
+        """
         for replica in self.replicas:
             replica.ahead.drop()
             replica.structured.forget(self.output.requests())
         self.output.cancel()
+        if self.workers.keep_cache():
+            self._keep_cache()
+
+    def _keep_cache(self) -> None:
+        """Write what is worth keeping of the cache to disk, as the other ranks do."""
         if self.disk is not None:
-            self.disk.abandon()
+            with self.error_isolation.guard("the prefix cache on disk"):
+                self.disk.keep()
 
     # Steps
 
@@ -252,10 +269,12 @@ class EngineCore:
         """Wait until the device is idle and stop the workers; no step may follow."""
         for replica in self.replicas:
             replica.close()
-        if self.disk is not None:
-            with self.error_isolation.guard("the prefix cache on disk"):
-                self.disk.close()
-        self.workers.stop()
+        try:
+            if self.workers.stop():
+                self._keep_cache()
+        finally:
+            if self.disk is not None:
+                self.disk.abandon()
 
     # Cache, weights, pools
 
@@ -263,6 +282,7 @@ class EngineCore:
         """Empty the prefix cache: no earlier block is matched again, and running requests publish nothing."""
         for replica in self.replicas:
             replica.scheduler.reset_prefix_cache()
+        self.workers.meet()
 
     def weights_changed(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
         """Handle an in-place change of the model's weights: the prefix cache is emptied.
@@ -298,6 +318,7 @@ class EngineCore:
             self.disk.weights_changed()
         for replica in self.replicas:
             replica.weights_changed(self.weights_version, restarts=in_flight is not InFlight.CONTINUE)
+        self.workers.meet()
         self.resources.use_new_weights()
 
     def suspend(self) -> None:
@@ -306,6 +327,7 @@ class EngineCore:
             return
         for replica in self.replicas:
             replica.suspend()
+        self.workers.meet()
         self.workers.suspend()
         self.resources.free()
         self.is_suspended = True

@@ -1,4 +1,4 @@
-"""Step of an engine core, and its outcome."""
+"""Steps of the engine core: what was committed, and what comes out of it."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ class Workers(Protocol):
 
     Attributes:
         heartbeat: Maximum seconds between two messages of rank 0 to the ranks; None if there are no other ranks.
+        has_stores: Whether the caches of the ranks have stores on disk.
     """
 
     heartbeat: float | None
+    has_stores: bool
 
     def begin_step(self) -> None:
         """Send the commands since the last message, and make all ranks take a step.
@@ -30,8 +32,29 @@ class Workers(Protocol):
     def resume(self) -> None:
         """Make all ranks allocate their pools before the next step."""
 
-    def stop(self) -> None:
-        """Stop all ranks; no step may follow."""
+    def meet(self) -> None:
+        """Return when the stores of all ranks have obeyed the commands so far, if they have stores.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+
+    def open_stores(self) -> None:
+        """Make all ranks open the stores of their caches, beside rank 0.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+
+    def keep_cache(self) -> bool:
+        """Make all ranks write their caches to their stores, beside rank 0; False if they do not follow now."""
+
+    def stop(self) -> bool:
+        """Stop all ranks, which write their caches to their stores, beside rank 0; no step may follow.
+
+        Returns:
+            False if they did not follow any more.
+        """
 
     def step_error(self, error: Exception) -> Exception:
         """Return the error to raise after a step failed on rank 0.
@@ -44,6 +67,7 @@ class NoWorkers:
     """Workers of a world of one rank."""
 
     heartbeat: float | None = None
+    has_stores = False
 
     def begin_step(self) -> None:
         """See `Workers`."""
@@ -57,8 +81,19 @@ class NoWorkers:
     def resume(self) -> None:
         """See `Workers`."""
 
-    def stop(self) -> None:
+    def meet(self) -> None:
         """See `Workers`."""
+
+    def open_stores(self) -> None:
+        """See `Workers`."""
+
+    def keep_cache(self) -> bool:
+        """Return True; see `Workers`."""
+        return True
+
+    def stop(self) -> bool:
+        """Return True; see `Workers`."""
+        return True
 
     def step_error(self, error: Exception) -> Exception:
         """Return the error unchanged; see `Workers`."""

@@ -120,10 +120,15 @@ class InferenceEngine(Engine):
             self.capture_stats = {"time": time.perf_counter() - started}
 
     def reset(self) -> None:
-        """Drop all requests (cancelling their futures) and counters; allocate a suspended engine's pools again."""
+        """Drop all requests (cancelling their futures), the cache and counters; allocate freed pools again.
+
+        What the cache had is kept on disk for the next start, where there is a store, and so will be what comes next.
+        """
+        disk = None
         weights_version = self.core.weights_version if hasattr(self, "core") else 0
         if hasattr(self, "core"):
             self.core.cancel()
+            disk = self.core.disk
             for future in self._futures.values():
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
@@ -140,6 +145,9 @@ class InferenceEngine(Engine):
         self.context.attach(self.core)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
+        if disk is not None:
+            disk.follow(self.core.scheduler.cache)
+            self.core.attach_disk(disk)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self._loop = get_asyncio_loop(getattr(self, "_loop", None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
@@ -31,6 +33,8 @@ from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.drafting import Drafting
 
@@ -111,8 +115,13 @@ def build_worker(
     parallel_context: ParallelContext,
     speculative_tokens: int = 0,
     packs_weights: bool = False,
+    opener: Callable[[InferenceController], Callable[[PrefixCache], WarmRestart | None]] | None = None,
 ) -> Worker:
-    """Build the worker that replaces the engine on a rank other than 0; see `build_engine`."""
+    """Build the worker that replaces the engine on a rank other than 0; see `build_engine`.
+
+    Args:
+        opener: Makes the function that opens the store of this rank's part of the cache; None if it is not kept.
+    """
     controller = _build_controller(
         model,
         config,
@@ -125,7 +134,10 @@ def build_worker(
         speculative_tokens,
         packs_weights=packs_weights,
     )
-    return make_worker(parallel_context, controller.inference_wrapped_model.inference_context, controller)
+    worker = make_worker(parallel_context, controller.inference_wrapped_model.inference_context, controller)
+    if opener is not None:
+        worker.open_store = opener(controller)
+    return worker
 
 
 def build_draft_model(

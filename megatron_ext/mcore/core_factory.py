@@ -81,6 +81,7 @@ def make_core(
             schedulers,
             parallel_context.link.send,
             parallel_context.heartbeat,
+            meet=parallel_context.link.meet,
             releases=parallel_context.releases_ranks,
         ),
         resources=resources,
@@ -101,6 +102,7 @@ def make_worker(
         partial(make_scheduler, context.plan),
         executor,
         resources,
+        parallel_context.link.meet,
     )
 
 

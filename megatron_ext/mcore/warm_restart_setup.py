@@ -4,62 +4,130 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.memory.entry_memory import PoolEntries
+from megatron_ext.parallel.cache_ranks import open_beside_others
+from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
+from megatron_ext.prefix_cache.disk.put_back import NoPart, put_back
 from megatron_ext.prefix_cache.disk.slot import DiskUnavailableError
+from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
+StoreOpener = Callable[[PrefixCache], WarmRestart | None]
 
 
-def warm_restart_of(engine: InferenceEngine, model: Sequence[bytes], cache: CacheConfig) -> WarmRestart | None:
-    """Open the store of an engine's cache and put its entries back; None if the directory cannot be used now.
+def keep_engine(
+    engine: InferenceEngine, model: Sequence[bytes], settings: CacheConfig, parallel_context: ParallelContext | None
+) -> None:
+    """Open the stores of an engine's caches on all ranks and put their entries back, if the directory can be used now.
 
     Args:
-        engine: Engine of one rank, whose cache is empty.
+        engine: Engine whose caches are empty.
         model: See `cache_identity`.
-        cache: Settings, with a directory.
+        settings: Settings, with a directory.
+        parallel_context: All ranks, of which this is the first; None for a world of one.
+
+    Raises:
+        ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
+        RankError: A rank has failed.
+    """
+    core = engine.core
+    core.workers.open_stores()
+    disk = open_part(engine.controller, core.scheduler.cache, model, settings, parallel_context)
+    if disk is None:
+        return
+    core.attach_disk(disk)
+    if parallel_context is not None:
+        for number, replica in enumerate(core.replicas[1:], 1):
+            put_back(replica.scheduler.cache, NoPart(), parallel_context.cache_ranks(number))
+
+
+def opener_of_part(
+    controller: InferenceController, model: Sequence[bytes], settings: CacheConfig, parallel_context: ParallelContext
+) -> StoreOpener:
+    """Return `open_part` as a function of the cache, for a rank other than 0; with its arguments."""
+    return lambda cache: open_part(controller, cache, model, settings, parallel_context)
+
+
+def open_part(
+    controller: InferenceController,
+    cache: PrefixCache,
+    model: Sequence[bytes],
+    settings: CacheConfig,
+    parallel_context: ParallelContext | None,
+) -> WarmRestart | None:
+    """Open the store of this rank's part of a cache, and put its entries back, beside all other ranks.
+
+    Args:
+        controller: Model of this rank, and its pools.
+        cache: Empty cache of this rank's replica.
+        model: See `cache_identity`.
+        settings: Settings, with a directory.
+        parallel_context: All ranks; None for a world of one.
+
+    Returns:
+        The store; None on all ranks if the directory of one cannot be used now, which is said once.
 
     Raises:
         ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
     """
-    assert cache.prefix_cache_dir is not None, "the caller has looked"
-    limit = int(cache.prefix_cache_disk_gb * GIB)
+    context = controller.inference_wrapped_model.inference_context
+    ranks = None if parallel_context is None else parallel_context.cache_ranks(parallel_context.here.replica)
     try:
-        store = open_directory_store(Path(cache.prefix_cache_dir), cache_identity(engine, model), limit)
+        store = _opened(cache_identity(controller, model), settings, parallel_context)
     except DiskUnavailableError as error:
-        logger.warning("prefix cache on disk: %s; serving goes on without it", error)
+        if parallel_context is None or parallel_context.is_driver:
+            logger.warning("prefix cache on disk: %s; serving goes on without it", error)
         return None
-    memory = PoolEntries(lambda: engine.context.allocated)
-    restart = WarmRestart(store, engine.scheduler.cache, memory, cache.prefix_cache_drain_seconds)
+    restart = WarmRestart(
+        store,
+        cache,
+        PoolEntries(lambda: context.allocated),
+        settings.prefix_cache_drain_seconds,
+        settings.prefix_cache_load_seconds,
+        ranks,
+    )
     restart.load()
-    tier = restart.go_live(cache.prefix_cache_load_seconds)
-    engine.core.replicas[0].loading = DiskLoading(engine.scheduler, tier, memory)
     return restart
 
 
-def cache_identity(engine: InferenceEngine, model: Sequence[bytes]) -> bytes:
+def _opened(identity: bytes, settings: CacheConfig, parallel_context: ParallelContext | None) -> DiskStore:
+    """Take this rank's slot and open its store."""
+    assert settings.prefix_cache_dir is not None, "the caller has looked"
+    directory, limit = Path(settings.prefix_cache_dir), int(settings.prefix_cache_disk_gb * GIB)
+    if parallel_context is None:
+        return open_directory_store(directory, identity, limit)
+    replica = parallel_context.here.replica
+    position = parallel_context.cache_ranks(replica).position
+    assert position is not None, "this rank belongs to its replica"
+    return open_beside_others(directory, identity, limit, replica, position, parallel_context.gather)
+
+
+def cache_identity(controller: InferenceController, model: Sequence[bytes]) -> bytes:
     """Return a digest of all that the bytes of cached entries depend on, except tokens and salt, 32 bytes.
 
     Args:
-        engine: Engine: its plan has configuration, types, block size, and how weights are packed or quantized.
-        model: What the engine does not know: hash of the tokenizer, digest of the weights.
+        controller: Model and pools: the plan has configuration, types, block size, and how weights are packed or
+            quantized.
+        model: What these do not know: hash of the tokenizer, digest of the weights, this rank's part of the model.
     """
-    plan, controller = engine.context.plan, engine.controller
+    plan = controller.inference_wrapped_model.inference_context.plan
     device = next(controller.inference_wrapped_model.model.parameters()).device.type
     return root_hash(
         [
-            b"prefix cache on disk, one rank",
+            b"prefix cache on disk",
             FORMAT.to_bytes(4, "little"),
             sys.byteorder.encode(),
             plan.fingerprint,

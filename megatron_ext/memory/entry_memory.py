@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.pools import Pools
-from megatron_ext.memory.state_pool import SnapshotPool
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -32,21 +31,17 @@ class PoolEntries:
         return [kv[:, :, block]] if kv.numel() else []
 
     def _snapshot(self, slot: SlotId) -> list[Tensor]:
-        pool = self._snapshots
+        pool = self._pools().snapshots
+        if pool is None:  # no recurrent layer is on this rank
+            return []
         return [states for states in (pool.conv[:, slot], pool.ssm[:, slot]) if states.numel()]
-
-    @property
-    def _snapshots(self) -> SnapshotPool:
-        snapshots = self._pools().snapshots
-        assert snapshots is not None, "only models with recurrent layers have snapshots"
-        return snapshots
 
     def block_buffers(self) -> list[bytearray]:
         """Return buffers for the bytes of a block; none if no layer has keys and values."""
         return _buffers(self._block(BlockId(0)))
 
     def snapshot_buffers(self) -> list[bytearray]:
-        """Return buffers for the bytes of a snapshot."""
+        """Return buffers for the bytes of a snapshot; none if no layer is recurrent."""
         return _buffers(self._snapshot(SlotId(0)))
 
     def read_block(self, block: BlockId) -> list[Buffer]:
@@ -64,7 +59,9 @@ class PoolEntries:
     def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
         """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
         _write(self._snapshot(slot), buffers)
-        self._snapshots.close([slot], [block_hash])
+        snapshots = self._pools().snapshots
+        if snapshots is not None:
+            snapshots.close([slot], [block_hash])
 
     def make_changes(self, changes: ArenaChanges) -> None:
         """Make changes of an arena that no step's message has told."""

@@ -11,7 +11,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
-from megatron_ext.models.durable_cache import keep_cache, require_one_rank
+from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.models.weights_digest import weights_digest
@@ -56,8 +56,6 @@ class EngineArgs:
         self._settings = settings
         self._parallel_context = parallel_context
         self._phase = phase
-        if settings.cache.is_durable:
-            require_one_rank(settings.cache, parallel_context)
         if settings.routing != RoutingConfig() and (parallel_context is None or parallel_context.replicas == 1):
             logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
@@ -97,7 +95,7 @@ class EngineArgs:
                 routing=settings.routing,
             )
         if self._weights is not None and cache.is_durable:
-            keep_cache(engine, loaded, self._weights, cache)
+            keep_cache(engine, loaded, self._weights, cache, settings.parallel, self._parallel_context)
         return engine
 
 
@@ -137,6 +135,9 @@ def build_follower(
         loaded: This rank's part of the model.
         cache: Prefix caching of rank 0's engine.
     """
+    opener = None
+    if cache.is_durable:  # before anything packs the weights
+        opener = store_opener(loaded, weights_digest(loaded), cache, settings.parallel, parallel_context)
     return build_worker(
         loaded.model,
         loaded.config,
@@ -147,6 +148,7 @@ def build_follower(
         parallel_context=parallel_context,
         speculative_tokens=settings.speculation.num_speculative_tokens,
         packs_weights=_packs_weights(settings, loaded),
+        opener=opener,
     )
 
 

@@ -8,6 +8,7 @@ guards against mistakes: write access to a checkpoint is write access to its dig
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -56,7 +57,20 @@ def tensors_digest(model: torch.nn.Module) -> bytes:
 
 
 def files_digest(directory: Path) -> bytes:
-    """Return a digest over names and contents of a checkpoint's files of weights, remembered or computed."""
+    """Return a digest over names and contents of a checkpoint's files of weights, remembered or computed.
+
+    Processes of one machine that start together do this one after the other, so that the later ones remember.
+    """
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        return _files_digest(directory)
+    finally:
+        os.close(handle)
+
+
+def _files_digest(directory: Path) -> bytes:
     facts = _facts(directory)
     kept = (directory / DIGEST_FILE, _cached_path(directory))
     for path in kept:

@@ -66,6 +66,16 @@ class StartAnew:
 
 
 @dataclass(frozen=True)
+class OpenStore:
+    """Start of the cache's store: ranks open theirs, and put the same entries back."""
+
+
+@dataclass(frozen=True)
+class KeepCache:
+    """End of the cache's contents: ranks write what is worth most to their stores, which stay open."""
+
+
+@dataclass(frozen=True)
 class Propose:
     """Draft tokens for the next step, as (request id, tokens) of each request that has some."""
 
@@ -80,7 +90,20 @@ class Allow:
     masks: Masks
 
 
-Command = Add | Allow | End | Propose | Quarantine | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
+Command = (
+    Add
+    | Allow
+    | End
+    | KeepCache
+    | OpenStore
+    | Propose
+    | Quarantine
+    | ResetPrefixCache
+    | WeightsChanged
+    | Suspend
+    | Resume
+    | StartAnew
+)
 
 
 class Action(enum.IntEnum):
@@ -90,6 +113,7 @@ class Action(enum.IntEnum):
     IDLE = 2  # nothing to do; signals that rank 0 is alive
     STOP = 3  # orderly shutdown
     RELEASE = 4  # the other ranks return to their callers, until the next batch
+    MEET = 5  # every rank waits until all have obeyed the commands
 
 
 @dataclass(frozen=True)

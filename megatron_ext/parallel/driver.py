@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import RankError
 from megatron_ext.parallel.command_recorder import RecordingScheduler
-from megatron_ext.parallel.commands import Action, Batch, Resume, StartAnew
+from megatron_ext.parallel.commands import Action, Batch, Command, KeepCache, OpenStore, Resume, StartAnew
+
+
+def _nothing() -> None:
+    """Wait for no other rank."""
 
 
 class Driver:
@@ -21,6 +25,7 @@ class Driver:
         schedulers: Scheduler of each replica, on rank 0.
         send: Sends a batch to all other ranks.
         heartbeat: Maximum seconds between two batches of rank 0.
+        meet: Returns when all ranks have obeyed the last batch.
         releases: Whether a suspension releases the other ranks: nothing is sent then until the resumption.
     """
 
@@ -30,15 +35,17 @@ class Driver:
         send: Callable[[Batch], None],
         heartbeat: float,
         *,
+        meet: Callable[[], None] = _nothing,
         releases: bool = False,
     ) -> None:
         self.heartbeat: float | None = heartbeat
         self._schedulers = tuple(schedulers)
-        self._send = send
+        self._send, self._meet = send, meet
         self._sent_at = time.monotonic()
         self._is_over = False
         self._releases = releases
         self._is_released = False
+        self.has_stores = False
         for scheduler in self._schedulers:
             scheduler.note(StartAnew())
 
@@ -60,14 +67,48 @@ class Driver:
     def resume(self) -> None:
         """Record the resumption; see `Workers.resume`."""
         self._is_released = False
+        self.has_stores = False
         for scheduler in self._schedulers:
             scheduler.note(Resume())
 
-    def stop(self) -> None:
+    def meet(self) -> None:
+        """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`."""
+        if not self.has_stores:
+            return
+        self._tell(Action.MEET)
+        try:
+            self._meet()
+        except Exception as error:
+            raise self.step_error(error) from error
+
+    def open_stores(self) -> None:
+        """Send the command; see `Workers.open_stores`."""
+        self._tell_all(OpenStore())
+
+    def keep_cache(self) -> bool:
+        """Send the command, if the workers follow; see `Workers.keep_cache`."""
+        if self.has_stores and self._follow:
+            self._tell_all(KeepCache())
+        return self._follow
+
+    def stop(self) -> bool:
         """Stop the workers, see `Workers.stop`; a second call, or one with released workers, sends nothing."""
-        if not self._is_over and not self._is_released:
+        followed = self._follow
+        if followed:
             self._tell(Action.STOP)
         self._is_over = True
+        return followed
+
+    @property
+    def _follow(self) -> bool:
+        """True if the workers wait for the next batch."""
+        return not self._is_over and not self._is_released
+
+    def _tell_all(self, command: Command) -> None:
+        """Send one command to all workers now."""
+        for scheduler in self._schedulers:
+            scheduler.note(command)
+        self._tell(Action.IDLE)
 
     def step_error(self, error: Exception) -> Exception:
         """Convert an error of a step to a RankError; see `Workers.step_error`."""

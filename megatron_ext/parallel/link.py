@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed import ProcessGroup, broadcast
+from torch.distributed import ProcessGroup, all_reduce, broadcast
 
 from megatron_ext.parallel.batch_encoding import HEAD_BYTES, body_length, pack, unpack
 from megatron_ext.parallel.commands import Batch
@@ -34,6 +34,10 @@ class Link:
         head = self._receive(HEAD_BYTES)
         length = body_length(head)
         return unpack(head, self._receive(length) if length else b"")
+
+    def meet(self) -> None:
+        """Return when all ranks have called this."""
+        all_reduce(torch.zeros(1), group=self._group)
 
     def _receive(self, length: int) -> bytes:
         part = torch.empty(length, dtype=torch.uint8)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.cache_ranks import CacheRanks
 from megatron_ext.parallel.executors import Part, RemoteExecutor, SharedExecutor
 from megatron_ext.parallel.link import Link
 from megatron_ext.parallel.rank_checks import CheckedExecutor
@@ -64,7 +65,7 @@ class ParallelContext:
         self.releases_ranks = False
         timeout = timedelta(minutes=self._minutes)
         self._all_ranks = dist.new_group(backend="gloo", timeout=timeout)
-        self.places = tuple(self._gather(here))
+        self.places = tuple(self.gather(here))
         self.link = Link(self._all_ranks)
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
         for replica in range(self.replicas):
@@ -108,6 +109,11 @@ class ParallelContext:
     def _checked(self, executor: Executor, replica: int) -> Executor:
         return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor
 
+    def cache_ranks(self, replica: int) -> CacheRanks:
+        """Return the ranks that keep the cache of a replica, on each of them and on rank 0."""
+        ranks = [place.rank for place in self.places if place.replica == replica]
+        return CacheRanks(self._groups[replica], ranks, self.here.rank)
+
     def ask_all(self, question: Callable[[], T]) -> Sequence[T]:
         """Return each rank's answer, in order of rank.
 
@@ -119,7 +125,7 @@ class ParallelContext:
             answer = question()
         except ConfigError as error:
             answer = error
-        answers = self._gather(answer)
+        answers = self.gather(answer)
         mistakes = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, ConfigError)]
         if mistakes:
             rank, mistake = mistakes[0]
@@ -127,7 +133,8 @@ class ParallelContext:
             raise ConfigError(str(mistake) if all_alike else f"rank {rank}: {mistake}")
         return [one for one in answers if not isinstance(one, ConfigError)]
 
-    def _gather(self, one: T) -> list[T]:
+    def gather(self, one: T) -> list[T]:
+        """Return what each rank has given, in order of rank."""
         found: list[T | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, one, group=self._all_ranks)
         return found  # type: ignore[return-value]  # every rank has given one

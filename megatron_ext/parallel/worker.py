@@ -13,6 +13,8 @@ from megatron_ext.parallel.commands import (
     Batch,
     Command,
     End,
+    KeepCache,
+    OpenStore,
     Propose,
     Quarantine,
     ResetPrefixCache,
@@ -21,6 +23,8 @@ from megatron_ext.parallel.commands import (
     Suspend,
     WeightsChanged,
 )
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -38,6 +42,14 @@ class Memory(Protocol):
         """Free the pools if they are allocated; their contents are lost."""
 
 
+def _nothing() -> None:
+    """Wait for no other rank."""
+
+
+def _no_store(_: PrefixCache) -> None:
+    """Open nothing."""
+
+
 class Worker:
     """Scheduler driven by rank 0's commands, and executor of the steps that it plans.
 
@@ -49,6 +61,11 @@ class Worker:
         make_scheduler: Returns a scheduler without requests, equal to rank 0's.
         executor: Computes steps.
         memory: Pools, allocated and freed on rank 0's commands.
+        meet: Returns when all ranks have obeyed the last batch.
+
+    Attributes:
+        open_store: Opens the store of this rank's part of a cache, and puts back what it has; None if it cannot be
+            used, or the ranks' caches have no stores.
     """
 
     def __init__(
@@ -58,8 +75,12 @@ class Worker:
         make_scheduler: Callable[[], Scheduler],
         executor: Executor,
         memory: Memory,
+        meet: Callable[[], None] = _nothing,
     ) -> None:
         self.replica = replica
+        self.open_store: Callable[[PrefixCache], WarmRestart | None] = _no_store
+        self._meet = meet
+        self._disk: WarmRestart | None = None
         self._receive = receive
         self.step_count = 0
         self._make_scheduler = make_scheduler
@@ -76,10 +97,16 @@ class Worker:
             action = batch.action
             if action is Action.STEP:
                 self.step()
+            elif action is Action.MEET:
+                self._meet()
+        if action is Action.STOP and self._disk is not None:
+            self._disk.close()
         return action is Action.STOP
 
     def free(self) -> None:
-        """Free the pools of a rank that follows no more."""
+        """Free the pools of a rank that follows no more, and close the store."""
+        if self._disk is not None:
+            self._disk.abandon()
         self._memory.free()
 
     def obey(self, commands: Iterable[Command]) -> None:
@@ -98,24 +125,37 @@ class Worker:
             self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
-        elif isinstance(command, Quarantine):
-            self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
-        elif isinstance(command, ResetPrefixCache):
-            self.scheduler.reset_prefix_cache()
-        elif isinstance(command, WeightsChanged):
-            self._memory.mark_new_weights()
-            self.scheduler.weights_changed(restarts=command.restarts)
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
             self._memory.free()
         elif isinstance(command, Resume):
             self._memory.allocate()
-        else:
-            assert isinstance(command, StartAnew), f"{command} is not a command"
+        elif isinstance(command, StartAnew):
             self._start_anew()
+        else:
+            self._obey_for_cache(command)
+
+    def _obey_for_cache(self, command: Command) -> None:
+        if isinstance(command, Quarantine):
+            self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
+        elif isinstance(command, ResetPrefixCache):
+            self.scheduler.reset_prefix_cache()
+        elif isinstance(command, WeightsChanged):
+            if self._disk is not None:
+                self._disk.weights_changed()
+            self._memory.mark_new_weights()
+            self.scheduler.weights_changed(restarts=command.restarts)
+        elif isinstance(command, OpenStore):
+            self._disk = self.open_store(self.scheduler.cache)
+        else:
+            assert isinstance(command, KeepCache), f"{command} is not a command"
+            if self._disk is not None:
+                self._disk.keep()
 
     def _start_anew(self) -> None:
         self.scheduler = self._make_scheduler()
+        if self._disk is not None:
+            self._disk.follow(self.scheduler.cache)
         self._requests: dict[int, Request] = {}  # living requests
         self._memory.allocate()
 

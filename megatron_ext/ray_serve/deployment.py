@@ -28,6 +28,7 @@ from starlette.types import Message
 
 from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.prefix_cache.disk.warm_restart import announce
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
 from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls
@@ -210,7 +211,7 @@ class RoutedReplica(Replica):
             self._logs.append(CacheLog(Mirror(size, has_states=cache.states is not None)))
             cache.add_observer(self._logs[-1].changes)
             if self._serving.engine.core.disk is not None:
-                self._serving.engine.core.disk.announce(self._logs[-1].changes, one.scheduler.root_of(None))
+                announce(cache, self._logs[-1].changes, one.scheduler.root_of(None))
         self._name = serve.get_replica_context().replica_id.unique_id
         status = status_router(self._name, ray.util.get_node_ip_address())
         self._app = self._create_app((status,), ADMIN_PATHS)

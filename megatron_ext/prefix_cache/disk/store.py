@@ -294,12 +294,9 @@ class DiskStore:
             self.erase()
 
     def empty(self) -> int:
-        """Forget all entries of all identities; nothing of them is left in the files when this returns.
+        """Forget all entries of all identities, leave nothing of them in the files, and return their number.
 
         If that fails, or the store is off, its files are removed, as far as that is possible.
-
-        Returns:
-            Number of entries that there were.
         """
         assert not self._is_closed, "another process may hold the slot"
         count = len(self._entries)

@@ -14,15 +14,23 @@ logger = logging.getLogger(__name__)
 LIST, ERASE = "list", "erase"
 
 
-def control_of(store: DiskStore, run: Callable[[Callable[[], Answer]], Answer]) -> SlotControl | None:
+def _nothing() -> None:
+    """Forget nothing: no entry waits to be written."""
+
+
+def control_of(
+    store: DiskStore, run: Callable[[Callable[[], Answer]], Answer], forget_waiting: Callable[[], None] = _nothing
+) -> SlotControl | None:
     """Answer commands of tools about a store from now on; None, which is said, if its directory cannot have a socket.
 
     Args:
         store: The store; the control is closed before it.
         run: Calls a function while nothing else uses the store, and returns its result.
+        forget_waiting: Forgets entries that wait to be written; called by the function.
     """
 
     def erase() -> Answer:
+        forget_waiting()
         count = store.empty()
         logger.warning("prefix cache on disk: %s: a command erased %d entries", store.slot.path, count)
         return {"entries": count}

@@ -1,6 +1,7 @@
 """Warm restart: what the cache holds at the end of a process is written to the store, and put back at the next start.
 
-Between the two the store belongs to a thread: then it is a tier below memory (`go_live`).
+Between the two the store belongs to a thread: then it is a tier below memory (`go_live`). Several ranks keep parts of
+each entry, and an entry is there when all ranks have it: they agree on what is put back, and write the same entries.
 
 The end is bounded in time. What is worth most is written first, each block after its parents, so that whatever was
 written can be used. What the store has already is not written again, but ranked anew. At the start, as much is put back
@@ -12,21 +13,24 @@ What the cache has to forget is forgotten by the store, too: the cache tells it 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, StoredEntry
+from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
+from megatron_ext.prefix_cache.disk.control import Answer
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, copy_entry
+from megatron_ext.prefix_cache.disk.put_back import Place, put_back
 from megatron_ext.prefix_cache.disk.store import DiskStore
+from megatron_ext.prefix_cache.disk.store_control import control_of
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.store_use import LESS_WORTH
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
 from megatron_ext.prefix_cache.disk.tier_storage import Content
-from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from megatron_ext.prefix_cache.observer import CacheObserver, PublishedRun
 
@@ -34,86 +38,99 @@ logger = logging.getLogger(__name__)
 
 OTHER_SALT = "of a salt from before the restart"
 RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
+DRAIN_WINDOW = 64  # entries after which ranks agree on going on
+PATIENCE = 30.0  # seconds to wait for other ranks after the time to write is over
 
 
 class WarmRestart:
-    """Store of one cache, between processes. All methods but `stop` are for the engine's thread, between two steps.
+    """Store of one cache, between processes; with several ranks, the part of it that one of them keeps.
+
+    All methods but `stop` are for the engine's thread, between two steps. Those that ranks do together are `load`,
+    `keep` and `close`.
 
     Args:
         store: Open store, which this closes.
         cache: Cache without contents, which keeps token ids.
         memory: Memory of the cache's blocks and snapshots.
         drain_seconds: Seconds that the end of the process may take to write.
+        load_seconds: Seconds after which a load of the tier is given up.
+        ranks: Ranks that keep the cache; by default a single one.
 
     Attributes:
+        memory: The memory.
         loaded: Entries that were put back at the start.
         left_out: Entries that were not written at the end, for want of time or room.
         tier: Tier below memory, once it is live.
     """
 
-    def __init__(self, store: DiskStore, cache: PrefixCache, memory: EntryMemory, drain_seconds: float) -> None:
-        assert cache.cached_token_ids is not None, "entries have their tokens"
-        self._store, self._cache, self._memory = store, cache, memory
-        self._tokens = cache.cached_token_ids
-        self._drain_seconds = drain_seconds
+    def __init__(
+        self,
+        store: DiskStore,
+        cache: PrefixCache,
+        memory: EntryMemory,
+        drain_seconds: float,
+        load_seconds: float = 0.0,
+        ranks: Agreement | None = None,
+    ) -> None:
+        self._store, self.memory = store, memory
+        self._ranks: Agreement = ranks or Alone()
+        self._drain_seconds, self._load_seconds = drain_seconds, load_seconds
         self._is_current = True  # the identity is that of the weights
         self._is_stopped = self._is_closed = False
         self._thread: StoreThread | None = None  # owns the store while the engine runs
         self.tier: DiskTier | None = None
         self.loaded = 0
         self.left_out = 0
+        self._using = threading.Lock()  # the store, where no thread owns it; commands of tools have their own thread
+        self._control = control_of(store, self._run_command, self._forget_waiting)
+        self.follow(cache)
+
+    def follow(self, cache: PrefixCache) -> None:
+        """Keep the contents of this cache from now on, which has none yet."""
+        assert cache.cached_token_ids is not None, "entries have their tokens"
+        self._cache, self._tokens = cache, cache.cached_token_ids
         cache.add_observer(self)
+
+    def _run_command(self, work: Callable[[], Answer]) -> Answer:
+        with self._using:
+            return work() if self._thread is None else self._thread.call(work)
+
+    def _forget_waiting(self) -> None:
+        if self._thread is not None:
+            self._thread.forget_writes()
 
     # Start
 
     def load(self) -> None:
-        """Put entries of the store back into the cache, those worth most first, as long as memory is free."""
-        placed: list[tuple[EntryKey, BlockId | None]] = []
-        for stored in self._store.entries():
-            block = None
-            if stored.entry.key.kind is EntryKind.BLOCK:
-                block = self._load_block(stored)
-                is_placed = block is not None
-            else:
-                is_placed = self._load_snapshot(stored)
-            if is_placed:
-                placed.append((stored.entry.key, block))
-        for key, block in reversed(placed):  # those worth most are the most recently used
-            if block is None:
-                assert self._cache.states is not None, "a snapshot was placed"
-                self._cache.states.commit(key.block_hash, is_taken=False)
-            else:
-                self._cache.release([block])
-        self._store.commit()
-        self.loaded = len(placed)
-        self._say_loaded()
+        """Put entries of the store back into the cache, those worth most first, as long as memory is free.
 
-    def _load_block(self, stored: StoredEntry) -> BlockId | None:
-        """Place a block in free memory; None without memory, without its parent, or if its bytes are damaged."""
-        cache, entry = self._cache, stored.entry
-        parent = None if entry.depth == 1 else entry.parent
-        has_parent = parent is None or (cache.find(parent) is not None and cache.depth_of(parent) == entry.depth - 1)
-        buffers = self._memory.block_buffers()
-        if not cache.pool.free_count or not has_parent or not self._store.read(entry.key, buffers):
-            return None
-        (block,) = cache.allocate(1)
-        self._memory.write_block(block, buffers)
-        cache.publish([entry.key.block_hash], [block], parent)
-        size = len(entry.tokens)
-        self._tokens.keep_run([entry.key.block_hash], entry.parent, packed_tokens(entry.tokens), size, size)
-        return block
+        Raises:
+            LostRanksError: Another rank has failed; the cache must not be used.
+        """
+        with self._using:
+            self.loaded = put_back(self._cache, self, self._ranks)
+            self._store.commit()
+        if self._ranks.leads:
+            self._say_loaded()
 
-    def _load_snapshot(self, stored: StoredEntry) -> bool:
-        """Place a snapshot in a free slot, not visible yet; return whether that was possible."""
-        states, key = self._cache.states, stored.entry.key
-        if states is None or not states.free_count or self._cache.find(key.block_hash) is None:
+    def entries(self) -> list[NewEntry]:
+        """Return the stored entries; see `StoredPart`, also for the next two."""
+        return [stored.entry for stored in self._store.entries()]
+
+    def has(self, key: EntryKey) -> bool:
+        """Return whether an entry is stored."""
+        return key in self._store
+
+    def fill(self, place: Place) -> bool:
+        """Read an entry into memory; False if it is damaged."""
+        is_block = place.block is not None
+        buffers = self.memory.block_buffers() if is_block else self.memory.snapshot_buffers()
+        if not self._store.read(place.entry.key, buffers):
             return False
-        buffers = self._memory.snapshot_buffers()
-        if not self._store.read(key, buffers):
-            return False
-        slot = states.reserve(key.block_hash)
-        assert slot is not None, "a slot is free"
-        self._memory.write_snapshot(slot, key.block_hash, buffers)
+        if place.block is not None:
+            self.memory.write_block(place.block, buffers)
+        elif place.slot is not None:
+            self.memory.write_snapshot(place.slot, place.entry.key.block_hash, buffers)
         return True
 
     def _say_loaded(self) -> None:
@@ -127,55 +144,59 @@ class WarmRestart:
         elif use.is_on:
             logger.info("prefix cache on disk: %d of %d entries put back", self.loaded, len(self._store))
 
-    def announce(self, observer: CacheObserver, root: BlockHash) -> None:
-        """Tell an observer that is new of all that was put back.
-
-        Blocks of sequences with a salt, which is not known here, get a salt that no client has.
-
-        Args:
-            observer: The observer, which takes the cache to be empty.
-            root: Root of the block hashes of sequences without a salt.
-        """
-        for block_hash, is_snapshot in self._cache.by_worth():
-            if is_snapshot:
-                observer.on_snapshot_stored(block_hash)
-                continue
-            before, tokens = self._tokens.find(block_hash)
-            parent = None if self._cache.depth_of(block_hash) == 1 else before
-            salt = None if before == root else f"{OTHER_SALT} {before.hex()}"
-            size = len(tokens)
-            observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))
-
     # Between start and end
 
-    def go_live(self, load_seconds: float) -> DiskTier:
+    def go_live(self) -> DiskTier | None:
         """Give the store to a thread: from now on evicted entries are written, and come back; return the tier.
 
-        Args:
-            load_seconds: Seconds after which a load is given up.
+        Returns:
+            None with several ranks, whose entries would not come back to all of them at one step.
         """
-        memory, held = self._memory, [(one.entry.key, held_entry(one)) for one in self._store.entries()]
-        self._thread = StoreThread(self._store)
+        if not isinstance(self._ranks, Alone):
+            logger.info("prefix cache on disk: with several ranks, entries are written at the end only")
+            return None
+        memory, held = self.memory, [(one.entry.key, held_entry(one)) for one in self._store.entries()]
+        with self._using:
+            self._thread = StoreThread(self._store)
         has_states = self._cache.states is not None
         sizes = EntrySizes(
             tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else ()
         )
-        self.tier = DiskTier(self._thread, sizes, self._copy, time.time, load_seconds)
+        self.tier = DiskTier(self._thread, sizes, self._copy, time.time, self._load_seconds)
         self.tier.hold(held)
         self._cache.lower_tier = self.tier
         return self.tier
 
     def _copy(self, entry: CachedEntry, used: float) -> Content:
-        return copy_entry(entry, self._tokens, self._memory, used)
+        return copy_entry(entry, self._tokens, self.memory, used)
 
     # End
 
     def close(self) -> None:
         """Write what is worth most within the time that is given, and close the store."""
+        try:
+            self.keep()
+        finally:
+            self.abandon()
+
+    def keep(self) -> None:
+        """Write what is worth most within the time that is given, the same entries on all ranks; no tier is live."""
         deadline = time.monotonic() + self._drain_seconds
-        if not self._is_closed and self._take_back(self._drain_seconds) and self._is_current and self._store.use.is_on:
-            self._drain(deadline)
-        self.abandon()
+        if self._is_closed or not self._take_back(self._drain_seconds) or not self._is_current:
+            return
+        with self._using:
+            try:
+                self._drain(deadline)
+            except LostRanksError as error:
+                logger.warning("prefix cache on disk: %s: the writing ends", error)
+            self._store.commit()
+        if self._ranks.leads and self._store.use.is_on:
+            logger.info(
+                "prefix cache on disk: %d entries kept, %d written, %d left out",
+                len(self._store),
+                self._store.use.written,
+                self.left_out,
+            )
 
     def _take_back(self, seconds: float) -> bool:
         """End the thread, which writes what waits for so long; return False if the disk does not answer."""
@@ -192,7 +213,8 @@ class WarmRestart:
             self._is_closed = True
             return False
         self.left_out += thread.left_out
-        self._thread = None
+        with self._using:
+            self._thread = None
         return True
 
     def stop(self) -> None:
@@ -202,26 +224,45 @@ class WarmRestart:
             self._thread.hurry()
 
     def _drain(self, deadline: float) -> None:
-        now, has_room = time.time(), True
-        for position, (block_hash, is_snapshot) in enumerate(self._cache.by_worth()):
-            key = EntryKey(EntryKind.SNAPSHOT if is_snapshot else EntryKind.BLOCK, block_hash)
-            used = now - position * RANK_SECONDS
+        now = time.time()
+        order = [
+            EntryKey(EntryKind.SNAPSHOT if is_snapshot else EntryKind.BLOCK, block_hash)
+            for block_hash, is_snapshot in self._cache.by_worth()
+        ]
+        end = 0  # of what is written
+        for start in range(0, len(order), DRAIN_WINDOW):
+            window = order[start : start + DRAIN_WINDOW]
+            written, reached = self._write_window(window, now - start * RANK_SECONDS, deadline)
+            (least,) = self._ranks.least([reached], max(0.0, deadline - time.monotonic()) + PATIENCE)
+            for position in written:
+                if position >= least:
+                    self._store.remove(window[position])
+            end += least
+            if least < len(window):
+                break
+        for position, key in enumerate(order[end:], end):
+            self._store.rate(key, 0.0, now - position * RANK_SECONDS)
+            self.left_out += key not in self._store
+
+    def _write_window(self, keys: Sequence[EntryKey], used: float, deadline: float) -> tuple[list[int], int]:
+        """Write or rate entries in their order, up to the first one for which there is no time or room.
+
+        Returns:
+            The positions of those that were written, and that of the first one that is neither written nor stored.
+        """
+        written: list[int] = []
+        for position, key in enumerate(keys):
+            rated = used - position * RANK_SECONDS
             if key in self._store:
-                self._store.rate(key, 0.0, used)
-            elif has_room and not self._is_stopped and time.monotonic() < deadline:
-                refused = self._store.drops[LESS_WORTH]
-                self._put(key, used)
-                has_room = self._store.drops[LESS_WORTH] == refused
-                self.left_out += key not in self._store
-            else:
-                self.left_out += 1
-        self._store.commit()
-        logger.info(
-            "prefix cache on disk: %d entries kept, %d written, %d left out",
-            len(self._store),
-            self._store.use.written,
-            self.left_out,
-        )
+                self._store.rate(key, 0.0, rated)
+                continue
+            if self._is_stopped or time.monotonic() >= deadline:
+                return written, position
+            self._put(key, rated)
+            if key not in self._store:
+                return written, position
+            written.append(position)
+        return written, len(keys)
 
     def _put(self, key: EntryKey, used: float) -> None:
         entry = self._cache.entries.find(key.block_hash, is_snapshot=key.kind is EntryKind.SNAPSHOT)
@@ -229,6 +270,9 @@ class WarmRestart:
 
     def abandon(self) -> None:
         """Close the store without writing."""
+        if self._control is not None:  # before the store, which a command may be using
+            self._control.close()
+            self._control = None
         if not self._is_closed and self._take_back(0.0):
             self._is_closed = True
             self._store.close()
@@ -248,7 +292,8 @@ class WarmRestart:
         if self._is_closed:
             return
         if self.tier is None or self._thread is None:
-            self._store.clear()
+            with self._using:
+                self._store.clear()
         else:
             self.tier.clear()
 
@@ -292,3 +337,25 @@ class WarmRestart:
 def held_entry(stored: StoredEntry) -> HeldEntry:
     """Return the place of a stored entry in its sequence."""
     return HeldEntry(None if stored.entry.depth == 1 else stored.entry.parent, stored.entry.depth)
+
+
+def announce(cache: PrefixCache, observer: CacheObserver, root: BlockHash) -> None:
+    """Tell an observer that is new of all that a cache has, since it was put back.
+
+    Blocks of sequences with a salt, which is not known here, get a salt that no client has.
+
+    Args:
+        cache: Cache that keeps token ids.
+        observer: The observer, which takes the cache to be empty.
+        root: Root of the block hashes of sequences without a salt.
+    """
+    assert cache.cached_token_ids is not None, "entries have their tokens"
+    for block_hash, is_snapshot in cache.by_worth():
+        if is_snapshot:
+            observer.on_snapshot_stored(block_hash)
+            continue
+        before, tokens = cache.cached_token_ids.find(block_hash)
+        parent = None if cache.depth_of(block_hash) == 1 else before
+        salt = None if before == root else f"{OTHER_SALT} {before.hex()}"
+        size = len(tokens)
+        observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))

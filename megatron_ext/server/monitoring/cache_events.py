@@ -10,6 +10,7 @@ from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
+from megatron_ext.prefix_cache.disk.warm_restart import announce
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class CacheEvents:
             cache.add_observer(publisher.changes)
             publisher.start(Mirror(size, has_states=cache.states is not None))
             if core.disk is not None:
-                core.disk.announce(publisher.changes, one.scheduler.root_of(None))
+                announce(cache, publisher.changes, one.scheduler.root_of(None))
             for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
                 if channel is not None:
                     replay = channel.replay_endpoint or "no address"

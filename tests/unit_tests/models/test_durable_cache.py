@@ -24,6 +24,8 @@ from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
 from megatron_ext.prefix_cache.disk.data_file import DataFile
+from megatron_ext.prefix_cache.disk.slot import take_slot
+from megatron_ext.prefix_cache.disk.warm_restart import announce
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.forked import fork
 from tests.on_request import long_except
@@ -255,14 +257,14 @@ def test_what_is_written_first_can_be_used_without_the_rest(get_driver, tmp_path
     driver = started(get_driver, tmp_path / "cache")
     served(driver)
     disk = driver.engine.core.disk
-    read, written = disk._memory.read_snapshot, []
+    read, written = disk.memory.read_snapshot, []
 
     def read_and_stop(slot: int) -> Sequence[object]:
         disk.stop()
         written.append(slot)
         return read(slot)
 
-    disk._memory.read_snapshot = read_and_stop
+    disk.memory.read_snapshot = read_and_stop
     driver.engine.close()
     counts = disk.counts()
     assert counts["snapshots"] == len(written) == 1
@@ -272,6 +274,46 @@ def test_what_is_written_first_can_be_used_without_the_rest(get_driver, tmp_path
     _, _, skipped = served(driver)
     assert any(skipped)
     driver.engine.close()
+
+
+def test_a_reset_of_the_engine_keeps_what_is_worth_keeping(get_driver, tmp_path):
+    """DC-1: memory begins empty, and the next start finds what was cached before and after."""
+    driver = started(get_driver, tmp_path / "cache")
+    tokens, _, _ = served(driver)
+    driver.engine.reset()
+    driver.records.clear()
+    assert driver.engine.statistics().use.blocks_cached == 0
+    kept = driver.engine.core.disk.counts()["blocks"]
+    assert kept > 0
+    other = make_prompt(70, seed=7)
+    driver.add(40, other, skip_prompt_log_probs=True)
+    driver.run()
+    driver.engine.close()
+    assert driver.engine.core.disk.counts()["blocks"] > kept
+    driver = started(get_driver, tmp_path / "cache")
+    again, _, skipped = served(driver)
+    assert (again, all(skipped)) == (tokens, True)
+    driver.add(40, other, skip_prompt_log_probs=True)
+    driver.run()
+    assert driver.records[40].skipped_prefill_token_count >= 64
+    driver.engine.close()
+
+
+def test_an_end_that_fails_gives_the_slot_up(get_driver, tmp_path, monkeypatch):
+    """DC-4: an error while the cache is written costs what was not written, and the next engine has the slot."""
+    driver = started(get_driver, tmp_path / "cache")
+    served(driver)
+    disk = driver.engine.core.disk
+
+    def fail(block: int) -> Sequence[object]:
+        raise RuntimeError("an error of the device")
+
+    monkeypatch.setattr(disk.memory, "read_block", fail)
+    driver.engine.close()
+    assert driver.engine.error_isolation.count == 1
+    slot = take_slot(tmp_path / "cache")
+    assert slot.path.name == "slot-0"
+    slot.close()
 
 
 def test_a_directory_that_cannot_be_used_leaves_the_engine_without_it(get_driver, tmp_path, caplog):
@@ -385,7 +427,7 @@ def test_what_was_put_back_is_announced(get_driver, tmp_path):
     driver = started(get_driver, tmp_path / "cache")
     changes, scheduler = Changes(), driver.engine.scheduler
     scheduler.cache.add_observer(changes)
-    driver.engine.core.disk.announce(changes, scheduler.root_of(None))
+    announce(scheduler.cache, changes, scheduler.root_of(None))
     delta = changes.take()
     assert set(delta.stored) == set(scheduler.cache._index.block_hashes())
     assert set(delta.states_stored) == set(scheduler.cache.states.visible())

@@ -1,0 +1,154 @@
+"""Return of stored entries to memory at the start, the same ones on all ranks that keep the cache.
+
+Ranks agree on some entries at a time: which of them all ranks have, and then which of them all ranks have read without
+a fault. An entry that any rank lacks is absent on all. Places in memory follow from that, so schedulers stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.disk.agreement import Agreement
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
+from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
+from megatron_ext.prefix_cache.state_index import SlotId
+
+WINDOW = 1024  # entries that ranks agree on at a time
+
+
+class Place(NamedTuple):
+    """Free memory for an entry.
+
+    Attributes:
+        entry: The entry.
+        block: Place of a block; None for a snapshot.
+        slot: Place of a snapshot; None for a block.
+    """
+
+    entry: NewEntry
+    block: BlockId | None
+    slot: SlotId | None
+
+
+class StoredPart(Protocol):
+    """Part of each entry that one rank has stored."""
+
+    def entries(self) -> Iterable[NewEntry]:
+        """Return all entries, those of most worth first, a parent before its children."""
+
+    def has(self, key: EntryKey) -> bool:
+        """Return whether an entry is stored."""
+
+    def fill(self, place: Place) -> bool:
+        """Read an entry into memory; False if its bytes are damaged, and the memory's contents undefined."""
+
+
+class NoPart:
+    """Part of a rank that plans for a cache whose bytes are on other ranks."""
+
+    def entries(self) -> Iterable[NewEntry]:
+        """Return nothing: another rank leads."""
+        return ()
+
+    def has(self, key: EntryKey) -> bool:
+        """Return True: nothing is needed here."""
+        return True
+
+    def fill(self, place: Place) -> bool:
+        """Return True: there are no bytes."""
+        return True
+
+
+def put_back(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
+    """Place entries in free memory, those worth most first; nothing is evicted for them. Return their number.
+
+    Args:
+        cache: Cache that keeps token ids.
+        part: What this rank has stored.
+        ranks: Ranks that keep the cache.
+    """
+    order = iter(part.entries())
+    placed: list[Place] = []
+    while window := ranks.from_leader(list(islice(order, WINDOW)) if ranks.leads else None):
+        has_room = bool(cache.pool.free_count or (cache.states is not None and cache.states.free_count))
+        if not has_room:
+            break
+        are_held = ranks.least([part.has(entry.key) for entry in window])
+        held = [entry for entry, is_held in zip(window, are_held, strict=True) if is_held]
+        while held:  # again only if damaged ones have left memory for those after them
+            places, held = _places(cache, held)
+            are_sound = ranks.least([part.fill(place) for place in places])
+            placed += _published(cache, places, are_sound)
+            if all(are_sound):
+                break
+    for place in reversed(placed):  # those worth most are the most recently used
+        if place.block is not None:
+            cache.release([place.block])
+        else:
+            assert cache.states is not None, "a snapshot was placed"
+            cache.states.commit(place.entry.key.block_hash, is_taken=False)
+    return len(placed)
+
+
+def _places(cache: PrefixCache, entries: Sequence[NewEntry]) -> tuple[list[Place], list[NewEntry]]:
+    """Take free memory for entries whose parents are cached or get a place; return also those without a place."""
+    places: list[Place] = []
+    others: list[NewEntry] = []
+    depths: dict[BlockHash, int] = {}  # of the blocks that have got a place
+    for entry in entries:
+        key, states = entry.key, cache.states
+        if key.kind is EntryKind.BLOCK and cache.pool.free_count and _follows(cache, depths, entry):
+            (block,) = cache.allocate(1)
+            depths[key.block_hash] = entry.depth
+            places.append(Place(entry, block, None))
+        elif (
+            key.kind is EntryKind.SNAPSHOT
+            and states is not None
+            and states.free_count
+            and _depth(cache, depths, key.block_hash)
+        ):
+            slot = states.reserve(key.block_hash)
+            assert slot is not None, "a slot is free"
+            places.append(Place(entry, None, slot))
+        else:
+            others.append(entry)
+    return places, others
+
+
+def _follows(cache: PrefixCache, depths: dict[BlockHash, int], entry: NewEntry) -> bool:
+    """Return whether the block before one, if it has one, is there."""
+    return entry.depth == 1 or _depth(cache, depths, entry.parent) == entry.depth - 1
+
+
+def _depth(cache: PrefixCache, depths: dict[BlockHash, int], block_hash: BlockHash) -> int:
+    """Return the depth of a block that is cached or has got a place; 0 if it is neither."""
+    return depths.get(block_hash, 0) or (cache.depth_of(block_hash) if cache.find(block_hash) is not None else 0)
+
+
+def _published(cache: PrefixCache, places: Sequence[Place], are_sound: Sequence[int]) -> list[Place]:
+    """Index the blocks that have been read, and give up the places of entries that cannot be used."""
+    used: list[Place] = []
+    assert cache.cached_token_ids is not None, "entries have their tokens"
+    for place, is_sound in zip(places, are_sound, strict=True):
+        entry = place.entry
+        block_hash = entry.key.block_hash
+        if place.block is None:
+            assert cache.states is not None, "a slot was reserved"
+            is_used = bool(is_sound) and cache.find(block_hash) is not None
+            if not is_used:
+                cache.states.cancel(block_hash)
+        else:
+            is_used = bool(is_sound) and _follows(cache, {}, entry)
+            if is_used:
+                cache.publish([block_hash], [place.block], None if entry.depth == 1 else entry.parent)
+                size = len(entry.tokens)
+                cache.cached_token_ids.keep_run([block_hash], entry.parent, packed_tokens(entry.tokens), size, size)
+            else:
+                cache.release([place.block])
+        if is_used:
+            used.append(place)
+    return used

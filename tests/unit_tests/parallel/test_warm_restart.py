@@ -1,0 +1,198 @@
+"""DC-4: several ranks keep one cache on disk, each its part; an entry is there when all ranks have it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine, build_worker
+from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
+from megatron_ext.models.build import build_model
+from megatron_ext.models.durable_cache import keep_cache, store_opener
+from megatron_ext.models.load import LoadedModel
+from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.parallel.worker import Worker
+from megatron_ext.prefix_cache.disk.control import ask_holder
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.priority import TestPriority
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.parallel_contexts import CPU
+from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.scenario import OTHER, SYSTEM, text, with_vocabulary
+from tests.unit_tests.support.spread import Whole, fill, whole_parameters
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+
+CONFIG = with_vocabulary(CONFIGS["hybrid"])
+TENSOR, PIPELINE = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)
+BATCHING = BatchingConfig(block_size=16, block_count=60, max_requests=4)
+PROMPTS = (SYSTEM + text(9, 3), SYSTEM + text(30, 4), OTHER)
+LATER = text(50, 21)
+PARAMS = RequestParams(num_tokens_to_generate=5)
+
+
+class Lived(NamedTuple):
+    """Life of one rank between a start and an end: answers on rank 0, blocks cached at the start, counts."""
+
+    tokens: list[tuple[int, ...]]
+    skipped: list[int]
+    cached: int
+    disk: dict
+
+
+def serve(engine: InferenceEngine) -> list[RequestRecord]:
+    """Serve the prompts one after the other."""
+    return [record for prompt in PROMPTS for record in engine.generate([prompt], PARAMS)]
+
+
+class Rank:
+    """One rank of a world, whose engine is started and ended several times around one model."""
+
+    def __init__(self, parallel: ParallelConfig, config: ModelConfig, whole: Whole, directory: Path) -> None:
+        platform.initialize(parallel)
+        model = build_model(config, device=CPU, parallel=parallel)
+        fill(model, whole)
+        self.context: ParallelContext = make_parallel_context(parallel)
+        self.number = dist.get_rank()
+        self._parallel, self.directory = parallel, directory
+        self._loaded = LoadedModel(model, config, NullTokenizer(config.vocab_size), torch.float32, "test")
+        self.cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=0.05, snapshot_slots=20)
+
+    def live(self, act: Callable[[InferenceEngine], list[RequestRecord]] = serve) -> Lived:
+        """Start, serve on rank 0 as `act` does, and end."""
+        loaded = self._loaded
+        settings = loaded.model, loaded.config, loaded.tokenizer, BATCHING, self.cache
+        others = {"dtype": torch.float32, "parallel_context": self.context}
+        if self.context.is_driver:
+            engine = build_engine(*settings, **others)
+            keep_cache(engine, loaded, b"weights", self.cache, self._parallel, self.context)
+            cached = engine.statistics().use.blocks_cached
+            engine.check()
+            records = act(engine)
+            engine.check()
+            engine.close()
+            tokens, skipped = (
+                [one.generated_tokens for one in records],
+                [one.skipped_prefill_token_count for one in records],
+            )
+            return Lived(tokens, skipped, cached, engine.core.disk.counts())
+        opener = store_opener(loaded, b"weights", self.cache, self._parallel, self.context)
+        worker: Worker = build_worker(*settings, **others, opener=opener)
+        worker.follow()
+        worker.scheduler.check()
+        return Lived([], [], worker._disk.loaded, worker._disk.counts())
+
+
+def entries_of_rank_1(engine: InferenceEngine) -> int:
+    """Return how many entries the other rank has on disk by its own account, without those of other layouts."""
+    handle = os.open(engine.core.disk._store.slot.path.parent / "slot-0-rank-1", os.O_RDONLY)
+    try:
+        return int(str(ask_holder(handle, "list")["entries"])) - engine.core.disk.counts()["other_entries"]
+    finally:
+        os.close(handle)
+
+
+def reset(engine: InferenceEngine) -> None:
+    engine.reset_prefix_cache()
+
+
+def suspend(engine: InferenceEngine) -> None:
+    engine.suspend()
+    assert_forgotten(engine)
+    engine.resume()
+
+
+def change(engine: InferenceEngine) -> None:
+    engine.weights_changed()
+
+
+def assert_forgotten(engine: InferenceEngine) -> None:
+    """Assert that nothing is left on any rank's disk."""
+    assert engine.core.disk.counts()["blocks"] == engine.core.disk.counts()["snapshots"] == 0
+    assert entries_of_rank_1(engine) == 0
+
+
+def forget(engine: InferenceEngine, how: Callable[[InferenceEngine], None]) -> list[RequestRecord]:
+    """Let all ranks forget what they have on disk."""
+    assert entries_of_rank_1(engine) > 0
+    how(engine)
+    assert_forgotten(engine)
+    return []
+
+
+def begin_anew(engine: InferenceEngine) -> list[RequestRecord]:
+    """Serve before and after a reset of the engine."""
+    before = serve(engine)
+    engine.reset()
+    return [*before, *engine.generate([LATER], PARAMS)]
+
+
+def damage(slot: Path) -> None:
+    """Flip bytes all over the entries of a slot."""
+    raw = bytearray((slot / "data").read_bytes())
+    for position in range(0, len(raw), 40_000):
+        raw[position] ^= 255
+    (slot / "data").write_bytes(raw)
+
+
+def live_often(
+    parallel: ParallelConfig, whole: Whole, directory: Path, forgets: Sequence[Callable[[InferenceEngine], None]]
+) -> dict[str, Lived]:
+    """Live several times: one start finds what the one before has left."""
+    rank = Rank(parallel, CONFIG, whole, directory)
+    found = {"cold": rank.live(lambda engine: serve(engine) + serve(engine)), "warm": rank.live()}
+    dist.barrier()
+    if rank.number == 1:
+        damage(directory / "slot-0-rank-1")
+    dist.barrier()
+    found["damaged"] = rank.live()
+    for how in forgets:
+        found[f"before {how.__name__}"] = rank.live(begin_anew)
+        found[how.__name__] = rank.live(partial(forget, how=how))
+        found[f"after {how.__name__}"] = rank.live()
+    return found
+
+
+def assert_restarted(lives: Sequence[dict[str, Lived]], forgets: Sequence[Callable[[InferenceEngine], None]]) -> None:
+    first, other = lives
+    cold, warm, damaged = first["cold"], first["warm"], first["damaged"]
+    count = len(PROMPTS)
+    assert (cold.cached, cold.skipped[0]) == (0, 0)
+    assert all(cold.skipped[count:])
+    assert warm.skipped == cold.skipped[count:]
+    assert warm.tokens == cold.tokens[:count] == cold.tokens[count:] == damaged.tokens
+    assert warm.disk["written"] == 0
+    assert 0 < damaged.cached < warm.cached
+    assert (damaged.disk["drops"], other["damaged"].disk["drops"].keys()) == ({}, {"checksum"})
+    for name in first:
+        assert first[name].disk["loaded"] == other[name].disk["loaded"], name
+    for how in forgets:
+        before, after = first[f"before {how.__name__}"], first[f"after {how.__name__}"]
+        assert before.tokens[:count] == after.tokens == warm.tokens
+        assert first[how.__name__].cached > warm.cached  # a reset of the engine has kept what came before and after
+        assert (after.cached, after.skipped[0]) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Whole:
+    return whole_parameters(build_slow_decay(CONFIG))
+
+
+def test_ranks_keep_one_cache(whole, tmp_path):
+    """DC-4: with TP 2, and then with PP 2, which finds nothing of the other layout and says so once."""
+    directory = tmp_path / "cache"
+    assert_restarted(run_ranks(live_often, 2, TENSOR, whole, directory, [reset, suspend]), [reset, suspend])
+    assert sorted(os.listdir(directory)) == ["prefix_cache_marker", "slot-0", "slot-0-rank-1"]
+    assert_restarted(run_ranks(live_often, 2, PIPELINE, whole, directory, [change]), [change])
+    assert sorted(os.listdir(directory)) == ["prefix_cache_marker", "slot-0", "slot-0-rank-1"]
