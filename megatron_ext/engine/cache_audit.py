@@ -19,6 +19,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.scheduling.audit import AuditTarget, Differences
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -52,6 +53,7 @@ class AuditCounts:
         wrong_blocks: Audits that found a block whose keys or values differ beyond the bound.
         wrong_snapshots: Audits that found a snapshot whose states differ beyond the bound.
         dropped_blocks: Blocks that were dropped because they, or what they were computed from, were wrong.
+        seconds: Time of steps, as far as their tokens were those of audits.
     """
 
     due: int = 0
@@ -64,6 +66,7 @@ class AuditCounts:
     wrong_blocks: int = 0
     wrong_snapshots: int = 0
     dropped_blocks: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def total(cls, parts: Iterable[AuditCounts]) -> AuditCounts:
@@ -187,6 +190,12 @@ class CacheAudit:
     def _is_within_share(self, tokens: int) -> bool:
         counters = self.scheduler.counters
         return counters.audit_tokens + tokens <= AUDIT_SHARE * counters.prefill_tokens
+
+    def note_time(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Count the part of a step's time that is due to the present audit."""
+        if self._current is not None and chunks:
+            tokens = sum(chunk.length for chunk in chunks if chunk.request is self._current)
+            self.counts.seconds += seconds * tokens / sum(chunk.length for chunk in chunks)
 
     def take(self, differences: Iterable[Differences]) -> None:
         """Judge what the present audit has compared in the step that was just committed."""

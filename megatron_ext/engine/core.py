@@ -365,7 +365,8 @@ class EngineCore:
             EngineStatistics.of(replica.scheduler, audit=replica.audit.counts if replica.audit.is_on else None)
             for replica in self.replicas
         ]
-        return EngineStatistics.total(parts, ended=self.output.reported_count, steps=self.step_count)
+        ended, disk = self.output.reported_count, None if self.disk is None else self.disk.use()
+        return EngineStatistics.total(parts, ended=ended, steps=self.step_count, disk=disk)
 
     def step_counts(self) -> StepCounts:
         """Return the numbers of steps so far, summed over all replicas where these differ."""

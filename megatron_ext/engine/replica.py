@@ -163,6 +163,7 @@ class Replica:
             chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.submission.audit is None]
+        self.audit.note_time(plan.chunks, time.perf_counter() - planned)
         self.audit.take(result.differences.values())
         with self._error_isolation.guard("the record of routing indices"):
             self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)

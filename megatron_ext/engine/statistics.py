@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_ext.engine.cache_audit import AuditCounts
 from megatron_ext.prefix_cache.cache_use import CacheUse
+from megatron_ext.prefix_cache.disk.store_use import DiskUse
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -41,6 +42,8 @@ class EngineStatistics:
         counters: Copy of the counters.
         speculation: Draft statistics; None without speculation.
         audit: Counts of audits; None if no hits are audited.
+        disk: Counts of the entries on disk; None without a directory.
+        cached_bytes: Bytes of cached blocks and snapshots in memory, on all ranks.
     """
 
     running: int
@@ -53,13 +56,16 @@ class EngineStatistics:
     counters: Counters
     speculation: SpeculationUse | None = None
     audit: AuditCounts | None = None
+    disk: DiskUse | None = None
+    cached_bytes: int = 0
 
     @classmethod
     def of(
         cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0, audit: AuditCounts | None = None
     ) -> EngineStatistics:
         """Read the statistics of one replica, in the engine's thread."""
-        queues = scheduler.queues
+        queues, use, costs = scheduler.queues, scheduler.cache.use(), scheduler.limits.costs
+        snapshots = use.slots_used + use.provisional_slots
         return cls(
             running=sum(request.submission.audit is None for request in queues.running),
             waiting=sum(request.submission.audit is None for request in queues.waiting),
@@ -67,14 +73,17 @@ class EngineStatistics:
             ended=ended,
             steps=steps,
             is_caching=scheduler.cache.is_enabled,
-            use=scheduler.cache.use(),
+            use=use,
             counters=dataclasses.replace(scheduler.counters),
             speculation=scheduler.drafts.by_position.use() if scheduler.limits.max_drafts else None,
             audit=None if audit is None else dataclasses.replace(audit),
+            cached_bytes=use.blocks_cached * costs.block_bytes + snapshots * costs.state_bytes,
         )
 
     @classmethod
-    def total(cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int) -> EngineStatistics:
+    def total(
+        cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int, disk: DiskUse | None = None
+    ) -> EngineStatistics:
         """Return the sum over replicas that step together."""
         uses = [part.speculation for part in parts if part.speculation is not None]
         audits = [part.audit for part in parts if part.audit is not None]
@@ -89,9 +98,11 @@ class EngineStatistics:
             counters=Counters.total(part.counters for part in parts),
             speculation=SpeculationUse.total(uses) if uses else None,
             audit=AuditCounts.total(audits) if audits else None,
+            disk=disk,
+            cached_bytes=sum(part.cached_bytes for part in parts),
         )
 
-    def prefix_cache(self) -> dict[str, int] | None:
+    def prefix_cache(self) -> dict[str, float] | None:
         """Return the `prefix_cache` object of a run's counts; None if caching is off."""
         if not self.is_caching:
             return None
@@ -103,6 +114,7 @@ class EngineStatistics:
                 "blocks_cached": use.blocks_cached,
                 "blocks_evictable": use.blocks_evictable,
                 "blocks_in_use": use.blocks_in_use,
+                "bytes_cached": self.cached_bytes,
                 "slots_total": use.slots_total,
                 "slots_used": use.slots_used,
                 "hits": counters.hits,
@@ -132,6 +144,13 @@ class EngineStatistics:
             "tokens_for_want_of_blocks": counters.lost_block_tokens,
             "requests_since_given_up": counters.lost_ago // max(1, counters.lost_requests),
         }
+
+    def prefix_cache_disk(self) -> dict[str, object] | None:
+        """Return the `prefix_cache_disk` object of a run's counts; None without a directory."""
+        if self.disk is None:
+            return None
+        counters = self.counters
+        return {"hits": counters.disk_hits, "skipped_tokens": counters.disk_skipped_tokens} | self.disk.shown()
 
     def value(self, path: str) -> int:
         """Return a number by its dotted name."""

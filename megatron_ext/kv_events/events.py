@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 Hash = Hashable  # other publishers may send bytes
+MEMORY = "GPU"  # medium: the first tier of KV on any device; routers use it as a weight
+DISK = "DISK"  # medium: the directory of a cache that survives restarts
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class BlockStored:
         tokens: Token ids of all blocks.
         block_size: Tokens of a block.
         extra_keys: Extra keys of each block besides its tokens, or None for a block without; None if no block has any.
+        medium: Where the blocks are, as in the next three: `MEMORY` or `DISK`.
     """
 
     hashes: Sequence[Hash]
@@ -29,28 +32,32 @@ class BlockStored:
     tokens: Sequence[int]
     block_size: int
     extra_keys: Sequence[object] | None = None
+    medium: str = MEMORY
 
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Event: blocks cannot be found any more, each listed after its children."""
+    """Event: blocks cannot be found any more, in memory each listed after its children."""
 
     hashes: Sequence[Hash]
+    medium: str = MEMORY
 
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Event: the cache has no blocks."""
+    """Event: the cache has no blocks, in no medium."""
 
 
 @dataclass(frozen=True)
 class StateStored:
     """Event: requests can resume after these blocks.
 
-    The blocks are stored, but their events travel on another socket: a reader may receive them later.
+    The blocks are stored, but their events travel on another socket: a reader may receive them later. On disk they may
+    be missing.
     """
 
     hashes: Sequence[Hash]
+    medium: str = MEMORY
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,12 @@ class StateRemoved:
     """Event: requests can no longer resume after these blocks."""
 
     hashes: Sequence[Hash]
+    medium: str = MEMORY
 
 
 @dataclass(frozen=True)
 class AllStatesCleared:
-    """Event: requests can resume after no block."""
+    """Event: requests can resume after no block, in no medium."""
 
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.config.fleet_limits import EVENT_BLOCKS, EVENT_HASHES, EVENT_TOKENS
 from megatron_ext.kv_events.changes import Block, Delta
 from megatron_ext.kv_events.events import (
+    DISK,
+    MEMORY,
     AllBlocksCleared,
     AllStatesCleared,
     BlockEvent,
@@ -40,12 +42,16 @@ class Mirror:
     Args:
         block_size: Tokens of a block.
         has_states: Whether the model has recurrent layers.
+        medium: Where the blocks are. A mirror of what is on disk publishes all blocks and snapshots; a mirror of a
+            cache in memory has one for the cache's entries on disk.
     """
 
-    def __init__(self, block_size: int, *, has_states: bool) -> None:
+    def __init__(self, block_size: int, *, has_states: bool, medium: str = MEMORY) -> None:
         self._block_size = block_size
         self._run_blocks = max(1, min(EVENT_BLOCKS, EVENT_TOKENS // block_size))  # of an event
-        self._has_states = has_states
+        self._has_states = has_states and medium == MEMORY
+        self._medium = medium
+        self._disk = Mirror(block_size, has_states=has_states, medium=DISK) if medium == MEMORY else None
         self._blocks: dict[BlockHash, Block] = {}
         self._hashes: dict[BlockHash, Hash] = {}
         self._states: dict[BlockHash, None] = {}
@@ -62,28 +68,48 @@ class Mirror:
             pending.states.append(AllStatesCleared())
             for table in (self._blocks, self._hashes, self._states, self._reasons):
                 table.clear()
-        pending.states.extend(map(StateRemoved, _slices(self._hashes_of(delta.states_removed))))
-        pending.blocks.extend(map(BlockRemoved, _slices(self._remove(delta))))
+        removed = _slices(self._hashes_of(delta.states_removed))
+        pending.states.extend(StateRemoved(hashes, self._medium) for hashes in removed)
+        pending.blocks.extend(BlockRemoved(hashes, self._medium) for hashes in _slices(self._remove(delta)))
         self._blocks.update(delta.stored)
         self._hashes.update((block_hash, event_hash(block_hash)) for block_hash in delta.stored)
         self._states.update(delta.states_stored)
         there = self._shown(delta.states_stored) if self._has_states else delta.stored
         pending.blocks.extend(self._runs(there))
-        pending.states.extend(map(StateStored, _slices(self._hashes_of(delta.states_stored))))
+        pending.states.extend(self._stored_states(delta.states_stored))
+        if self._disk is not None:
+            on_disk = CacheEvents([], []) if delta.disk is None else self._disk.apply(delta.disk)
+            on_disk = self._disk.contents() if delta.cleared else on_disk  # the event clears them, too
+            pending.blocks.extend(on_disk.blocks)
+            pending.states.extend(on_disk.states)
         return pending
 
     def present(self) -> CacheEvents:
         """Return events that describe the whole published contents, for a reader without any state."""
+        parts = [self.contents(), *([] if self._disk is None else [self._disk.contents()])]
+        blocks = [event for part in parts for event in part.blocks]
+        states = [event for part in parts for event in part.states]
+        return CacheEvents([AllBlocksCleared(), *blocks], [AllStatesCleared(), *states])
+
+    def contents(self) -> CacheEvents:
+        """Return events that store the published contents of this medium."""
         there = (
             [block_hash for block_hash in self._blocks if block_hash in self._reasons]
             if self._has_states
             else self._blocks
         )
-        states = map(StateStored, _slices(self._hashes_of(self._states)))
-        return CacheEvents([AllBlocksCleared(), *self._runs(there)], [AllStatesCleared(), *states])
+        return CacheEvents(list(self._runs(there)), list(self._stored_states(self._states)))
+
+    def _stored_states(self, block_hashes: Iterable[BlockHash]) -> Iterator[StateStored]:
+        return (StateStored(hashes, self._medium) for hashes in _slices(self._hashes_of(block_hashes)))
 
     def _hashes_of(self, block_hashes: Iterable[BlockHash]) -> list[Hash]:
-        return [self._hashes[block_hash] for block_hash in block_hashes]
+        return [self._hash_of(block_hash) for block_hash in block_hashes]
+
+    def _hash_of(self, block_hash: BlockHash) -> Hash:
+        """Return the public hash of a block, which on disk may be missing before its children."""
+        known = self._hashes.get(block_hash)
+        return event_hash(block_hash) if known is None else known
 
     def _remove(self, delta: Delta) -> list[Hash]:
         """Remove blocks and snapshots, and return the hashes of published blocks, each after its children."""
@@ -147,8 +173,8 @@ class Mirror:
             tokens += block.tokens
         parent, salt = blocks[0].parent, blocks[0].salt
         extra = None if salt is None else [[event_salt(salt)], *[None] * (len(blocks) - 1)]
-        before = None if parent is None else self._hashes[parent]
-        return BlockStored(self._hashes_of(block_hashes), before, tokens, self._block_size, extra)
+        before = None if parent is None else self._hash_of(parent)
+        return BlockStored(self._hashes_of(block_hashes), before, tokens, self._block_size, extra, self._medium)
 
 
 def _slices(hashes: list[Hash]) -> Iterator[list[Hash]]:

@@ -21,6 +21,7 @@ from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 1.0  # seconds for the thread to end
+_LINGER = 250  # milliseconds for what was published last
 
 
 class Publisher:
@@ -80,8 +81,7 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread without waiting for unsent batches."""
-        self.changes.stop()
+        """Publish the last changes and end the thread; unsent batches are given a moment only."""
         if self._thread is None:
             self._leave()
             return
@@ -90,7 +90,8 @@ class Publisher:
         self._thread.join(_LAST_WORDS)
 
     def _leave(self) -> None:
-        self._context.destroy(linger=0)
+        self.changes.stop()
+        self._context.destroy(linger=_LINGER)
         self._bell.close()
         self._ear.close()
 
@@ -107,10 +108,10 @@ class Publisher:
             self._publish(mirror.present())
             while not self._is_closing:
                 self._turn(mirror)
+            self._publish_changes(mirror)  # of the end: what was written to disk
         except Exception:  # steps go on without events; routers receive nothing more
             logger.exception("KV events are off: the thread that publishes them has failed")
         finally:
-            self.changes.stop()
             self._leave()
 
     def _turn(self, mirror: Mirror) -> None:
@@ -123,13 +124,16 @@ class Publisher:
         ready = {one for one, _ in poller.poll()}
         if self._ear.fileno() in ready:
             self._ear.recv(1 << 16)
-        delta = self.changes.take()
-        if delta is not None:
-            self._publish(mirror.apply(delta))
+        self._publish_changes(mirror)
         if self.blocks.replay in ready:
             self.blocks.answer(lambda: mirror.present().blocks)
         if self.states is not None and self.states.replay in ready:
             self.states.answer(lambda: mirror.present().states)
+
+    def _publish_changes(self, mirror: Mirror) -> None:
+        delta = self.changes.take()
+        if delta is not None:
+            self._publish(mirror.apply(delta))
 
     def _publish(self, pending: CacheEvents) -> None:
         self.blocks.publish(pending.blocks)

@@ -24,6 +24,7 @@ from megatron_ext.config.fleet_limits import (
     MAX_SEQUENCE,
 )
 from megatron_ext.kv_events.events import (
+    DISK,
     AllBlocksCleared,
     AllStatesCleared,
     BlockRemoved,
@@ -35,7 +36,6 @@ from megatron_ext.kv_events.events import (
 )
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 
-MEDIUM = "GPU"  # the first tier of KV on any device; routers use it as a weight
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -98,7 +98,7 @@ def _map_of(event: Event) -> dict[str, object]:
     if isinstance(event, AllBlocksCleared | AllStatesCleared):
         return {"type": name}
     if not isinstance(event, BlockStored):
-        return {"type": name, "block_hashes": event.hashes, "medium": MEDIUM}
+        return {"type": name, "block_hashes": event.hashes, "medium": event.medium}
     stored = {
         "type": name,
         "block_hashes": event.hashes,
@@ -106,7 +106,7 @@ def _map_of(event: Event) -> dict[str, object]:
         "token_ids": list(event.tokens),
         "block_size": event.block_size,
         "lora_id": None,
-        "medium": MEDIUM,
+        "medium": event.medium,
         "lora_name": None,
     }
     return stored if event.extra_keys is None else {**stored, "extra_keys": event.extra_keys}
@@ -125,7 +125,7 @@ def decode_sequence(frame: bytes) -> int:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Decode a batch; events with unknown names are left out.
+    """Decode a batch; events with unknown names, and those of blocks and states on disk, are left out.
 
     Raises:
         WireError: The bytes are not a batch of events, or exceed a bound.
@@ -158,6 +158,8 @@ def _fields_of(event: object) -> Mapping[object, object]:
 
 def _event(fields: Mapping[object, object]) -> Event | None:
     name = fields["type"]
+    if fields.get("medium") == DISK:  # the router counts what can be skipped at once
+        return None
     if name == "BlockStored":
         return _stored(fields)
     if name in _WITH_HASHES:

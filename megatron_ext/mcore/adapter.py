@@ -215,7 +215,7 @@ class InferenceEngine(Engine):
         """Return all counters in one snapshot."""
         return self.core.statistics()
 
-    def prefix_cache_statistics(self) -> dict[str, int] | None:
+    def prefix_cache_statistics(self) -> dict[str, float] | None:
         """Return the `prefix_cache` object of the JSON output; None if nothing is cached."""
         return self.statistics().prefix_cache()
 

@@ -20,6 +20,7 @@ class RequestEntries:
         detokenize: Token ids, and `skip_special_tokens`, to text.
         with_events: Whether entries have the key `events`.
         with_drafts: Whether drafts are counted, i.e. speculation is on.
+        with_disk: Whether cached entries may have been put back from disk.
         with_graphs: Whether steps may be captured; if not, `cuda_graph_request_count_map` is null, as in Megatron.
     """
 
@@ -27,6 +28,7 @@ class RequestEntries:
     detokenize: Callable[..., str]
     with_events: bool = False
     with_drafts: bool = False
+    with_disk: bool = False
     with_graphs: bool = False
 
     def entry(self, record: RequestRecord) -> dict[str, object]:
@@ -61,6 +63,8 @@ class RequestEntries:
             "recomputed_token_count": record.recomputed_token_count,
             "prefill_reasons": record.prefill_reasons,
         }
+        if self.with_disk:
+            entry["skipped_from_disk_token_count"] = record.skipped_from_disk_token_count
         if self.with_drafts:
             entry |= {
                 "draft_token_count": record.draft_token_count,

@@ -81,8 +81,8 @@ def run_results(engine: InferenceEngine, passes: Sequence[Pass], model: str) -> 
         "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),
     }
-    disk = engine.core.disk
-    counts |= {} if disk is None else {"prefix_cache_disk": disk.counts()}
+    disk = statistics.prefix_cache_disk()
+    counts |= {} if disk is None else {"prefix_cache_disk": disk}
     assert tuple(counts) == RUN_KEYS[: len(counts)], "a key of the run is missing from RUN_KEYS"
     return counts
 

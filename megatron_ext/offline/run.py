@@ -132,6 +132,7 @@ class _Offline:
             self._vocabulary.detokenize,
             with_events=settings.run.output_request_events,
             with_drafts=settings.speculation.is_on,
+            with_disk=settings.cache.is_durable,
             with_graphs=settings.batching.has_input_buffers,
         )
         self._output = Output(sys.stdout)

@@ -19,6 +19,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
+from megatron_ext.prefix_cache.origins import DiskOrigins
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.shared_memory import MovingBorder
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
@@ -86,6 +87,7 @@ class PrefixCache:
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.hints: Hints | None = None  # once a request has given some
+        self.origins = DiskOrigins()
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
         self.lower_tier: LowerTier | None = None  # takes what is evicted
         self._wanted: dict[BlockHash, int] = {}  # number of waiting requests
@@ -268,6 +270,7 @@ class PrefixCache:
         if self.states is not None:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
+        self.origins.drop_blocks(block_hashes)
         if self.cached_token_ids is not None:
             for block_hash in block_hashes:
                 self.cached_token_ids.drop(block_hash)
@@ -299,6 +302,7 @@ class PrefixCache:
         if self.hints is not None:
             self.hints.clear()
         self.ghosts.clear()
+        self.origins.clear()
         if self.cached_token_ids is not None:
             self.cached_token_ids.clear()
         if self.observer is not None:
@@ -315,6 +319,7 @@ class PrefixCache:
 
     def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Tell the policy, which may rank blocks by their snapshots, and the observer."""
+        self.origins.drop_snapshot(block_hash)
         self._policy.on_snapshot_removed(block_hash)
         if self.hints is not None:
             self.hints.forget_snapshot(block_hash)
@@ -368,6 +373,7 @@ class PrefixCache:
         """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
         check_memory(self._index, self.pool, self.states, self.border)
         check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
+        self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
         self._policy.check()
         if self.hints is not None:
             self.hints.check(self._policy, () if self.states is None else self.states.visible())

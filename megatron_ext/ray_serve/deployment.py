@@ -28,7 +28,7 @@ from starlette.types import Message
 
 from megatron_ext.errors import RankError
 from megatron_ext.kv_events.mirror import Mirror
-from megatron_ext.prefix_cache.disk.warm_restart import announce
+from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.ray_serve.cache_log import CacheLog, CacheReport, LogPosition
 from megatron_ext.ray_serve.callers import Callers
 from megatron_ext.ray_serve.fleet_calls import FleetCalls

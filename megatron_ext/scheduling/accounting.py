@@ -34,6 +34,7 @@ class PrefillLedger:
         self._general_reason: Reason | None = None
         self.matched_blocks: int | None = None  # at the first admission
         self.skipped = 0
+        self.skipped_from_disk = 0  # those of them that entries put back from disk have saved
         self.recomputed = 0
         self.reasons: Counter[str] = Counter()
         self.explanation: Explanation | None = None  # of the first admission, if explanations are on

@@ -9,15 +9,29 @@ from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.planner import reads_cache
 
 
-def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits) -> None:
+def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
     """Note what an admission uses, before any allocation, so that the snapshot it resumes from goes last."""
     request, matched = admission.request, admission.matched
+    if cache.origins and admission.chunk.start > 0:
+        tokens = tokens_from_disk(admission, cache, limits.block_size, request.sequence.ledger.known_end)
+        request.sequence.ledger.skipped_from_disk += tokens
+        counters.disk_skipped_tokens += tokens
+        counters.disk_hits += tokens > 0
     if request.sequence.ledger.matched_blocks is None and reads_cache(request):
         cache.note_divergence(matched, limits.blocks_for(admission.chunk.start))
     if admission.restore is not None:
         assert cache.states is not None, "only states are restored"
         cache.states.consume(admission.restore.block_hash)
         request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
+
+
+def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, start: int = 0) -> int:
+    """Return the prompt tokens from `start` on that an admission skips because of entries put back from disk."""
+    request = admission.request
+    end = min(admission.chunk.start, request.sequence.ledger.prompt_length)
+    matched = request.block_hashes[: len(admission.matched)]
+    restored = None if admission.restore is None else admission.restore.block_hash
+    return cache.origins.tokens(matched, restored, start, end, block_size)
 
 
 def count_hit(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:

@@ -16,6 +16,8 @@ class Counters:
     hits: int = 0  # admissions that skipped prompt tokens
     blocks_matched: int = 0
     skipped_tokens: int = 0  # prompt tokens that no layer computed
+    disk_hits: int = 0  # hits that used entries put back from disk
+    disk_skipped_tokens: int = 0  # tokens that they skipped because of these entries
     prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
     audit_tokens: int = 0  # tokens that audits of cached entries computed
     coordination_waits: int = 0  # requests that waited for a prefix that another request computes

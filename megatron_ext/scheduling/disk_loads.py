@@ -156,11 +156,13 @@ class DiskLoads:
         if places.blocks:
             hashes, parent = load.block_hashes[count:], load.block_hashes[count - 1] if count else None
             cache.publish(hashes, places.blocks, parent)
+            cache.origins.add_blocks(hashes)
             run = PublishedRun(hashes, parent, load.tokens, size, load.end * size, load.salt)
             tell_published(run, load.root, cache, self._queues.waiting)
         if places.slot is not None:
             assert cache.states is not None, "a slot was reserved"
             cache.states.commit(load.block_hashes[-1], is_taken=False)
+            cache.origins.add_snapshot(load.block_hashes[-1])
             self._queues.waiting.published(load.block_hashes[-1:])
         cache.release(table, load.block_hashes[-1:] if places.slot is not None else ())
         return self.end(places.number)

@@ -10,6 +10,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import general_reason
+from megatron_ext.scheduling.admission_counts import tokens_from_disk
 from megatron_ext.scheduling.explanation import Explanation, Why
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
@@ -20,7 +21,8 @@ def explain_admission(admission: Admission, cache: PrefixCache, block_size: int)
     ledger = admission.request.sequence.ledger
     if ledger.explanation is None:
         matched, start = len(admission.matched), admission.chunk.start
-        ledger.explanation = explain(admission.request, cache, matched, start, block_size)
+        found = explain(admission.request, cache, matched, start, block_size)
+        ledger.explanation = dataclasses.replace(found, from_disk=tokens_from_disk(admission, cache, block_size))
 
 
 def note_end(request: Request, cache: PrefixCache, block_size: int) -> None:

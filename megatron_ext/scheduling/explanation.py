@@ -54,6 +54,7 @@ class Explanation:
     Attributes:
         reason: Value of `Why` or of `Reason`.
         skipped: Tokens that the request skipped.
+        from_disk: Those of them that entries put back from disk have saved.
         matched: Tokens in cached blocks that the request shares.
         most: Maximum number of tokens that a prompt of this length can skip.
         agreeing: Tokens that agree with the nearest cached prefix of the same salt, or with the earlier request that
@@ -78,6 +79,7 @@ class Explanation:
     ago: int | None = None
     slots_short: int | None = None
     age: float | None = None
+    from_disk: int = 0
 
     def to_dict(self, excerpt: Excerpt | None = None) -> dict[str, object]:
         """Return the fields, the sentence and the advice as a dict for JSON.
@@ -111,6 +113,10 @@ class Explanation:
 
     def text(self, excerpt: Excerpt | None = None) -> str:
         """Return the explanation as one sentence; see `to_dict`."""
+        from_disk = f"; {self.from_disk} of the skipped tokens came from disk" if self.from_disk else ""
+        return self._text(excerpt) + from_disk
+
+    def _text(self, excerpt: Excerpt | None) -> str:
         size = self.block_size
         if self.reason == Why.PARTED.value:
             return f"{self._divergence_text(excerpt)}; computing began at {self.skipped}"

@@ -101,6 +101,7 @@ class RequestRecord:
     # Account of the prompt tokens (EX-2)
     matched_block_count: int
     skipped_prefill_token_count: int
+    skipped_from_disk_token_count: int = 0  # those of them that entries put back from disk have saved
     computed_prefill_token_count: int
     recomputed_token_count: int
     prefill_reasons: dict[str, int]  # reason of EX-2 -> tokens

@@ -259,6 +259,7 @@ class Request:
             step_count=timeline.step_count,
             matched_block_count=ledger.matched_blocks or 0,
             skipped_prefill_token_count=ledger.skipped,
+            skipped_from_disk_token_count=ledger.skipped_from_disk,
             computed_prefill_token_count=ledger.computed,
             recomputed_token_count=ledger.recomputed,
             prefill_reasons=dict(ledger.reasons),

@@ -122,7 +122,7 @@ class Scheduler:
             self.cache.pin(admission.matched)
             if self.limits.explains:
                 explain_admission(admission, self.cache, self.limits.block_size)
-            note_use(admission, self.cache, self.limits)
+            note_use(admission, self.cache, self.limits, self.counters)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:

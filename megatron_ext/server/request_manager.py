@@ -225,7 +225,7 @@ class RequestManager:
         call = self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call
         await asyncio.wrap_future(call(write))
 
-    async def reset_prefix_cache(self) -> dict[str, int] | None:
+    async def reset_prefix_cache(self) -> dict[str, float] | None:
         """Empty the cache; return its contents afterwards."""
         await self.call(self._core.reset_prefix_cache)
         return (await self.call(self._core.statistics)).prefix_cache()

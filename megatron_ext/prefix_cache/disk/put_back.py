@@ -91,6 +91,7 @@ def put_back(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
         else:
             assert cache.states is not None, "a snapshot was placed"
             cache.states.commit(place.entry.key.block_hash, is_taken=False)
+            cache.origins.add_snapshot(place.entry.key.block_hash)
     return len(placed)
 
 
@@ -145,6 +146,7 @@ def _published(cache: PrefixCache, places: Sequence[Place], are_sound: Sequence[
             is_used = bool(is_sound) and _follows(cache, {}, entry)
             if is_used:
                 cache.publish([block_hash], [place.block], None if entry.depth == 1 else entry.parent)
+                cache.origins.add_blocks([block_hash])
                 size = len(entry.tokens)
                 cache.cached_token_ids.keep_run([block_hash], entry.parent, packed_tokens(entry.tokens), size, size)
             else:

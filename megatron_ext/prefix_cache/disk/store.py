@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
 from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_of
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
@@ -30,6 +31,7 @@ from megatron_ext.prefix_cache.disk.store_use import (
     LESS_WORTH,
     OTHER_IDENTITY,
     TOO_SHORT,
+    StoreTally,
     StoreUse,
 )
 from megatron_ext.prefix_cache.disk.survey import survey_rows
@@ -55,6 +57,7 @@ class DiskStore:
 
     Attributes:
         problem: Failure that ended the use of the store; None while it is in use.
+        observer: Told of each entry of this identity that is stored or removed from now on.
         on_gone: Called with the key of each entry of this identity that is dropped or evicted.
     """
 
@@ -70,13 +73,13 @@ class DiskStore:
         self._limit_pages = limit_bytes // PAGE_BYTES
         self._entries: dict[int, StoredEntry] = {}
         self._rows: dict[EntryKey, int] = {}  # of this identity, also the next two
-        self._snapshots = self._own_pages = 0
         self._added: dict[int, StoredEntry] = {}  # since the last commit, also the next two
         self._removed: dict[int, tuple[Extent, ...]] = {}
         self._rated: dict[int, StoredEntry] = {}
         self._pending_bytes = 0
         self._victims = VictimOrder(self._entries, identity)
-        self._written = self._read = 0
+        self.observer: DiskAnnouncer | None = None
+        self._tally = StoreTally()
         self.drops: Counter[str] = Counter()
         self._load()
 
@@ -97,17 +100,8 @@ class DiskStore:
         self._entries[entry.row_id] = entry
         if entry.identity == self._identity:
             self._rows[entry.entry.key] = entry.row_id
-            self._count(entry, 1)
+            self._tally.add(entry)
         self._victims.add(entry)
-
-    def _count(self, entry: StoredEntry, change: int) -> None:
-        self._snapshots += change * (entry.entry.key.kind is EntryKind.SNAPSHOT)
-        self._own_pages += change * pages_of(entry.size)
-
-    def _forget_all(self) -> None:
-        self._entries.clear()
-        self._rows.clear()
-        self._snapshots = self._own_pages = 0
 
     @property
     def slot(self) -> SlotDirectory:
@@ -150,7 +144,8 @@ class DiskStore:
             False if it was not stored: there is no room, or the store is off.
         """
         assert entry.is_genuine, "the block hash is not that of the tokens"
-        return self._guarded(lambda: self._put(entry, buffers), False)
+        with self._tally.writing():
+            return self._guarded(lambda: self._put(entry, buffers), False)
 
     def _put(self, entry: NewEntry, buffers: Sequence[Buffer]) -> bool:
         assert entry.key not in self._rows, "this entry is stored already"
@@ -166,7 +161,10 @@ class DiskStore:
         self._data.write(extents, buffers)
         self._added[stored.row_id] = stored
         self._keep(stored)
-        self._written += 1
+        if self.observer is not None:
+            self.observer.on_stored(stored)
+        self._tally.written += 1
+        self._tally.written_bytes += size
         self._pending_bytes += size
         if self._pending_bytes >= PENDING_BYTES:
             self._commit()
@@ -201,7 +199,8 @@ class DiskStore:
         Returns:
             False if there is no such entry, or it failed and was dropped: then the buffers' contents are undefined.
         """
-        return self._guarded(lambda: self._read_entry(key, into, tokens), False)
+        with self._tally.reading():
+            return self._guarded(lambda: self._read_entry(key, into, tokens), False)
 
     def _read_entry(self, key: EntryKey, into: Sequence[Buffer], tokens: Sequence[int] | None) -> bool:
         known = self.find(key)
@@ -211,7 +210,8 @@ class DiskStore:
         if fault is not None:
             self._remove(known, fault)
             return False
-        self._read += 1
+        self._tally.read += 1
+        self._tally.read_bytes += known.size
         return True
 
     def _fault(self, known: StoredEntry, into: Sequence[Buffer], tokens: Sequence[int] | None) -> str | None:
@@ -254,7 +254,9 @@ class DiskStore:
         del self._entries[row_id]
         if entry.identity == self._identity:
             del self._rows[entry.entry.key]
-            self._count(entry, -1)
+            self._tally.add(entry, -1)
+            if self.observer is not None:
+                self.observer.on_removed([entry.entry.key])
             self.on_gone(entry.entry.key)
         self._rated.pop(row_id, None)
         self._removed[row_id] = entry.extents
@@ -263,7 +265,8 @@ class DiskStore:
 
     def commit(self) -> None:
         """Return when all changes are on the medium."""
-        self._guarded(self._commit, None)
+        with self._tally.writing():
+            self._guarded(self._commit, None)
 
     def _commit(self) -> None:
         added = {row_id: entry for row_id, entry in self._added.items() if row_id not in self._removed}
@@ -359,6 +362,13 @@ class DiskStore:
         except (OSError, sqlite3.Error):
             logger.info("prefix cache on disk: its files could not be closed in order")
 
+    def _forget_all(self) -> None:
+        if self.observer is not None:
+            self.observer.on_removed(self._rows)
+        self._entries.clear()
+        self._rows.clear()
+        self._tally.forget()
+
     def _shut(self) -> None:
         try:
             self._index.close()
@@ -370,14 +380,9 @@ class DiskStore:
     @property
     def use(self) -> StoreUse:
         """Present counts."""
-        return StoreUse(
-            blocks=len(self._rows) - self._snapshots,
-            snapshots=self._snapshots,
-            bytes=PAGE_BYTES * self._own_pages,
+        return self._tally.use(
             other_entries=len(self._entries) - len(self._rows),
             limit_bytes=self._limit_pages * PAGE_BYTES,
-            written=self._written,
-            read=self._read,
             drops=dict(self.drops),
             is_on=self.problem is None,
         )
@@ -389,8 +394,10 @@ class DiskStore:
             waiting = [extent for extents in self._removed.values() for extent in extents]
             self._free.check([*used, *waiting])
             assert set(self._rows.values()) <= self._entries.keys(), "a key without an entry"
-            own = [self._entries[row_id] for row_id in self._rows.values()]
-            assert self._own_pages == sum(pages_of(entry.size) for entry in own), "pages miscounted"
+            kinds = Counter(key.kind for key in self._rows)
+            assert all(self._tally.entries[kind] == kinds[kind] for kind in EntryKind), "entries miscounted"
+            pages = sum(pages_of(self._entries[row_id].size) for row_id in self._rows.values())
+            assert self._tally.pages == pages, "pages miscounted"
             assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"
 
 

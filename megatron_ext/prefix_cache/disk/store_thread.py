@@ -121,23 +121,26 @@ class StoreThread:
 
     def clear(self) -> None:
         """Forget all, and wait until the medium has forgotten it."""
-        is_done = threading.Event()
-
-        def forget() -> None:
-            self._store.clear()
-            is_done.set()
-
         with self._changed:
             self._drop_queues()
-            self._jobs.append(forget)
-            self._changed.notify_all()
-        while not is_done.wait(0.1):
-            if not self._thread.is_alive():
-                self._store.clear()
-                break
+        self.run(self._store.clear)
         with self._changed:
             self._gone.clear()
             self._loaded.clear()
+
+    def run(self, job: Job) -> None:
+        """Do a job with the store after those that wait, and return when it is done."""
+        is_done = threading.Event()
+
+        def do() -> None:
+            job()
+            is_done.set()
+
+        self._add(do)
+        while not is_done.wait(0.1):
+            if not self._thread.is_alive():
+                job()
+                break
 
     def forget_writes(self) -> None:
         """Forget entries that wait to be written; for any thread."""

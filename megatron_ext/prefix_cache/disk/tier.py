@@ -19,11 +19,11 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
+from megatron_ext.prefix_cache.disk.store_use import QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Gone, Loaded, LoadItem, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 
-QUEUE_FULL = "queue_full"  # not written: too many bytes wait for the disk
 TICK = 1e-5  # seconds between the times of entries that are evicted together
 MAX_LOADS = 8  # at a time
 MAX_LOAD_BYTES = 1024**3  # of loads at a time, if there are several

@@ -15,12 +15,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
+from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
 from megatron_ext.prefix_cache.disk.control import Answer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, copy_entry
@@ -28,15 +28,15 @@ from megatron_ext.prefix_cache.disk.put_back import Place, put_back
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_control import control_of
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
+from megatron_ext.prefix_cache.disk.store_use import DiskUse
 from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
 from megatron_ext.prefix_cache.disk.tier_storage import Content
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
-from megatron_ext.prefix_cache.observer import CacheObserver, PublishedRun
+from megatron_ext.prefix_cache.observer import PublishedRun
 
 logger = logging.getLogger(__name__)
 
-OTHER_SALT = "of a salt from before the restart"
 RANK_SECONDS = 1e-5  # by which an entry counts as used before the one that is worth more
 DRAIN_WINDOW = 64  # entries after which ranks agree on going on
 PATIENCE = 30.0  # seconds to wait for other ranks after the time to write is over
@@ -143,6 +143,25 @@ class WarmRestart:
             )
         elif use.is_on:
             logger.info("prefix cache on disk: %d of %d entries put back", self.loaded, len(self._store))
+
+    def announce_disk(self, observer: EntryObserver, root: BlockHash) -> None:
+        """Tell an observer of all that is on disk, now and whenever that changes; salts are those of `announce`.
+
+        Args:
+            observer: The observer.
+            root: Root of the block hashes of sequences without a salt.
+        """
+        announcer = DiskAnnouncer(observer, root)
+
+        def announce() -> None:
+            self._store.observer = announcer
+            for stored in self._store.entries():
+                announcer.on_stored(stored)
+
+        if self._thread is None:
+            announce()
+        else:
+            self._thread.run(announce)
 
     # Between start and end
 
@@ -311,51 +330,18 @@ class WarmRestart:
 
     # Statistics
 
+    def use(self) -> DiskUse:
+        """Return the counts of the entries on disk."""
+        store = self._store.use if self._thread is None else self._thread.use
+        if self.tier is None:
+            return DiskUse(store, self.loaded, self.left_out)
+        return DiskUse(store, self.loaded, self.left_out, asdict(self.tier.counts), dict(self.tier.drops))
+
     def counts(self) -> dict[str, object]:
-        """Return the `prefix_cache_disk` object of a run's counts."""
-        use = self._store.use if self._thread is None else self._thread.use
-        drops = Counter(use.drops)
-        live: dict[str, object] = {}
-        if self.tier is not None:
-            drops += self.tier.drops
-            live = asdict(self.tier.counts) | {"load_seconds": round(self.tier.counts.load_seconds, 3)}
-        return {
-            "is_on": use.is_on,
-            "blocks": use.blocks,
-            "snapshots": use.snapshots,
-            "bytes": use.bytes,
-            "limit_bytes": use.limit_bytes,
-            "other_entries": use.other_entries,
-            "loaded": self.loaded,
-            "read": use.read,
-            "written": use.written,
-            "left_out": self.left_out,
-            "drops": dict(sorted(drops.items())),
-        } | live
+        """Return the counts of the entries on disk by name."""
+        return self.use().shown()
 
 
 def held_entry(stored: StoredEntry) -> HeldEntry:
     """Return the place of a stored entry in its sequence."""
     return HeldEntry(None if stored.entry.depth == 1 else stored.entry.parent, stored.entry.depth)
-
-
-def announce(cache: PrefixCache, observer: CacheObserver, root: BlockHash) -> None:
-    """Tell an observer that is new of all that a cache has, since it was put back.
-
-    Blocks of sequences with a salt, which is not known here, get a salt that no client has.
-
-    Args:
-        cache: Cache that keeps token ids.
-        observer: The observer, which takes the cache to be empty.
-        root: Root of the block hashes of sequences without a salt.
-    """
-    assert cache.cached_token_ids is not None, "entries have their tokens"
-    for block_hash, is_snapshot in cache.by_worth():
-        if is_snapshot:
-            observer.on_snapshot_stored(block_hash)
-            continue
-        before, tokens = cache.cached_token_ids.find(block_hash)
-        parent = None if cache.depth_of(block_hash) == 1 else before
-        salt = None if before == root else f"{OTHER_SALT} {before.hex()}"
-        size = len(tokens)
-        observer.on_blocks_stored(PublishedRun([block_hash], parent, tokens, size, size, salt))

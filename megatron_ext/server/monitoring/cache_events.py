@@ -10,7 +10,7 @@ from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.prefix_cache.disk.warm_restart import announce
+from megatron_ext.prefix_cache.disk.announcing import announce
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CacheEvents:
         self.close()
 
     def attach(self, core: EngineCore) -> None:
-        """Publish the blocks that an engine's replicas store from now on, and those put back after a restart."""
+        """Publish the blocks that an engine's replicas store from now on, those put back, and those on disk."""
         if not self.publishers:
             return
         for publisher, one in zip(self.publishers, core.replicas, strict=True):
@@ -58,6 +58,7 @@ class CacheEvents:
             publisher.start(Mirror(size, has_states=cache.states is not None))
             if core.disk is not None:
                 announce(cache, publisher.changes, one.scheduler.root_of(None))
+                core.disk.announce_disk(publisher.changes.disk, one.scheduler.root_of(None))
             for what, channel in (("blocks", publisher.blocks), ("states", publisher.states)):
                 if channel is not None:
                     replay = channel.replay_endpoint or "no address"

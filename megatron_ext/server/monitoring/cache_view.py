@@ -23,7 +23,6 @@ class _Hottest:
     """Hottest prefixes at one moment."""
 
     prefixes: Prefixes
-    disk: dict[str, object] | None  # counts of the entries on disk
     taken: float  # by the monotonic clock
 
 
@@ -63,7 +62,7 @@ class CacheView:
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
             "audit_findings": [dataclasses.asdict(one) for one in self._engine.core.audit_findings()],
-            "disk": self._hottest.disk,
+            "disk": None if state is None else state.prefix_cache_disk(),
             "hottest_prefixes": self._hottest.prefixes,
         }
 
@@ -93,18 +92,17 @@ class CacheView:
         return self._requests.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
 
     async def _look(self) -> None:
-        self._hottest = _Hottest(*await self._requests.call(self._found), time.monotonic())
+        self._hottest = _Hottest(await self._requests.call(self._found), time.monotonic())
 
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._looking = None
         if not task.cancelled():
             task.exception()  # callers that waited have it; the others used the previous result
 
-    def _found(self) -> tuple[Prefixes, dict[str, object] | None]:
-        """Return the hottest prefixes, and the counts of the entries on disk; runs in the engine's thread."""
-        block_size, disk = self._engine.geometry.block_size_tokens, self._engine.core.disk
-        prefixes: Prefixes = [
+    def _found(self) -> Prefixes:
+        """Return the hottest prefixes; runs in the engine's thread."""
+        block_size = self._engine.geometry.block_size_tokens
+        return [
             {"digest": public_hash(prefix.block_hash), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in self._engine.hottest_prefixes(HOTTEST_PREFIXES)
         ]
-        return prefixes, None if disk is None else disk.counts()

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 import megatron_ext
 from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.prefix_cache.disk.store_use import REASONS
 from megatron_ext.scheduling.explanation import Explanation, Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
 
@@ -17,6 +18,7 @@ PREFIX = "megatron_ext"
 _DRAWN_BUCKETS = f"{PREFIX}_time_to_first_token_seconds"
 _UNDRAWN = ("_created", "_sum")
 OUTCOMES = ("stop", "length", "failed", "aborted")
+SOURCES = ("memory", "disk")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -31,6 +33,7 @@ _GAUGES = (
     ("kv_blocks_in_use", "KV blocks referenced by requests", "use.blocks_in_use"),
     ("kv_blocks_cached", "KV blocks indexed for matches, in use or not", "use.blocks_cached"),
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
+    ("prefix_cache_bytes", "Bytes of cached KV blocks and snapshots in memory, on all ranks", "cached_bytes"),
     ("state_slots", "Slots for snapshots of recurrent states; with slabs, at this moment", "use.slots_total"),
     ("slabs", "Slabs that blocks and snapshots share; 0 if each have their own memory", "use.slabs_total"),
     ("slabs_of_blocks", "Slabs that hold KV blocks", "use.slabs_of_blocks"),
@@ -98,6 +101,36 @@ _AUDIT_COUNTERS = (
     ("audit_wrong_snapshots", "Audits that found a wrong snapshot", "audit.wrong_snapshots"),
     ("audit_dropped_blocks", "Blocks dropped because of such findings", "audit.dropped_blocks"),
 )
+# of the entries on disk, if there is a directory: name, help, key in `prefix_cache_disk`
+_DISK_GAUGES = (
+    ("on", "1 while the directory is in use, 0 after it has failed", "is_on"),
+    ("blocks", "KV blocks on disk", "blocks"),
+    ("snapshots", "Snapshots of recurrent states on disk", "snapshots"),
+    ("bytes", "Bytes of both on disk", "bytes"),
+    ("limit_bytes", "Limit of the bytes on disk", "limit_bytes"),
+    ("other_entries", "Entries on disk of other models or settings", "other_entries"),
+)
+_DISK_COUNTERS = (
+    ("hits", "Admissions that skipped prompt tokens because of entries put back from disk", "hits"),
+    ("entries_loaded", "Entries put back into memory at the start", "loaded"),
+    ("entries_read", "Entries read from disk", "read"),
+    ("entries_written", "Entries written to disk", "written"),
+    ("entries_left_out", "Entries not written for want of time or room", "left_out"),
+    ("read_bytes", "Bytes read from disk", "read_bytes"),
+    ("written_bytes", "Bytes written to disk", "written_bytes"),
+    ("read_seconds", "Time of reads from disk", "read_seconds"),
+    ("write_seconds", "Time of writes to disk, syncs included", "write_seconds"),
+)
+# of what leaves memory for the disk and comes back
+_TIER_COUNTERS = (
+    ("entries_evicted", "Entries given to the disk as they left memory", "evicted"),
+    ("loads", "Loads from disk begun for waiting requests", "loads"),
+    ("loads_slower", "Loads not begun, since computing was estimated to be quicker", "loads_slower"),
+    ("load_waits", "Requests that waited for loads", "load_waits"),
+    ("load_bytes", "Bytes of the loads that were read", "load_bytes"),
+    ("load_seconds", "Time of reading them", "load_seconds"),
+)
+_LOAD_OUTCOMES = ("placed", "failed", "late", "useless")
 
 
 class Metrics(Collector):
@@ -119,6 +152,12 @@ class Metrics(Collector):
             f"{PREFIX}_requests_rejected", "Requests rejected because the queue was full", registry=registry
         )
         self._skipped = Counter(f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens skipped", registry=registry)
+        self._sources = Counter(
+            f"{PREFIX}_prompt_tokens_skipped_by_source",
+            "Prompt tokens skipped, by where what saved them had been: in memory since it was computed, or on disk",
+            ["source"],
+            registry=registry,
+        )
         self._computed = Counter(
             f"{PREFIX}_prompt_tokens_computed", "Prompt tokens computed, by reason", ["reason"], registry=registry
         )
@@ -147,6 +186,8 @@ class Metrics(Collector):
             self._requests.labels(outcome)
         for reason in Reason:
             self._computed.labels(reason.value)
+        for source in SOURCES:
+            self._sources.labels(source)
         registry.register(self)
 
     def _histogram(self, name: str, text: str) -> Histogram:
@@ -156,7 +197,10 @@ class Metrics(Collector):
         """Count a request that has ended."""
         completed = record.status is Status.COMPLETED
         self._requests.labels(record.finish_reason if completed else record.status.name.lower()).inc()
-        self._skipped.inc(record.skipped_prefill_token_count)
+        skipped, from_disk = record.skipped_prefill_token_count, record.skipped_from_disk_token_count
+        self._skipped.inc(skipped)
+        for source, tokens in zip(SOURCES, (skipped - from_disk, from_disk), strict=True):
+            self._sources.labels(source).inc(tokens)
         for reason, count in record.prefill_reasons.items():
             self._computed.labels(reason).inc(count)
         if record.prefix_cache_explanation is not None:
@@ -181,6 +225,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         for name, text, path in (*_COUNTERS, *(_AUDIT_COUNTERS if state.audit is not None else ())):
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+        if state.audit is not None:
+            text = "Time of steps, as far as their tokens were those of audits"
+            yield CounterMetricFamily(f"{PREFIX}_audit_seconds", text, state.audit.seconds)
+        yield from _disk_metrics(state.prefix_cache_disk() or {})
         use = state.speculation
         if use is not None:
             yield _by_position("draft_tokens_by_position", "Draft tokens verified", use.drafted)
@@ -207,6 +255,35 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _disk_metrics(counts: Mapping[str, object]) -> Iterator[Metric]:
+    """Yield the metrics of the entries on disk; none without a directory."""
+    if not counts:
+        return
+    for name, text, key in _DISK_GAUGES:
+        yield GaugeMetricFamily(f"{PREFIX}_prefix_cache_disk_{name}", text, _number(counts[key]))
+    for name, text, key in _DISK_COUNTERS:
+        yield CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_{name}", text, _number(counts[key]))
+    if "loads" in counts:
+        for name, text, key in _TIER_COUNTERS:
+            yield CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_{name}", text, _number(counts[key]))
+        ends = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_load_ends", "Ends of loads", labels=["outcome"])
+        for outcome in _LOAD_OUTCOMES:
+            ends.add_metric([outcome], _number(counts[f"loads_{outcome}"]))
+        yield ends
+    drops = counts["drops"]
+    assert isinstance(drops, Mapping), "counts by reason"
+    text = "Entries dropped, or not written, by reason"
+    family = CounterMetricFamily(f"{PREFIX}_prefix_cache_disk_drops", text, labels=["reason"])
+    for reason in REASONS:
+        family.add_metric([reason], drops.get(reason, 0))
+    yield family
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float), f"{value} is not a number"
+    return value
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:

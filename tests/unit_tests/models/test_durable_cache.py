@@ -23,9 +23,9 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.models.durable_cache import keep_cache
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.weights_digest import tensors_digest
+from megatron_ext.prefix_cache.disk.announcing import announce
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.slot import take_slot
-from megatron_ext.prefix_cache.disk.warm_restart import announce
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.forked import fork
 from tests.on_request import long_except

@@ -1,0 +1,100 @@
+"""What is said of entries on disk: which skipped tokens they saved, their events, and what audits find in files."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.kv_events.changes import Changes, Delta
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from tests.unit_tests.models.test_disk_tier import push_out, serve, settle, small
+from tests.unit_tests.models.test_durable_cache import started
+from tests.unit_tests.support.driver import make_prompt
+
+
+@pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
+def test_each_skipped_token_says_where_its_entries_had_been(get_driver, tmp_path, kind):
+    """DC-1: an entry put back at the start is known as such until it leaves memory."""
+    prompt = make_prompt(64, seed=5)
+    longer = prompt + make_prompt(64, seed=6)
+    driver = started(get_driver, tmp_path / "cache", kind)
+    driver.add(0, [*prompt, 1], skip_prompt_log_probs=True)
+    driver.run()
+    driver.engine.close()
+
+    quiet = {"explain_prefix_cache": True, "prefix_cache_load_seconds": 0.0}  # what is evicted does not come back
+    driver = started(get_driver, tmp_path / "cache", kind, block_count=16, cache=quiet)
+    fill = [make_prompt(200, seed=one) for one in (7, 8)]
+    for number, tokens in enumerate([[*prompt, 1], [*longer, 1], [*longer, 2], *fill, [*prompt, 1], [*prompt, 2]]):
+        driver.add(number, tokens, skip_prompt_log_probs=True, num_tokens_to_generate=1)
+        driver.run()
+        driver.engine.check()
+    records = [driver.records[number] for number in range(7)]
+    assert [record.skipped_prefill_token_count for record in records] == [64, 64, 128, 0, 0, 0, 64]
+    assert [record.skipped_from_disk_token_count for record in records] == [64, 64, 64, 0, 0, 0, 0]
+    assert [record.prefix_cache_explanation.from_disk for record in records] == [64, 64, 64, 0, 0, 0, 0]
+    counts = driver.engine.statistics().prefix_cache_disk()
+    assert (counts["hits"], counts["skipped_tokens"]) == (3, 192)
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["attention_only", "hybrid"])
+def test_tokens_that_the_tier_brought_back_count_as_from_disk(get_driver, tmp_path, kind):
+    """EX-11: blocks that had stayed in memory do not, unless their states came from disk."""
+    driver = small(get_driver, tmp_path / "cache", kind)
+    prompt = make_prompt(120)
+    serve(driver, prompt)
+    serve(driver, make_prompt(140, seed=1))  # evicts the last blocks of the prompt, whose first ones stay
+    stayed = 16 * driver.scheduler.cache.use().blocks_cached - 144 if kind == "attention_only" else 0
+    _, _, skipped = serve(driver, prompt)
+    assert skipped > stayed >= 0
+    assert driver.records[2].skipped_from_disk_token_count == skipped - stayed
+    push_out(driver)
+    settle(driver)
+    _, _, skipped = serve(driver, prompt)
+    assert driver.records[max(driver.records)].skipped_from_disk_token_count == skipped > 0
+    _, _, skipped = serve(driver, prompt)
+    assert driver.records[max(driver.records)].skipped_from_disk_token_count == skipped > 0
+    driver.engine.close()
+
+
+def test_what_is_on_disk_is_announced(get_driver, tmp_path):
+    """RP-1: found at the start, written when it leaves memory and at the end, removed by a reset."""
+    driver = small(get_driver, tmp_path / "cache")
+    changes, disk = Changes(), driver.engine.core.disk
+    disk.announce_disk(changes.disk, driver.scheduler.root_of(None))
+    assert changes.take() is None
+    serve(driver, make_prompt(120))
+    assert changes.take() is None, "nothing was written yet"
+    push_out(driver)
+    settle(driver)
+    blocks, states = set(), set()
+    evicted = apply(changes, blocks, states)
+    assert evicted.stored
+    driver.engine.close()
+    assert apply(changes, blocks, states).stored
+    counts = disk.counts()
+    assert (len(blocks), len(states)) == (counts["blocks"], counts["snapshots"])
+
+    driver = small(get_driver, tmp_path / "cache")
+    driver.engine.core.disk.announce_disk(changes.disk, driver.scheduler.root_of(None))
+    assert changes.take() is None, "the same entries are there"
+    later = Changes()
+    driver.engine.core.disk.announce_disk(later.disk, driver.scheduler.root_of(None))
+    found = later.take().disk
+    assert (set(found.stored), set(found.states_stored)) == (blocks, states)
+    driver.engine.reset_prefix_cache()
+    gone = later.take().disk
+    assert (set(gone.removed), set(gone.states_removed)) == (blocks, states)
+    driver.engine.close()
+
+
+def apply(changes: Changes, blocks: set[BlockHash], states: set[BlockHash]) -> Delta:
+    """Apply the changes on disk to sets of blocks and snapshots, and return them."""
+    delta = changes.take().disk
+    assert blocks >= delta.removed.keys()
+    assert states >= delta.states_removed.keys()
+    blocks.difference_update(delta.removed)
+    states.difference_update(delta.states_removed)
+    blocks.update(delta.stored)
+    states.update(delta.states_stored)
+    return delta
