@@ -297,6 +297,13 @@ CACHE = FlagGroup(
             name="--prefix-cache-audit",
         ),
         Flag(
+            "audit_dir",
+            "Directory for a report of each wrong entry that --prefix-cache-audit finds; default: audits/ in "
+            "--prefix-cache-dir",
+            name="--prefix-cache-audit-dir",
+            metavar="DIR",
+        ),
+        Flag(
             "prefix_cache_dir",
             "Directory, of a local file system, that keeps the cache's contents for the next start",
             metavar="DIR",

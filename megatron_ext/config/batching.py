@@ -153,6 +153,7 @@ class CacheConfig:
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
     audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
+    audit_dir: str | None = None  # of reports of what was wrong; default: beside the cache on disk
     prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
     prefix_cache_disk_gb: float = 16.0  # GiB
     prefix_cache_drain_seconds: float = 10.0  # at the end of a process
@@ -179,6 +180,11 @@ class CacheConfig:
         require(
             0 <= self.audit_interval <= MAX_UNITS,
             f"--prefix-cache-audit {self.audit_interval} must be between 0 (no audits) and {MAX_UNITS}",
+        )
+        require(
+            self.audit_dir is None or (self.audit_dir != "" and self.audit_interval > 0),
+            f"--prefix-cache-audit-dir {self.audit_dir!r} names a directory for reports of --prefix-cache-audit N: "
+            "give both, or leave it out",
         )
         names = [policy.value for policy in EvictionPolicyName]
         require(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from itertools import count
 from typing import Final
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.scheduling.audit import AuditTarget, Differences
@@ -90,6 +92,7 @@ class AuditFinding:
         bound: Largest difference that rounding explains.
         dropped_blocks: Blocks dropped with it.
         wall_time: Seconds since the epoch.
+        is_from_disk: Whether the entry had been put back from disk.
     """
 
     kind: str
@@ -99,6 +102,12 @@ class AuditFinding:
     bound: float
     dropped_blocks: int
     wall_time: float
+    is_from_disk: bool = False
+
+    def shown(self) -> dict[str, object]:
+        """Return the values by name, for JSON; a difference that is not finite is null."""
+        difference = self.difference if math.isfinite(self.difference) else None
+        return dataclasses.asdict(self) | {"difference": difference}
 
 
 @dataclass
@@ -115,11 +124,17 @@ class CacheAudit:
 
     Args:
         scheduler: Scheduler whose hits are audited; its limits say how many.
+
+    Attributes:
+        counts: Counts since the engine started.
+        findings: Last findings.
+        reports: Where findings are written; None if nowhere.
     """
 
     scheduler: Scheduler
     counts: AuditCounts = field(default_factory=AuditCounts)
     findings: deque[AuditFinding] = field(default_factory=lambda: deque(maxlen=MAX_FINDINGS))
+    reports: AuditReports | None = None
     _due: deque[_Due] = field(default_factory=deque)
     _current: Request | None = None
     _hits: int = 0
@@ -230,23 +245,31 @@ class CacheAudit:
     def _report(
         self, kind: str, audit: Request, block_hash: BlockHash, blocks: int, difference: float, found: Differences
     ) -> None:
-        """End an audit that found a wrong entry: drop the entry and what was computed from it, and say so."""
+        """End an audit that found a wrong entry: drop the entry and what was computed from it, and say so.
+
+        It is said when nothing of that is left, on disk either.
+        """
         self._end(audit)
+        is_from_disk = self.scheduler.cache.origins.has(block_hash, is_snapshot=kind == "states")
         dropped = self.scheduler.quarantine(block_hash, states_only=kind == "states")
         self.counts.dropped_blocks += dropped
         position = blocks * self.scheduler.limits.block_size
-        finding = AuditFinding(kind, public_hash(block_hash), position, difference, found.bound, dropped, time.time())
+        digest = public_hash(block_hash)
+        finding = AuditFinding(kind, digest, position, difference, found.bound, dropped, time.time(), is_from_disk)
         self.findings.append(finding)
+        if self.reports is not None:
+            self.reports.write({"key": block_hash.hex()} | finding.shown())
         logger.error(
             "an audit of the prefix cache found wrong %s at token %d (block hash %s): the largest difference is %.3g "
             "of the layer's largest value, the bound %.3g; %d blocks are dropped, and requests that use them start "
-            "again. Faulty memory or a defect of an operator are possible causes",
+            "again. Possible causes: %s",
             "keys or values" if kind == "kv" else "states",
             position,
             finding.digest,
             difference,
             found.bound,
             dropped,
+            "a fault of the disk, faulty memory" if is_from_disk else "faulty memory, a defect of an operator",
         )
 
     def _end(self, audit: Request) -> None:

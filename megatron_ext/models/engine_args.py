@@ -11,7 +11,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
-from megatron_ext.models.durable_cache import keep_cache, store_opener
+from megatron_ext.models.durable_cache import keep_cache, store_opener, write_audit_reports
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.models.weights_digest import weights_digest
@@ -96,6 +96,7 @@ class EngineArgs:
             )
         if self._weights is not None and cache.is_durable:
             keep_cache(engine, loaded, self._weights, cache, settings.parallel, self._parallel_context)
+        write_audit_reports(engine, cache)
         return engine
 
 

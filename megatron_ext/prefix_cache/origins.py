@@ -26,6 +26,10 @@ class DiskOrigins:
         """Note that the snapshot at the end of a block was put back."""
         self._snapshots.add(block_hash)
 
+    def has(self, block_hash: BlockHash, *, is_snapshot: bool) -> bool:
+        """Return whether a block, or the snapshot at its end, was put back."""
+        return block_hash in (self._snapshots if is_snapshot else self._blocks)
+
     def drop_blocks(self, block_hashes: Iterable[BlockHash]) -> None:
         """Note that blocks have left memory."""
         self._blocks.difference_update(block_hashes)

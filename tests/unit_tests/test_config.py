@@ -156,6 +156,7 @@ REFUSED = [
     (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
     (CacheConfig, {"audit_interval": -1}, ["--prefix-cache-audit -1", "0 (no audits)"]),
     (CacheConfig, {"prefix_cache_load_seconds": -1.0}, ["--prefix-cache-load-seconds -1.0", "load nothing"]),
+    (CacheConfig, {"audit_dir": "reports"}, ["--prefix-cache-audit-dir 'reports'", "give both"]),
     (CacheConfig, {"prefix_cache_disk_gb": 0.0}, ["--prefix-cache-disk-gb 0.0", "more than 0"]),
     (CacheConfig, {"prefix_cache_drain_seconds": NAN}, ["--prefix-cache-drain-seconds nan", "zero"]),
     (CacheConfig, {"prefix_cache_dir": ""}, ["--prefix-cache-dir is empty", "leave it out"]),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -283,6 +283,14 @@ class DiskStore:
         self._removed.clear()
         self._rated.clear()
         self._pending_bytes = 0
+
+    def forget(self, keys: Iterable[EntryKey]) -> None:
+        """Remove entries, on the medium too when this returns; if that fails, or the store is off, see `clear`."""
+        for key in keys:
+            self.remove(key)
+        self.commit()
+        if self.problem is not None:
+            self.erase()
 
     def clear(self) -> None:
         """Forget all entries of this identity, on the medium too when this returns.

@@ -75,11 +75,11 @@ class StoreThread:
         self._add(lambda: self._rate(keys, used))
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
-        """Remove entries, those that wait to be written, too."""
+        """Remove entries, those that wait to be written, too, and wait until the medium has forgotten them."""
         with self._changed:
             for key in keys:
                 self._forget_write(key)
-        self._add(lambda: self._remove(keys))
+        self.run(lambda: self._store.forget(keys))
 
     def _forget_write(self, key: EntryKey) -> None:
         found = self._writes.pop(key, None)
@@ -242,11 +242,6 @@ class StoreThread:
     def _rate(self, keys: Sequence[EntryKey], used: float) -> None:
         for key in keys:
             self._store.rate(key, 0.0, used)
-
-    def _remove(self, keys: Sequence[EntryKey]) -> None:
-        for key in keys:
-            self._store.remove(key)
-        self._store.commit()
 
     def _note_gone(self, key: EntryKey) -> None:
         with self._changed:

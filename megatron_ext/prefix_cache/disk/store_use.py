@@ -21,7 +21,19 @@ EVICTED = "evicted"  # for entries of more worth, or because the budget is small
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries of more worth could make room
 QUEUE_FULL = "queue_full"  # not taken: too many bytes wait for the disk
-REASONS = (BAD_ROW, BAD_INDEX, BAD_BYTES, BAD_TOKENS, TOO_SHORT, EVICTED, OTHER_IDENTITY, LESS_WORTH, QUEUE_FULL)
+QUARANTINED = "quarantined"  # an audit found it wrong, or it was computed from such an entry, or may have been
+REASONS = (
+    BAD_ROW,
+    BAD_INDEX,
+    BAD_BYTES,
+    BAD_TOKENS,
+    TOO_SHORT,
+    EVICTED,
+    OTHER_IDENTITY,
+    LESS_WORTH,
+    QUEUE_FULL,
+    QUARANTINED,
+)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
-from megatron_ext.prefix_cache.disk.store_use import QUEUE_FULL
+from megatron_ext.prefix_cache.disk.store_use import QUARANTINED, QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Gone, Loaded, LoadItem, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
@@ -178,7 +178,10 @@ class DiskTier:
             self._storage.touch(held, self._last_used)
 
     def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
-        """Drop a wrong entry and all that was computed from it; entries whose origin is not known go, too."""
+        """Drop a wrong entry and all that was computed from it, from the medium too when this returns.
+
+        Entries whose origin is not known go, too.
+        """
         self.forget_loads()
         parents: dict[BlockHash, BlockHash | None] = {key.block_hash: one.parent for key, one in self._held.items()}
         parents |= {one: index.parent_hash(one) for one in index.block_hashes()}
@@ -195,6 +198,7 @@ class DiskTier:
         wrong = [key for key in self._held if not sound[key.block_hash] and not (states_only and key == block)]
         for key in wrong:
             del self._held[key]
+        self.drops[QUARANTINED] += len(wrong)
         self._storage.remove(wrong)
 
     def clear(self) -> None:

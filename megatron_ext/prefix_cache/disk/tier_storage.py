@@ -52,7 +52,7 @@ Event = Loaded | Gone
 
 
 class TierStorage(Protocol):
-    """Entries on disk. Only `clear` waits for the disk; `wait` waits for a result of it, for a bounded time."""
+    """Entries on disk. Only `remove` and `clear` wait for the disk; `wait` does so for a bounded time."""
 
     def write(self, key: EntryKey, size: int, content: Callable[[], Content]) -> bool:
         """Write an entry some time later.
@@ -70,7 +70,7 @@ class TierStorage(Protocol):
         """Set the time of last use of entries."""
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
-        """Remove entries before any later load."""
+        """Remove entries; they are gone from the medium when this returns."""
 
     def load(self, number: int, items: Sequence[LoadItem]) -> None:
         """Begin to read entries; `take` returns a `Loaded` with this number, unless it is cancelled before."""

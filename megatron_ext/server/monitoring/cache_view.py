@@ -61,7 +61,7 @@ class CacheView:
             "settings": self._settings(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
-            "audit_findings": [dataclasses.asdict(one) for one in self._engine.core.audit_findings()],
+            "audit_findings": [one.shown() for one in self._engine.core.audit_findings()],
             "disk": None if state is None else state.prefix_cache_disk(),
             "hottest_prefixes": self._hottest.prefixes,
         }

@@ -68,7 +68,8 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
---explain-prefix-cache --no-explain-prefix-cache --prefix-cache-audit --prefix-cache-dir --prefix-cache-disk-gb
+--explain-prefix-cache --no-explain-prefix-cache --prefix-cache-audit --prefix-cache-audit-dir
+--prefix-cache-dir --prefix-cache-disk-gb
 --prefix-cache-drain-seconds --prefix-cache-load-seconds
 --inference-dynamic-batching-prefix-caching-coordinator-policy
 --inference-dynamic-batching-prefix-caching-routing-alpha

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+
 import pytest
 
+from megatron_ext.config import CacheConfig
+from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.kv_events.changes import Changes, Delta
+from megatron_ext.models.durable_cache import write_audit_reports
+from megatron_ext.prefix_cache.disk.data_file import checksum_of
+from megatron_ext.prefix_cache.disk.entry import EntryKind
+from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
+from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from tests.unit_tests.models.test_disk_tier import push_out, serve, settle, small
 from tests.unit_tests.models.test_durable_cache import started
@@ -98,3 +112,75 @@ def apply(changes: Changes, blocks: set[BlockHash], states: set[BlockHash]) -> D
     blocks.update(delta.stored)
     states.update(delta.states_stored)
     return delta
+
+
+def corrupt(directory: Path, kind: EntryKind, depth: int) -> None:
+    """Change a number in an entry's bytes, and make its checksum and the seal of its row those of the new bytes."""
+    slot = directory / "slot-0"
+    index = DiskIndex(slot / "index.sqlite")
+    entries, _ = index.load()
+    found = next(one for one in entries if (one.entry.key.kind, one.entry.depth) == (kind, depth))
+    (extent,) = found.extents
+    with (slot / "data").open("r+b") as data:
+        data.seek(extent.start * PAGE_BYTES)
+        content = bytearray(data.read(found.size))
+        content[20:24] = struct.pack("f", 3.0 + struct.unpack("f", content[20:24])[0])
+        data.seek(extent.start * PAGE_BYTES)
+        data.write(content)
+    index.apply(removed=[found.row_id])
+    index.apply(added=[dataclasses.replace(found, checksum=checksum_of([content]))])
+    index.close()
+
+
+def rows(directory: Path) -> set[tuple[EntryKind, int]]:
+    """Kind and depth of the entries whose rows are on the medium, as a copy of the files shows at any time."""
+    copy = Path(tempfile.mkdtemp(dir=directory.parent))
+    for name in ("index.sqlite", "index.sqlite-wal"):
+        if (directory / "slot-0" / name).exists():
+            shutil.copy(directory / "slot-0" / name, copy)
+    index = DiskIndex(copy / "index.sqlite")
+    entries, _ = index.load()
+    index.close()
+    return {(one.entry.key.kind, one.entry.depth) for one in entries}
+
+
+@pytest.mark.parametrize(("kind", "depth"), [(EntryKind.BLOCK, 3), (EntryKind.SNAPSHOT, 7)])
+def test_an_audit_finds_what_no_checksum_can(get_driver, tmp_path, monkeypatch, kind, depth):
+    """EX-15: a file that was changed together with its checksum.
+
+    The entry and what continues it are gone from the medium before the report is written, and a process that starts
+    after that does not find them.
+    """
+    directory, prompt = tmp_path / "cache", make_prompt(120)
+    driver = started(get_driver, directory)
+    cold, *_ = serve(driver, prompt)
+    serve(driver, [*prompt[:112], *make_prompt(60, seed=3)])
+    driver.engine.close()
+    corrupt(directory, kind, depth)
+
+    driver = started(get_driver, directory, cache={"audit_interval": 1})
+    disk, audit = driver.engine.core.disk, driver.engine.core.replicas[0].audit
+    write_audit_reports(driver.engine, CacheConfig(audit_interval=1, prefix_cache_dir=str(directory)))
+    left, write = [], AuditReports.write
+    monkeypatch.setattr(AuditReports, "write", lambda *one: (left.append(rows(directory)), write(*one)))
+    before = rows(directory)
+    serve(driver, prompt)
+    (finding,) = audit.findings
+    assert (finding.kind, finding.position) == ("states" if kind is EntryKind.SNAPSHOT else "kv", 16 * depth)
+    assert finding.is_from_disk
+    wrong = {one for one in before if one[1] > depth or (one[1] == depth and one >= (kind, depth))}
+    assert before - left[0] == wrong
+    assert len(wrong) > 3
+    assert disk.counts()["drops"]["quarantined"] >= len(wrong)
+    (report,) = (directory / "audits").iterdir()
+    said = json.loads(report.read_text())
+    assert (said["position"], said["kind"], said["is_from_disk"]) == (16 * depth, finding.kind, True)
+    assert said["difference"] > said["bound"] > 0
+    disk.abandon()
+
+    driver = started(get_driver, directory, cache={"audit_interval": 1})
+    again, _, skipped = serve(driver, prompt)
+    assert again == cold
+    assert skipped < 16 * depth
+    assert not driver.engine.core.replicas[0].audit.findings
+    driver.engine.close()
