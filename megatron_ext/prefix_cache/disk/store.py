@@ -285,7 +285,11 @@ class DiskStore:
         self._pending_bytes = 0
 
     def forget(self, keys: Iterable[EntryKey]) -> None:
-        """Remove entries, on the medium too when this returns; if that fails, or the store is off, see `clear`."""
+        """Forget entries, on the medium too when this returns.
+
+        If that fails, or the store is off, its files are removed, as far as that is possible.
+        """
+        assert not self._is_closed, "another process may hold the slot"
         for key in keys:
             self.remove(key)
         self.commit()
@@ -293,16 +297,8 @@ class DiskStore:
             self.erase()
 
     def clear(self) -> None:
-        """Forget all entries of this identity, on the medium too when this returns.
-
-        If that fails, or the store is off, its files are removed, as far as that is possible.
-        """
-        assert not self._is_closed, "another process may hold the slot"
-        for row_id in list(self._rows.values()):
-            self._remove(self._entries[row_id])
-        self.commit()
-        if self.problem is not None:
-            self.erase()
+        """Forget all entries of this identity; see `forget`."""
+        self.forget(list(self._rows))
 
     def empty(self) -> int:
         """Forget all entries of all identities, leave nothing of them in the files, and return their number.
