@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,12 +23,12 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.spec_decode.verification import TokensById
 from megatron_ext.text.matcher import TokenMatcher
+from megatron_ext.threads import lower_priority
 
 WAIT_SHARE = 0.25
 """Longest wait of a step for masks while other requests can run, as a share of the previous step's time."""
 IDLE_WAIT = 0.05  # seconds, if no other request can run: calls between steps must not starve
 _DELAY = 64  # maximum seconds that a mask may wait for cheaper ones, per second of its expected time
-_NICENESS = 10  # in addition to that of the process
 
 
 class Job:
@@ -93,7 +91,7 @@ class MaskThread:
     """Thread of low priority that computes masks, those of cheap grammars first; starts with the first job."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "masks", initializer=_lower_priority)
+        self._pool = ThreadPoolExecutor(1, "masks", initializer=lower_priority)
         self._changed = threading.Condition()
         self._waiting: list[tuple[float, int, Job]] = []  # heap, ordered by due time
         self._count = itertools.count()
@@ -117,14 +115,6 @@ class MaskThread:
         """Wait at most `seconds` until enough jobs are done; return whether they are."""
         with self._changed:
             return self._changed.wait_for(is_enough, seconds)
-
-
-def _lower_priority() -> None:
-    """Lower the priority of this thread within the process, on systems with thread priorities."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS  # the system limits it to its maximum
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 @dataclass(eq=False)

@@ -127,17 +127,21 @@ class DiskLoads:
 
     def reserve(self, number: int) -> LoadPlaces | None:
         """Take places for all entries of a load whose bytes are at hand; None if they cannot be had at once."""
-        load, cache, states = self._loads[number], self._cache, self._cache.states
+        load, cache = self._loads[number], self._cache
         shared = tuple(cache.match(load.block_hashes))
-        assert len(shared) >= load.first, "the load is useless"
-        cache.pin(shared)
         missing, key = load.end - len(shared), load.block_hashes[-1]
+        states = cache.states if load.has_snapshot else None
+        if states is not None and (states.find(key) is not None or states.is_reserved(key)):
+            states = None  # it is there, or about to be
+        if len(shared) < load.first or (states is not None and not states.obtainable_count):
+            return None
+        cache.pin(shared)
         kept = cache.kept_for_snapshots if self._queues.holding() else 0
         if missing > cache.available_count - kept:
             cache.release(shared)
             return None
         blocks, slot = tuple(cache.allocate(missing)), None
-        if load.has_snapshot and states is not None and states.find(key) is None and not states.is_reserved(key):
+        if states is not None:
             slot = states.reserve(key)
             if cache.border is not None:
                 moves = cache.border.take_moves()

@@ -11,7 +11,7 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-LEAVES = {"errors", "files", "signals", "trusted_path"}
+LEAVES = {"errors", "files", "signals", "threads", "trusted_path"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve"}
 ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
@@ -23,13 +23,14 @@ MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
     "signals": set(),
+    "threads": set(),
     "trusted_path": set(),
     "config": {"errors"},
     "text": {"config", "errors", "files"},
-    "prefix_cache": {"config", "errors", "trusted_path"},
+    "prefix_cache": {"config", "errors", "threads", "trusted_path"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
-    "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text"},
+    "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text", "threads"},
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", "memory", *DECIDING},

@@ -19,6 +19,7 @@ from megatron_ext.prefix_cache.disk.entry import EntryKey
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import StoreUse
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Gone, Loaded, LoadItem
+from megatron_ext.threads import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,7 @@ class StoreThread:
     # Thread of the store
 
     def _run(self) -> None:
+        lower_priority()
         try:
             while (job := self._next()) is not None:
                 job()
