@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -179,7 +179,8 @@ class Kernel:
             observe(arguments.values())
         if 0 in grid:
             return
-        self.function[grid](**arguments, **dict(config.constants), **config.options)
+        with _on_device_of(arguments.values()):
+            self.function[grid](**arguments, **dict(config.constants), **config.options)
 
     def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
         """Record the launch for `watch`, and check that its arguments match a compiled variant."""
@@ -196,6 +197,12 @@ class Kernel:
         assert letters in variants, f"{self.name} ({config.name}) is not compiled for {letters}"
         for watcher in _watching:
             watcher.append(Launch(self.name, config, tuple(sorted(letters.items()))))
+
+
+def _on_device_of(arguments: Iterable[Argument]) -> AbstractContextManager[object]:
+    """Return a context with the current device of the tensors: Triton launches on the current one."""
+    index = next(one.device.index for one in arguments if isinstance(one, Tensor))
+    return nullcontext() if index in (None, torch.cuda.current_device()) else torch.cuda.device(index)
 
 
 @dataclass

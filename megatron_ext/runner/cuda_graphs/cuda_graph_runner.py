@@ -100,7 +100,7 @@ class CudaGraphRunner:
     ) -> None:
         self._model, self._rules = model, rules
         self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
-        self._spare = SpareSlots(plan.limits.max_requests, plan.padding_slot)
+        self._spare = SpareSlots.of(plan, rules.device)
         self._writer = InputBatch(self._rules, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._vocabulary = size = model.vocabulary_size

@@ -1,7 +1,7 @@
 """Input batch of a captured step: writes its arrays and builds the model input from the static buffers.
 
-Padding rows are dummy requests: they decode or prefill token 0 at position 0, in the dummy block and the spare state
-slot, and their sampled tokens are not read. Surplus snapshot entries write to a spare snapshot slot.
+Padding rows are dummy requests: they decode or prefill token 0 at position 0, in the dummy block, and their sampled
+tokens are not read. On CUDA kernels skip their states and surplus snapshot entries; elsewhere there are spare slots.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import StaticBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -36,10 +38,23 @@ Copies = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SpareSlots:
-    """Spare slots that only padding rows use."""
+    """Slots of padding rows.
+
+    Attributes:
+        live: Running state slot, the last one.
+        snapshot: Snapshot slot of surplus entries.
+        is_skipped: Whether kernels skip padding: the device gets -1 for the running state slot, which plain torch takes
+            as the last one, too, and for the sequence of surplus entries, which plain torch does not read.
+    """
 
     live: int
     snapshot: int
+    is_skipped: bool
+
+    @classmethod
+    def of(cls, plan: EnginePlan, device: torch.device) -> SpareSlots:
+        """Return the slots in the pools of a plan."""
+        return cls(plan.limits.max_requests, plan.padding_slot, device.type == "cuda")
 
 
 def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
@@ -117,6 +132,8 @@ class InputBatch:
                 cuts.append([*pieces, *[0] * (max_chunks - len(pieces))])
         written = input_arrays(chunks, bucket.decodes, cuts, rules, self._block_rows)
         written["sample_tokens"] = written["cu_seqlens_q"][1:] - 1
+        if rules.has_states and self._spare.is_skipped:
+            written["slots"] = np.where(written["slots"] == self._spare.live, -1, written["slots"])
         self._fill(written, bucket, arrays)
         write_sampling_options([chunk.sampling for chunk in chunks], arrays)
         if rules.has_states:
@@ -127,11 +144,12 @@ class InputBatch:
                 write_grid(np.asarray(cuts), bucket.grid(rules.kernel_chunk), arrays)
 
     def _fill(self, written: Arrays, bucket: Bucket, arrays: Arrays) -> None:
-        """Copy the arrays of a step's chunks and pad them; surplus kept states are those of sequence 0's last chunk."""
+        """Copy the arrays of a step's chunks and pad them; see `SpareSlots` for surplus snapshot entries."""
         rules, padding = self._rules, dict.fromkeys(written, 0)
         padding["block_table"], padding["slot_mapping"] = rules.dummy_block, rules.dummy_block * rules.block_size
         if "cu_seqlens" in written:
-            kept = self._spare.snapshot, 0, bucket.grid(rules.kernel_chunk).chunks - 1, int(written["cu_seqlens"][1])
+            spare, last = self._spare, bucket.grid(rules.kernel_chunk).chunks - 1
+            kept = spare.snapshot, -spare.is_skipped, last, int(written["cu_seqlens"][1])
             padding |= dict(zip(KEPT, kept, strict=True)) | {"seq_idx": bucket.prefills - 1}
         for name in written.keys() & arrays.keys():
             width = written[name].shape[-1]

@@ -88,6 +88,41 @@ def test_a_launch_that_was_not_compiled_is_an_error() -> None:
         kernel.launch((1,), kernel.configs[0], **wrong)
 
 
+class OnSecondDevice(torch.Tensor):
+    """Tensor that says to be on the second CUDA device."""
+
+    device = torch.device("cuda", 1)
+
+
+def test_a_launch_is_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-1: Triton launches on the current device, which may be another one."""
+    current, launched = [0], []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class Function:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda **_: launched.append(current[0])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    options = config(N=16)
+    kernel = Kernel("a_kernel", Function(), {"x": "T"}, (), (), (), ({"T": "fp32"},), (options,), lambda *_: True)
+    x = torch.zeros(3)
+    for one in (x.as_subclass(OnSecondDevice), x):
+        kernel.launch((1,), options, n=5, x=one)
+    assert launched == [1, 0]
+    assert current == [0]
+
+
 @needs_triton
 def test_a_kernel_is_the_same_wherever_its_facts_begin() -> None:
     """CU-3: launches key what is compiled by alignment, save for what lies anywhere in a step's buffer."""

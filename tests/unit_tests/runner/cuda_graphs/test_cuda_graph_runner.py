@@ -15,6 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import cuda_graph_setup
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.runner import logits_processors
+from megatron_ext.runner.cuda_graphs.input_batch import SpareSlots
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -83,8 +84,12 @@ def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
 @pytest.mark.kernels
 @pytest.mark.skipif("triton" not in PAGED_ATTENTION.names, reason="no kernels without triton")
 def test_kernels_take_padding(get_oracle):
-    """CU-4: Triton's kernels, interpreted, in padded steps: attention, convolution, SSD; after a hit, too."""
+    """CU-4: Triton's kernels, interpreted, in padded steps: attention, convolution, SSD; after a hit, too.
+
+    As on CUDA, padding rows have no slots, and nothing is written to the spare ones.
+    """
     driver = new_driver("hybrid", get_oracle, max_requests=2, num_cuda_graphs=1, max_sequence_length=32)
+    skip_padding(driver)
     with operators_by("triton"):
         for request_id, length in enumerate((17, 18)):
             driver.add(request_id, make_prompt(18)[:length], num_tokens_to_generate=2)
@@ -93,14 +98,58 @@ def test_kernels_take_padding(get_oracle):
     assert driver.engine.lifetime_skipped_token_count == 16
     for request_id in range(2):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+    context = driver.context
+    for pool, slot in ((context.live_states, 2), (context.snapshots, context.plan.padding_slot)):
+        assert pool.conv[:, slot].isnan().all()
+        assert pool.ssm[:, slot].isnan().all()
+
+
+def skip_padding(driver: PaddedDriver) -> None:
+    """Mark padding as on CUDA."""
+    runner, plan = driver.context.cuda_graph_runner, driver.context.plan
+    runner._writer._spare = SpareSlots.of(plan, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net", "short_conv"])
+def test_plain_torch_takes_padding_that_kernels_skip(get_oracle, kind):
+    """CU-4: on CUDA the reference computes what has no kernel, with the same marks of padding."""
+    plain = new_driver(kind, get_oracle, Driver)
+    serve(plain, is_caching=True)
+    with operators_by("reference"):
+        padded = new_driver(kind, get_oracle)
+        skip_padding(padded)
+        serve(padded, is_caching=True)
+    assert padded.eager_steps == 0
+    for request_id, record in plain.records.items():
+        assert padded.records[request_id].generated_tokens == record.generated_tokens
+
+
+def test_padding_is_marked_for_kernels_on_cuda(get_oracle):
+    """CU-4: there padding rows have no running state slot, and surplus snapshots no sequence."""
+    driver = new_driver("hybrid", get_oracle)
+    runner, written = driver.context.cuda_graph_runner, {}
+    write = runner._writer.write
+
+    def write_noted(chunks, bucket, arrays, copies):
+        write(chunks, bucket, arrays, copies)
+        if bucket.prefills:
+            written.update({name: one.copy() for name, one in arrays.items()}, decodes=bucket.decodes)
+
+    runner._writer.write = write_noted
+    skip_padding(driver)
+    driver.add(0, make_prompt(30), num_tokens_to_generate=1)
+    with operators_by("reference"):
+        driver.run()
+    rows = written["slots"].tolist()
+    assert rows == [-1] * written["decodes"] + [rows[written["decodes"]]] + [-1] * (len(rows) - written["decodes"] - 1)
+    assert rows[written["decodes"]] >= 0
+    assert written["kept_sequences"].tolist() == [0] + [-1] * (len(written["kept_sequences"]) - 1)
 
 
 def test_a_run_that_reads_padding_is_seen(get_oracle, monkeypatch):
     """The negative control: padding that lies in a request's slot instead of its own."""
     driver = new_driver("hybrid", get_oracle)
-    monkeypatch.setattr(
-        driver.context.cuda_graph_runner._writer, "_spare", type(driver.context.cuda_graph_runner._spare)(0, 0)
-    )
+    monkeypatch.setattr(driver.context.cuda_graph_runner._writer, "_spare", SpareSlots(0, 0, is_skipped=False))
     driver.add(0, make_prompt(30), num_tokens_to_generate=6)
     driver.run()
     with pytest.raises(AssertionError):
