@@ -38,6 +38,7 @@ class ModelMemory:
     speculative_tokens: int = 0  # drafts of a request in a step
     draft: DraftMemory = NO_DRAFT_MODEL
     record_bytes: int = 0  # `state_bytes` as one record; see `StateShape.record_bytes`
+    activation_bytes: int = 0  # temporary tensors of a full step
 
 
 @dataclass(frozen=True)
@@ -270,21 +271,23 @@ def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: in
     return (restored + running + snapshots) * state_bytes
 
 
-def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str) -> None:
-    """Check that the pools fit the available memory, before their allocation.
+def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str, activation_bytes: int = 0) -> None:
+    """Check that the pools and the temporary tensors of a full step fit the available memory, before any allocation.
 
     Args:
         geometry: Sizes of the pools.
         available_bytes: Free bytes, within the limits of control groups and `ulimit`.
         advice: Settings that would fit, for the error.
+        activation_bytes: Temporary tensors of a full step.
 
     Raises:
-        ConfigError: The pools do not fit.
+        ConfigError: They do not fit.
     """
-    if geometry.pool_bytes > available_bytes:
+    if geometry.pool_bytes + activation_bytes > available_bytes:
+        step = f", the largest step {_gigabytes(activation_bytes)} GB" if activation_bytes else ""
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB"
-            f"{_included(geometry.draft_model is not None)}, and "
+            f"{_included(geometry.draft_model is not None)}{step}, and "
             f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName,
 from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.activations import FullStep, LayerWidths, activation_bytes
 from megatron_ext.memory.budget import (
     KVCacheConfig,
     ModelMemory,
@@ -156,6 +158,7 @@ def plan_engine(
         speculative_tokens=speculative_tokens,
         draft=draft,
         record_bytes=shape.states.record_bytes if shape.states else 0,
+        activation_bytes=_activation_bytes(shape, config, batching, longest, device_type),
     )
     capacities = peers.gather(partial(_capacity, memory, batching, cache, device_type, available_bytes))
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
@@ -182,6 +185,21 @@ def plan_engine(
         if world.slabs is None and any(capacity.arena is not None for capacity in capacities):
             logger.warning(_why_fixed(capacities))
     return plan
+
+
+def _activation_bytes(
+    shape: ModelShape, config: ModelConfig, batching: BatchingConfig, longest: int, device_type: str
+) -> int:
+    """Return the bytes of the temporary tensors of a full step on this rank."""
+    tokens, requests = batching.max_tokens_on(device_type), batching.effective_max_requests
+    step = FullStep(tokens, min(requests, tokens), longest, is_cuda=device_type == "cuda")
+    share = min(1.0, shape.kv_heads / config.query_groups) if shape.attention_layers else 1.0
+    widths = LayerWidths(shape.dtype.itemsize, share)
+    if shape.states is not None:
+        wider = 2 if shape.dtype == torch.float16 else 1  # its tiles leave states in fp32
+        sizes = {"convolved": shape.states.conv[0], "state_elements": wider * math.prod(shape.states.ssm)}
+        widths = replace(widths, **sizes)
+    return activation_bytes(config, step, widths)
 
 
 def _why_fixed(capacities: Sequence[Capacity]) -> str:

@@ -11,7 +11,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, check_fits, plan_memory
 
-# Share of the free memory. The rest is for the temporary tensors of a step, and for rounding by allocators.
+# Share of the free memory, without the counted temporary tensors of a step. The rest is for what allocators lose.
 SUGGESTED_SHARE = 0.8
 _BATCHING = "--inference-dynamic-batching"
 _HUNDREDTHS = 100  # of a GB: granularity of suggested sizes
@@ -26,8 +26,9 @@ def plan_within(
         ConfigError: As for `plan_memory`; or the pools do not fit: the error names a setting that would.
     """
     geometry = plan_memory(model, batching, cache, device_type)
-    if geometry.pool_bytes > available_bytes:
-        check_fits(geometry, available_bytes, advice_that_fits(model, batching, cache, device_type, available_bytes))
+    if geometry.pool_bytes + model.activation_bytes > available_bytes:
+        advice = advice_that_fits(model, batching, cache, device_type, available_bytes)
+        check_fits(geometry, available_bytes, advice, model.activation_bytes)
     return geometry
 
 
@@ -38,7 +39,7 @@ def advice_that_fits(
 
     The order is: the number of blocks or the buffer, whichever is set; then snapshots; then requests.
     """
-    limit = int(available_bytes * SUGGESTED_SHARE)
+    limit = int((available_bytes - model.activation_bytes) * SUGGESTED_SHARE)
 
     def size(new_batching: BatchingConfig, new_cache: CacheConfig = cache) -> int:
         """Return the bytes of the pools; 0 for invalid settings, which are too small."""
@@ -100,7 +101,10 @@ def _beside_the_blocks(
     if largest:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
         return f"{one_block} {without} with {_BATCHING}-max-requests {largest} would do"
-    return "not even one request fits: free some memory, or use a smaller model"
+    return (
+        "not even one request fits: free some memory, use a smaller model, or fewer tokens in a step "
+        f"({_BATCHING}-max-tokens)"
+    )
 
 
 def _largest(start: int, limit: int, size: Callable[[int], int]) -> int:

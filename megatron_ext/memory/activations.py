@@ -1,0 +1,91 @@
+"""Bytes of the temporary tensors of one full step, counted from a model's shape.
+
+Counted for the layer that needs most; layers follow each other, and their tensors are freed. Tests compare the count
+with what steps of each kind of layer allocate, and at the sizes of real models with what their operators do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
+from megatron_ext.config.model_fields import ModelFields
+
+SPAN = 512
+"""Keys of a program of decode attention on CUDA, which leaves a partial sum of each query for each span of keys."""
+TILE = 64
+"""Tokens of a tile of a recurrence on CUDA, which leaves a state for each tile."""
+_FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class FullStep:
+    """Largest step of an engine.
+
+    Attributes:
+        tokens: Tokens of all chunks.
+        requests: Chunks, each of which may yield a token.
+        longest: Tokens of the longest request.
+        is_cuda: Whether kernels for CUDA compute it.
+    """
+
+    tokens: int
+    requests: int
+    longest: int
+    is_cuda: bool
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """Widths of this rank's layers, beside those of the architecture.
+
+    Attributes:
+        itemsize: Bytes of an element of the hidden states.
+        share: Share of each layer that is on this rank.
+        convolved: Channels of the convolution of recurrent layers; 0 without recurrent layers.
+        state_elements: Elements of one sequence's recurrent state in one layer.
+    """
+
+    itemsize: int
+    share: float = 1.0
+    convolved: int = 0
+    state_elements: int = 0
+
+
+def activation_bytes(config: ModelFields, step: FullStep, widths: LayerWidths) -> int:
+    """Return the bytes that the temporary tensors of a step take at most."""
+    letters = set(config.hybrid_override_pattern)
+    stream = 6 * config.hidden_size  # the residual, a norm's result, a layer's output, their sums
+    elements = max(_elements(letter, config, widths) for letter in letters)
+    found = step.tokens * (stream + elements) * widths.itemsize
+    if config.is_moe:
+        found += step.tokens * 4 * (config.num_experts or 0) * _FP32  # scores of experts
+    if config.is_hybrid:
+        found += (step.tokens // TILE + 2 * step.requests) * widths.state_elements * widths.itemsize
+    if step.is_cuda and any(map(is_attention, letters)):
+        spans = math.ceil(step.longest / SPAN)
+        heads = math.ceil(config.num_attention_heads * widths.share)
+        found += step.requests * heads * spans * (config.head_channels + 2) * _FP32
+    return found + step.requests * (config.vocab_size or 0) * (widths.itemsize + 2 * _FP32)
+
+
+def _elements(letter: str, config: ModelFields, widths: LayerWidths) -> int:
+    """Return the elements per token of a layer's temporary tensors."""
+    found = _experts(config) if letter == "E" else 0
+    if is_mlp(letter):
+        found += (4 if config.is_gated else 3) * config.ffn_size
+    if is_attention(letter):  # the projection, rotated queries, the result, a gate of it, a copy
+        found += (5 * config.num_attention_heads + 3 * config.query_groups) * config.head_channels
+    found = math.ceil(found * widths.share)
+    if is_recurrent(letter):  # the projection, the convolution's result and its parts, outputs, their norm and gate
+        found += 8 * widths.convolved + 2 * config.hidden_size
+    return found
+
+
+def _experts(config: ModelFields) -> int:
+    """Return the elements of permuted inputs and outputs of chosen experts, twice each, and of what is in between."""
+    width = config.moe_latent_size or config.hidden_size
+    inner = 4 if config.is_gated else 3
+    shared = inner * (config.moe_shared_expert_intermediate_size or 0)
+    return config.moe_router_topk * (4 * width + inner * config.expert_ffn_size) + shared

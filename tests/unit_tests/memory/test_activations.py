@@ -1,0 +1,174 @@
+"""EX-6: the temporary tensors of a full step are counted, and part of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.memory.activations import SPAN, TILE, FullStep, LayerWidths, activation_bytes
+from megatron_ext.memory.budget import GIB, ModelMemory
+from megatron_ext.memory.fitting import plan_within
+from megatron_ext.ops import triton
+from megatron_ext.ops.paged_attention import triton as paged_attention
+from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.models import CONFIGS
+from tools.kernel_checks.layer_calls import Calls
+from tools.kernel_checks.sizes import MAX_LENGTH, MODELS, DeltaNet, Model, Step
+from tools.kernel_checks.virtual_launch import MadeBytes, recording
+
+TOKENS = 1024
+
+
+class PeakBytes(TorchDispatchMode):
+    """Maximum of the bytes of tensors that were made within the mode and are alive at once.
+
+    Attributes:
+        peak: Bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        found = func(*args, **(kwargs or {}))
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
+                storage = one.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(count for _, count in self._alive.values()))
+        return found
+
+
+def peak_of_a_prefill(driver: Driver) -> int:
+    """Return the peak of the forward of a step with one prompt of TOKENS tokens."""
+    controller, peaks = driver.engine.controller, []
+    forward = controller.forward
+
+    def measured():
+        with PeakBytes() as measure:
+            found = forward()
+        peaks.append(measure.peak)
+        return found
+
+    controller.forward = measured
+    driver.add(0, make_prompt(TOKENS), num_tokens_to_generate=1, return_log_probs=False)
+    driver.run()
+    assert len(peaks) == 1
+    return peaks[0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "experts"]
+)
+def test_a_step_takes_what_was_counted(get_oracle, kind):
+    """A prefill of 1,024 tokens allocates at most as much, and at least a fifth."""
+    driver = Driver(get_oracle(kind).model, CONFIGS[kind], max_requests=1, max_tokens=TOKENS, max_sequence_length=1100)
+    states = driver.context.plan.shape.states
+    widths = LayerWidths(4) if states is None else LayerWidths(4, 1.0, states.conv[0], torch.Size(states.ssm).numel())
+    counted = activation_bytes(CONFIGS[kind], FullStep(TOKENS, 1, 1100, is_cuda=False), widths)
+    peak = peak_of_a_prefill(driver)
+    assert counted / 5 <= peak <= counted
+
+
+def config_of(model: Model) -> ModelConfig:
+    """Architecture with a model's sizes, one layer of each kind."""
+    attention, recurrence = model.attention, model.recurrence
+    sizes = {
+        "hidden_size": model.hidden,
+        "vocab_size": model.vocabulary,
+        "num_attention_heads": attention.heads,
+        "num_query_groups": attention.kv_heads,
+        "kv_channels": attention.head_size,
+        "ffn_hidden_size": model.mlp,
+        "swiglu": model.gated,
+        "squared_relu": not model.gated,
+    }
+    if isinstance(recurrence, DeltaNet):
+        return ModelConfig(hybrid_override_pattern="M*-", recurrent_layer="gated_delta_net", **sizes)
+    mamba = {"mamba_num_heads": recurrence.heads, "mamba_head_dim": recurrence.head_dim}
+    mamba |= {"mamba_num_groups": recurrence.groups, "mamba_state_dim": recurrence.states}
+    return ModelConfig(hybrid_override_pattern="M*-", **mamba, **sizes)
+
+
+def allocated(model: Model, step: Step) -> dict[str, int]:
+    """Return the bytes that the Triton operators of each part of a layer allocate, without running any kernel."""
+    found = {}
+    for name, call in Calls(model, step).all():
+        with MadeBytes() as made, recording():
+            call()
+        found[name] = made.total
+    return found
+
+
+def counted_bytes(model: Model, step: Step) -> int:
+    recurrence = model.recurrence
+    widths = LayerWidths(2, 1.0, recurrence.conv_channels, torch.Size(recurrence.state_shape).numel())
+    return activation_bytes(config_of(model), FullStep(step.rows, step.decodes or 1, MAX_LENGTH, is_cuda=True), widths)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_operators_of_real_models_take_what_was_counted(model):
+    """Each part of a layer, in a prefill of 16,384 tokens and in 256 decodes; nothing of that size is allocated."""
+    for step in (Step(0, 16_384, 0, is_captured=False), Step(256, 0, 131_072, is_captured=True)):
+        found = allocated(model, step)
+        assert max(found.values()) <= counted_bytes(model, step), step.name
+        assert max(found.values()) >= counted_bytes(model, step) / 5, step.name
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+def test_an_operator_that_takes_more_is_seen(monkeypatch):
+    """The negative control: scores of all pairs of tokens."""
+    plain, step = paged_attention.paged_attention, Step(0, 16_384, 0, is_captured=False)
+
+    def wasteful(q, *arguments, **options):
+        q.new_empty(len(q), len(q), q.shape[1])
+        return plain(q, *arguments, **options)
+
+    monkeypatch.setattr(paged_attention, "paged_attention", wasteful)
+    assert allocated(MODELS[0], step)["attention"] > counted_bytes(MODELS[0], step)
+
+
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+def test_sizes_of_kernels_are_those_counted():
+    from megatron_ext.ops.paged_attention import kernels
+    from megatron_ext.ops.ssd import kernels_tiles
+
+    assert (kernels.SPAN, kernels_tiles.TILE) == (SPAN, TILE)
+
+
+def test_a_plan_leaves_room_for_the_largest_step():
+    """EX-6: pools that fit alone are refused if a full step does not fit beside them; what is advised then fits."""
+    model = ModelMemory(kv_bytes_per_token=1024, state_bytes=0, chunk_size=128, max_sequence_length=4096)
+    batching, cache = BatchingConfig(buffer_size_gb=0.75), CacheConfig()
+    geometry = plan_within(model, batching, cache, "cpu", GIB)
+    with_step = dataclasses.replace(model, activation_bytes=GIB // 2)
+    with pytest.raises(ConfigError, match=r"need 0.75 GB, the largest step 0.5 GB, and 1.00 GB .*-gb 0.4 would do"):
+        plan_within(with_step, batching, cache, "cpu", GIB)
+    smaller = plan_within(with_step, dataclasses.replace(batching, buffer_size_gb=0.4), cache, "cpu", GIB)
+    assert 0 < smaller.pool_bytes + GIB // 2 <= GIB
+    assert geometry.pool_bytes + GIB // 2 > GIB
+
+
+def test_an_engine_counts_its_largest_step(get_oracle, monkeypatch):
+    """EX-6: with more tokens in a step less memory is left for pools."""
+    model, config, free = get_oracle("hybrid").model, CONFIGS["hybrid"], 64 << 20
+    monkeypatch.setattr(platform, "available_memory", lambda device: free)
+    settings = {"block_count": 1000, "max_sequence_length": 2048}
+    Driver(model, config, max_tokens=512, **settings)
+    with pytest.raises(ConfigError, match=r"the largest step [0-9.]+ GB, and 0\.06 GB of memory are free"):
+        Driver(model, config, max_tokens=16_384, **settings)
