@@ -16,15 +16,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from megatron_ext.engine.client_listener import ClientListener
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, StepOutput
-from megatron_ext.engine.idle_gate import IdleGate
+from megatron_ext.engine.idle_gate import IdleGate, answer
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.thread import EngineThread
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
-from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
@@ -32,25 +32,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 FAILED_STEPS = 3  # in a row, before the requests are given up
-
-
-class ClientListener:
-    """Observer of an engine client; every method is called by the engine's thread. By default it does nothing."""
-
-    def on_step(self, output: StepOutput) -> None:
-        """Handle the output of a step, before it is delivered."""
-
-    def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
-        """Handle requests that have new updates or have ended."""
-
-    def on_call(self) -> None:
-        """Handle the end of a step or of a call between two steps."""
-
-    def on_failed_step(self, error: Exception) -> None:
-        """Handle a failed step; its requests are retried or given up."""
-
-    def on_lost_ranks(self, error: RankError) -> None:
-        """Handle the loss of other ranks, after which nothing can be computed."""
 
 
 class EngineClient:
@@ -124,7 +105,7 @@ class EngineClient:
         with self._closing:
             self._check_open()
             called: Future[Result] = Future()
-            arm = self._gate.close(partial(_answer, called, self._unless_closed, function, arguments))
+            arm = self._gate.close(partial(answer, called, self._unless_closed, function, arguments))
             self._thread.submit(self._between_steps, arm, ())
             return called
 
@@ -193,7 +174,7 @@ class EngineClient:
             self._abandoned.append(request)
         if at_once and self._abandoned:
             with contextlib.suppress(EngineClosed):
-                self.call(_nothing)
+                self.call(lambda: None)  # the call itself ends abandoned requests
 
     def close(self) -> bool:
         """End all requests with `EngineClosed`, wait for the step in flight, and end the thread.
@@ -242,17 +223,19 @@ class EngineClient:
     def _open_gate(self) -> None:
         """Make the calls that wait for the end of all requests, then add the requests that wait for them."""
         for held in self._gate.open() if not self._pending else ():
-            _answer(held.future, self._unless_closed, self._add, (held.requests,))
+            answer(held.future, self._unless_closed, self._add, (held.requests,))
 
     def _add(self, requests: Sequence[EngineRequest]) -> None:
         if self._core.is_suspended:
             raise EngineSuspended("the engine is suspended; call resume() before anything is generated")
         self._core.check_weights()
         added: list[EngineRequest] = []
+        groups: dict[tuple[tuple[int, ...], str | None], int] = {}
         try:
             for one in requests:
-                tokens = self._core.tokenize(one.tokens)
-                one.request = self._core.add(next(self._ids), tokens, one.params, text=one.text)
+                tokens, name = self._core.tokenize(one.tokens), next(self._ids)
+                group = groups.setdefault((tokens, one.params.cache_salt), name) if len(requests) > 1 else None
+                one.request = self._core.add(name, tokens, one.params, text=one.text, group=group)
                 added.append(one)
         except Exception:
             self._abort(added)
@@ -357,7 +340,7 @@ class EngineClient:
         for record in output.records:
             one = self._pending.pop(record.request_id, None)
             if one is not None:
-                _end(one, record)
+                one.end(record)
                 changed.append(one)
         self._notify(changed)
 
@@ -412,29 +395,5 @@ class EngineClient:
         for one in ended:
             if one.request is not None:
                 one.partial = self._core.output.give_up(one.request, error)
-            _end(one, error)
+            one.end(error)
         self._notify(ended)
-
-
-def _end(one: EngineRequest, outcome: RequestRecord | Exception) -> None:
-    """Set the outcome of a request, unless its future was cancelled."""
-    if not one.record.set_running_or_notify_cancel():
-        return
-    if isinstance(outcome, Exception):
-        one.record.set_exception(outcome)
-    else:
-        one.record.set_result(outcome)
-
-
-def _answer(future: Future[Result], function: Callable[..., Result], *arguments: object) -> None:
-    """Call a function, and set the future to its result or error, unless the future was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function(*arguments))
-    except BaseException as error:  # passed to the waiting thread
-        future.set_exception(error)
-
-
-def _nothing() -> None:
-    """Do nothing; the call itself ends abandoned requests."""

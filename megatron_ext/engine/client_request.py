@@ -57,3 +57,12 @@ class EngineRequest:
         self.delivered += len(update.generated_tokens)
         self.updates.append(update)
         return True
+
+    def end(self, outcome: RequestRecord | Exception) -> None:
+        """Set the outcome, unless the future was cancelled; called by the engine's thread."""
+        if not self.record.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception):
+            self.record.set_exception(outcome)
+        else:
+            self.record.set_result(outcome)

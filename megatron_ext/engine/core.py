@@ -35,10 +35,6 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
 
 
-def _no_host_work() -> None:
-    """Do nothing while the device computes."""
-
-
 class EngineCore:
     """Engine core: adds requests, computes them step by step and returns records.
 
@@ -78,7 +74,7 @@ class EngineCore:
         self.is_suspended = False
         self.weights_version = 0  # of the weights that requests are computed with
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
-        self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
+        self.host_work: Callable[[], None] = lambda: None  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
         self._choice: ReplicaChoice | None = None  # None for one replica
         if len(parts) > 1:
@@ -105,6 +101,7 @@ class EngineCore:
         *,
         text: str | None = None,
         turn: int | None = None,
+        group: int | None = None,
     ) -> Request:
         """Queue a request. A request that can never be served ends at once as FAILED; the next step reports it.
 
@@ -114,12 +111,13 @@ class EngineCore:
             params: Sampling parameters.
             text: Text of the prompt, for its record.
             turn: Index of the replica, modulo their number; by default the routing policy chooses one.
+            group: Number of its group; see `Submission`.
 
         Raises:
             ConfigError: The id is in use, or the parameters are invalid for this model.
         """
         self.check_free(request_id)
-        request = self._intake.make(request_id, tokens, params, text)
+        request = self._intake.make(request_id, tokens, params, text, group)
         error = check_admissible(request, self.scheduler.limits)
         replica = self._replica_of(request, turn) if error is None else self.replicas[0]
         scheduler = replica.scheduler
@@ -244,7 +242,7 @@ class EngineCore:
         """
         for part in step.parts:
             if part.result is not None:
-                self.output.take([chunk.request for chunk in part.chunks], part.result)
+                self.output.take(part.requests, part.result)
         ended = list(self.output.ended)
         records = self.output.report()
         for replica in self.replicas:

@@ -61,7 +61,14 @@ class InputProcessor:
         self._settings.vocabulary.check_prompt(tokens)
         return tokens
 
-    def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
+    def make(
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        params: RequestParams,
+        text: str | None,
+        group: int | None = None,
+    ) -> Request:
         """Make a request of token ids, with their text if it is known.
 
         Raises:
@@ -86,6 +93,7 @@ class InputProcessor:
             end_ids=ends,
             prompt_text=text,
             submitted_at=time.monotonic(),
+            group=group,
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),
         )
         self._next_arrival += 1

@@ -44,6 +44,11 @@ class ReplicaStep:
         """Scheduled chunks of callers' requests, without those of audits."""
         return [chunk for chunk in self.plan.chunks if chunk.request.submission.audit is None]
 
+    @property
+    def requests(self) -> list[Request]:
+        """Callers' requests that a token may have come for."""
+        return [*(chunk.request for chunk in self.chunks), *(fork.request for fork in self.plan.forks)]
+
 
 class Replica:
     """Scheduler and executor of one copy of the model.
@@ -167,6 +172,7 @@ class Replica:
         self.audit.take(result.differences.values())
         with self._error_isolation.guard("the record of routing indices"):
             self._routing.note((chunk.request for chunk in in_flight.chunks), in_flight.step, result)
+            self._routing.note_forks(in_flight.plan.forks, in_flight.step)
         self._last_seconds = time.perf_counter() - planned
         if self.loading is not None:
             self.loading.note_step(in_flight.chunks, self._last_seconds)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.scheduling.plan import Fork
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.routing_indices import RoutingIndices
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -40,6 +41,18 @@ class RoutingRecorder:
             rows = result.routing.get(chunk.request_id)
             if rows is not None:
                 self._note(request, chunk, rows)
+
+    def note_forks(self, forks: Iterable[Fork], step: ScheduledStep) -> None:
+        """Give the forks of a committed step the rows of their sources; without routing indices do nothing."""
+        for fork, scheduled in zip(forks, step.forks, strict=True):
+            rows = fork.source.request.output.routing
+            if rows is None:
+                return
+            taken = bytes(rows.data[: fork.source.end * rows.token_bytes])
+            fork.request.output.routing = RoutingIndices(bytearray(taken), rows.layers, rows.topk)
+            if scheduled.block_copy is not None:
+                source, target = scheduled.block_copy
+                self._blocks[target] = bytearray(self._blocks[source])
 
     def _note(self, request: Request, chunk: ScheduledChunk, rows: RoutingIndices) -> None:
         size = rows.token_bytes

@@ -133,13 +133,9 @@ class InferenceEngine(Engine):
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
         self._asked: dict[int, Asked] = {}  # by request id
+        interval = self.inference_logging_step_interval
         self.core = make_core(
-            self._parallel_context,
-            self.context,
-            self.controller,
-            self.random_seed,
-            self.inference_logging_step_interval,
-            self._routing,
+            self._parallel_context, self.context, self.controller, self.random_seed, interval, self._routing
         )
         self.core.continue_from(weights_version)
         self.context.attach(self.core)

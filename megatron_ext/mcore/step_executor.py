@@ -9,6 +9,7 @@ from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.memory.fork_copies import copy_forks
 from megatron_ext.ops.backends import preferring
 from megatron_ext.scheduling.audit import Differences
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
@@ -40,7 +41,7 @@ class StepExecutor:
     def launch(self, step: ScheduledStep) -> Computing:
         """Launch a step, see `Launching.launch`; a step without a bucket is complete when this returns."""
         fixed = self._context.cuda_graph_runner
-        bucket = None if fixed is None or step.comparisons else fixed.find(step)
+        bucket = None if fixed is None or step.comparisons or step.forks else fixed.find(step)
         if fixed is None or bucket is None:
             return Computed(self.execute(step))
         with preferring(self._controller.operators):
@@ -83,6 +84,7 @@ class StepExecutor:
                 self._context.stage(step)
                 result = self._controller.compute_step()
                 self._context.finish_snapshots()
+                copy_forks(self._context.allocated, step.forks)
             finally:
                 self._context.clear_step()
         return result

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, broadcast, rec
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.routing_indices import RoutingIndices
-from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledFork, ScheduledStep
 
 _LEADER = 0
 Scores = tuple[
@@ -49,7 +49,7 @@ class Results:
             step: The computed step.
             result: The result on the source; ignored on other ranks.
         """
-        yielding = [chunk for chunk in step.chunks if chunk.sampling is not None]
+        yielding = step.yielding
         is_source = self._rank == self._source
         if is_source:
             assert result is not None, "this rank samples"
@@ -91,7 +91,7 @@ class Results:
         return Differences(comparison, tuple(found), states if comparison.states is not None else None, bound)
 
     def _share_tokens(
-        self, chunks: Sequence[ScheduledChunk], given: StepResult
+        self, chunks: Sequence[ScheduledChunk | ScheduledFork], given: StepResult
     ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
         """Broadcast the token of each chunk that yields one, followed by the target tokens of drafts."""
         names, counts = [chunk.request_id for chunk in chunks], [len(chunk.target_sampling) for chunk in chunks]
@@ -120,5 +120,5 @@ class Results:
 
 
 def _wants_scores(step: ScheduledStep) -> bool:
-    asked = any(one.sampling is not None and one.sampling.top_n is not None for one in step.chunks)
+    asked = any(one.sampling is not None and one.sampling.top_n is not None for one in step.yielding)
     return asked or any(one.scoring is not None for one in step.chunks)

@@ -80,7 +80,11 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
     for name in ("input_ids", "position_ids") if missing else ():
         arrays[name] = np.pad(arrays[name], (0, missing))
     score_tokens, scores = _choose_scored(prefill, firsts[num_decode:])
-    arrays |= {"sample_tokens": _sampled_tokens(chunks, firsts), "score_tokens": np.asarray(score_tokens)}
+    sampled = _sampled_tokens(chunks, firsts)
+    if step.forks:  # from the last logits of their sources
+        last = {one.request_id: firsts[i + 1] - 1 for i, one in enumerate(chunks)}
+        sampled = np.concatenate([sampled, [last[one.source_id] for one in step.forks]])
+    arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
     staged = stage_arrays(arrays, rules.device)
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
     where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
@@ -94,7 +98,10 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
         paged_batch=PagedBatch(num_decode, lengths, ends, rules.block_size, **where),
         recurrent=_stage_recurrent(chunks, num_decode, cuts, staged, rules) if rules.has_states else None,
         sample_tokens=staged["sample_tokens"],
-        sampling=tuple([row for one in chunks if one.sampling is not None for row in _sampling_rows(one)]),
+        sampling=(
+            *[row for one in chunks if one.sampling is not None for row in _sampling_rows(one)],
+            *[SamplingRow(one.request_id, one.sampling) for one in step.forks],
+        ),
         score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
     )

@@ -49,7 +49,7 @@ class PrefillLedger:
         """Prefill tokens computed, for the first time or again."""
         return self.computed + self.recomputed
 
-    def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> None:
+    def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> int:
         """Account for the admission of the request into the batch.
 
         Args:
@@ -57,14 +57,19 @@ class PrefillLedger:
             matched_blocks: Cached blocks that the request shares.
             block_size: Tokens of a block.
             general_reason: Reason why the cache is not used at all for this request; None if it is used.
+
+        Returns:
+            Number of prompt tokens that are skipped now.
         """
         if self.matched_blocks is None:
             self.matched_blocks = matched_blocks
         self._block_size = block_size
         self._matched_end = matched_blocks * block_size
         self._general_reason = general_reason
-        self.skipped += max(0, min(resume_position, self.prompt_length) - self.known_end)
+        skipped = max(0, min(resume_position, self.prompt_length) - self.known_end)
+        self.skipped += skipped
         self.known_end = max(self.known_end, resume_position)
+        return skipped
 
     def compute(self, start: int, end: int) -> int:
         """Account for the computation of the tokens [start, end).

@@ -31,6 +31,13 @@ def note_admission(admission: Admission, limits: SchedulerLimits, cache: PrefixC
         cache.hints.admit(request.request_id, params.cache_salt, params.cache_hints, admission.matched, restored)
 
 
+def note_fork(request: Request, shared: Sequence[BlockId], cache: PrefixCache) -> None:
+    """Take note of a fork, which shares blocks that are published by now."""
+    if cache.hints is not None:
+        params = request.params
+        cache.hints.admit(request.request_id, params.cache_salt, params.cache_hints, shared, 0)
+
+
 def note_published(request: Request, own: Sequence[BlockId], complete: int, cache: PrefixCache) -> None:
     """Take note that a request has published its blocks up to `complete`, the last ones computed in `own`.
 

@@ -95,6 +95,20 @@ class Admission:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """Admission of a sample that takes over the prompt of another one in the step that ends its prefill.
+
+    Args:
+        source: Last chunk of the prompt, of the request that computes it.
+        new_blocks: Blocks to allocate: one for the copy of the prompt's partial block, if there is one.
+    """
+
+    request: Request
+    source: Chunk
+    new_blocks: int
+
+
+@dataclass(frozen=True)
 class SnapshotRequest:
     """Snapshot that this step or a later one is to take: of a prefill, of a decode, or for a follower.
 
@@ -150,6 +164,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are reserved; see `plan_snapshots`
     deferrals: tuple[Deferral, ...]  # those that wait for a prefix, awake ones, and last the first that lacks room
+    forks: tuple[Fork, ...] = ()
 
     @property
     def deferral(self) -> Deferral | None:

@@ -20,7 +20,8 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.forks import ForkPlanner
+from megatron_ext.scheduling.plan import Admission, Deferral, Failure, Fork, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.queue import Queues
@@ -83,11 +84,12 @@ def plan_step(
             prefill_tokens=sum(chunk.length for chunk in continued),
             released=growth.released,
         )
-        entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads)
+        entry = _plan_admissions(queues, limits, budget, cache, pending_blocks, disk_loads, continued)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
     chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
+    assert all(one.source in chunks for one in entry.forks), "no boundary lies inside of the last chunk of a prompt"
     # A preempted request may have to compute a single generated token again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
@@ -101,6 +103,7 @@ def plan_step(
         chunks=tuple(chunks),
         snapshots=(*wanted, *plan_opportunistic(continued, admissions, wanted, limits, cache)),
         deferrals=tuple(entry.deferrals),
+        forks=tuple(entry.forks),
     )
 
 
@@ -229,7 +232,16 @@ class _Entry:
     admissions: list[Admission]
     deferrals: list[Deferral]
     failed: list[Failure]
+    forks: list[Fork] = dataclasses.field(default_factory=list)
     is_full: bool = False  # a request that waits for no leader did not fit, so all after it wait
+
+    def follow(self, following: Deferral, requested: set[BlockHash], budget: StepBudget) -> StepBudget:
+        """Note a request that waits for a prefix, and the snapshot that its leader takes; return the budget left."""
+        self.deferrals.append(following)
+        if following.snapshot is None or following.snapshot.block_hash in requested:
+            return budget
+        requested.add(following.snapshot.block_hash)
+        return dataclasses.replace(budget, slots=budget.slots - 1)
 
     def note(self, decision: Admission | Deferral) -> None:
         """Note the decision on the next request in the queue; decisions after the first lack of room are dropped."""
@@ -249,12 +261,14 @@ def _plan_admissions(
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
     disk_loads: AwaitedLoads | None,
+    continued: Sequence[Chunk],
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
     A request whose next block another request computes waits for that prefix and is overtaken; so are those that follow
     a leader admitted in this very step. Sleeping followers are not looked at. A request fails here if its last token
-    outgrew the pool just before a suspend moved it back to the waiting queue.
+    outgrew the pool just before a suspend moved it back to the waiting queue. Samples of a prompt whose prefill ends in
+    this step enter as forks, and wait for that step if it is yet to come.
 
     Once the step has all its prefills, the next requests are examined all the same but not admitted: one of them may
     follow a leader that has begun, and must register while that leader can still take a snapshot for it.
@@ -262,7 +276,8 @@ def _plan_admissions(
     entry = _Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
     requested: set[BlockHash] = set()
-    line = queues.waiting.line()
+    line, forks = queues.waiting.line(), ForkPlanner(queues, continued, limits, cache)
+    forks.join_sleepers(line, queues.waiting)
     for request in within_slice(line, HASH_SLICE):
         error = _check_fits_pool(request, limits)
         if error is not None:
@@ -270,20 +285,24 @@ def _plan_admissions(
             continue
         if request.lacks_mask:  # it was requeued meanwhile
             continue
+        forked = forks.plan(request, budget)
+        if forked is not None:
+            entry.forks.append(forked[0])
+            budget = forked[1]
+            continue
         matched = cache.match(request.block_hashes) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None
         following = (
             None if leader is None else wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
         )
         if following is not None:
-            entry.deferrals.append(following)
-            if following.snapshot is not None and following.snapshot.block_hash not in requested:
-                requested.add(following.snapshot.block_hash)
-                budget = dataclasses.replace(budget, slots=budget.slots - 1)
+            budget = entry.follow(following, requested, budget)
             continue
         load = None if disk_loads is None else disk_loads.awaited_by(request, len(matched))
         if load is not None:
             entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
+            continue
+        if forks.is_coming(request):
             continue
         has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)
@@ -292,14 +311,16 @@ def _plan_admissions(
             break
         if not entry.is_full:
             leaders.add(decision)
-            if cache.states is not None:
-                _wake_disturbed(request, leaders, queues.waiting, line)
+            forks.add(decision.chunk)
+            _wake_disturbed(request, leaders, queues.waiting, line, cache)
     return entry
 
 
-def _wake_disturbed(request: Request, leaders: PrefixLeaders, waiting: WaitingQueue, line: Line) -> None:
+def _wake_disturbed(
+    request: Request, leaders: PrefixLeaders, waiting: WaitingQueue, line: Line, cache: PrefixCache
+) -> None:
     """Examine sleeping followers again whose leader may change because `request` was just admitted."""
-    for disturbed in leaders.disturbed(request, waiting.leaders()):
+    for disturbed in leaders.disturbed(request, waiting.leaders()) if cache.states is not None else ():
         line.join(waiting.followers_of(disturbed), after=request)
 
 

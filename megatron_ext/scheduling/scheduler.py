@@ -20,6 +20,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
+from megatron_ext.scheduling.forks import Forks
 from megatron_ext.scheduling.hinted_requests import note_admission, note_end, note_submission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
@@ -73,6 +74,7 @@ class Scheduler:
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
         self.disk_loads = DiskLoads(limits, self.cache, self.queues)
+        self.forks = Forks(limits, self.cache, self.queues, self.running_slots, self.counters)
         self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
@@ -137,6 +139,7 @@ class Scheduler:
         self._grow(plan.chunks)
         for admission in plan.admissions:
             self._admit(admission)
+        self.forks.apply(plan.forks)
         note_followers(plan.deferrals, self.counters)
         self.disk_loads.note(plan.deferrals)
         self._reserve_snapshots(plan.snapshots)
@@ -148,9 +151,9 @@ class Scheduler:
 
     def describe(self, plan: StepPlan) -> ScheduledStep:
         """Return the message of a plan with chunks, which has been applied; it tells all changes of the memory."""
-        size = self.limits.block_size
-        comparisons = compare_with_cache(plan.chunks, self.cache, size) if self.limits.audit_interval else ()
-        step = describe_step(plan.chunks, size, self.cache.changes, comparisons)
+        size, cache = self.limits.block_size, self.cache
+        comparisons = compare_with_cache(plan.chunks, cache, size) if self.limits.audit_interval else ()
+        step = describe_step(plan.chunks, size, cache.changes, comparisons, plan.forks)
         self.cache.changes_told()
         return step
 
@@ -179,11 +182,10 @@ class Scheduler:
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
         note_admission(admission, self.limits, self.cache)
-        skipped_before = sequence.ledger.skipped
         reason = general_reason(request.params, is_caching=self.cache.is_enabled)
-        sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
+        start, size = admission.chunk.start, self.limits.block_size
+        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason)
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
-        self.counters.skipped_tokens += sequence.ledger.skipped - skipped_before
         count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
@@ -221,13 +223,13 @@ class Scheduler:
         """
         running = {request.request_id: request for request in self.queues.running}
         requests = [running[chunk.request_id] for chunk in step.chunks]
-        yielding = {chunk.request_id for chunk in step.chunks if chunk.sampling is not None}
+        yielding = {one.request_id for one in step.yielding}
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
             assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} has another position"
         ends, new = self.drafts.accept(requests, step.chunks, sampled, target_tokens)
         self._advance(requests, ends)
-        return self._extend(requests, new)
+        return self._extend([*requests, *self.forks.commit(step, running)], new)
 
     def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
         """Mark the requests' tokens up to `ends` as computed, and publish complete blocks."""
@@ -254,8 +256,7 @@ class Scheduler:
                 request.append(sampled[request.request_id])
             elif request.params.num_tokens_to_generate:
                 continue
-            reason = request.reason_to_end
-            if reason is not None:
+            if (reason := request.reason_to_end) is not None:
                 self._end(request, Status.COMPLETED, finish_reason=reason)
                 ended.append(request)
         return ended
@@ -276,8 +277,8 @@ class Scheduler:
 
         If the step was to move contents of other requests, too, these start again, and nothing stays cached.
         """
-        for chunk in chunks:
-            self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
+        for request in [*(chunk.request for chunk in chunks), *self.forks.take()]:
+            self._requeue(request, EventType.ERROR_TRANSIENT, reason)
         if self.cache.are_copies_pending:
             self.suspend()
 

@@ -17,6 +17,7 @@ from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
 from megatron_ext.scheduling.audit import Comparison
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
+from megatron_ext.scheduling.plan import Fork
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
@@ -105,6 +106,28 @@ class ScheduledChunk:
 
 
 @dataclass(frozen=True)
+class ScheduledFork:
+    """Part of a step that belongs to a fork: its first token is sampled from the last logits of its source.
+
+    Attributes:
+        request_id: Id of the request.
+        source_id: Id of the request whose chunk ends the prompt.
+        running_slot: Running state slot of the request.
+        source_slot: Running state slot of the source, whose states are copied after the step.
+        block_copy: Partial block of the prompt in the source's block table, and its copy; None without such a block.
+        sampling: Sampling options of the first token.
+    """
+
+    request_id: int
+    source_id: int
+    running_slot: RunningSlot
+    source_slot: RunningSlot
+    block_copy: tuple[BlockId, BlockId] | None
+    sampling: Sampling
+    target_sampling: tuple[Sampling, ...] = ()  # a fork has no drafts
+
+
+@dataclass(frozen=True)
 class ScheduledStep:
     """Step: the decodes, then the prefills.
 
@@ -113,12 +136,19 @@ class ScheduledStep:
         num_decode: Number of decodes, which come first.
         changes: Changes of the arena before the step, and their order.
         comparisons: Cached entries to compare, after the step, with what audits have computed.
+        forks: Samples that take over the prompts of prefills that end.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     num_decode: int
     changes: ArenaChanges = NO_CHANGES
     comparisons: tuple[Comparison, ...] = ()
+    forks: tuple[ScheduledFork, ...] = ()
+
+    @property
+    def yielding(self) -> list[ScheduledChunk | ScheduledFork]:
+        """Chunks and forks that yield a token."""
+        return [*(chunk for chunk in self.chunks if chunk.sampling is not None), *self.forks]
 
     @property
     def retyped_slabs(self) -> tuple[int, ...]:
@@ -136,12 +166,29 @@ def describe_step(
     block_size: int,
     changes: ArenaChanges = NO_CHANGES,
     comparisons: tuple[Comparison, ...] = (),
+    forks: Iterable[Fork] = (),
 ) -> ScheduledStep:
     """Return the message of a step whose blocks and slots are allocated; decodes come first."""
     described = tuple(_describe(chunk, block_size) for chunk in chunks)
     num_decode = sum(chunk.is_decode for chunk in described)
     assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
-    return ScheduledStep(described, num_decode, changes, comparisons)
+    return ScheduledStep(described, num_decode, changes, comparisons, tuple(_fork(one, block_size) for one in forks))
+
+
+def _fork(fork: Fork, block_size: int) -> ScheduledFork:
+    request, source = fork.request, fork.source.request.sequence
+    assert request.sequence.running_slot is not None, "it has been admitted"
+    assert source.running_slot is not None, "it runs"
+    return ScheduledFork(
+        request_id=request.request_id,
+        source_id=fork.source.request.request_id,
+        running_slot=request.sequence.running_slot,
+        source_slot=source.running_slot,
+        block_copy=(source.block_table[fork.source.end // block_size], request.sequence.block_table[0])
+        if fork.new_blocks
+        else None,
+        sampling=_sampling(request),
+    )
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:

@@ -22,6 +22,8 @@ class Submission:
         prompt_text: Text of the prompt, if it was submitted as text.
         submitted_at: Monotonic time of rank 0, in seconds, which pauses of sessions count from.
         bad_words: Bad words of the params as token ids, each in all variants of its beginning.
+        group: Number that requests of equal prompts and salts share, of which one computes the prompt for all; None for
+            a request without such others.
         audit: Cached entries to compare with what the request computes; None for a request of a caller.
         processes_logits: Value of `params.processes_logits`, computed once.
     """
@@ -35,6 +37,7 @@ class Submission:
     prompt_text: str | None = None
     submitted_at: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    group: int | None = None
     audit: AuditTarget | None = None
     processes_logits: bool = field(init=False, compare=False)
 

@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.engine.client import ClientListener, EngineClient
+from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, aborted, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.client.engine_listener import EngineListener
 from megatron_ext.server.client.request_group import RequestGroup
-from megatron_ext.server.client.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.server.monitoring.metrics import Metrics
 from megatron_ext.server.monitoring.request_trace import RequestTrace
 from megatron_ext.server.openai.engine_requests import RequestSpec
@@ -34,7 +33,6 @@ Result = TypeVar("Result")
 
 LATENCIES = 32  # latencies of the last requests; they estimate the duration of a new one
 LONGEST_RETRY = 60  # seconds
-LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may be closed
 
 
 class RequestManager:
@@ -82,7 +80,7 @@ class RequestManager:
         """Start to step; called in the running event loop."""
         shared = self._client
         self._metrics.state = self._core.statistics() if shared is None else shared.call(self._core.statistics).result()
-        listener = _Listener(self._core, self._metrics, self, asyncio.get_running_loop())
+        listener = EngineListener(self._core, self._metrics, self, asyncio.get_running_loop())
         if self._client is None:
             self._client = EngineClient(self._core, listener)
         else:
@@ -342,68 +340,3 @@ class RequestManager:
         for sender, have_ended in self._waiting:
             if not self._has_others(sender):
                 have_ended.set()
-
-
-class _Listener(ClientListener):
-    """Engine listener that passes events of the engine's thread on to the event loop.
-
-    Args:
-        core: The engine.
-        metrics: Receives the engine's numbers after every call.
-        manager: Receives the other events, in its event loop.
-        loop: The manager's event loop.
-    """
-
-    def __init__(
-        self, core: EngineCore, metrics: Metrics, manager: RequestManager, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._core = core
-        self._metrics = metrics
-        self._manager = manager
-        self._loop = loop
-        self._clock = TokenClock()
-
-    def on_step(self, output: StepOutput) -> None:
-        """Observe the gaps between tokens, and record the step in the event loop."""
-        self.on_call()  # before any client hears of the step
-        has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
-        self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
-        with self._core.error_isolation.guard("the metrics of a step"):
-            self._observe_tokens(output)
-
-    def _observe_tokens(self, output: StepOutput) -> None:
-        counts = {request.request_id: request.generated_count for request in output.active}
-        counts |= {record.request_id: len(record.generated_tokens) for record in output.records}
-        for gap in self._clock.gaps(counts):
-            self._metrics.inter_token.observe(gap)
-        for record in output.records:
-            self._clock.forget(record.request_id)
-
-    def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
-        """Deliver in the event loop, and wait: a slow event loop slows steps down instead of growing a queue."""
-        delivered = threading.Event()
-
-        def deliver() -> None:
-            try:
-                self._manager.deliver(requests)
-            finally:
-                delivered.set()
-
-        self._post(deliver)
-        delivered.wait(LONGEST_DELIVERY)
-
-    def on_call(self) -> None:
-        """Publish the engine's numbers for readers of metrics."""
-        with self._core.error_isolation.guard("the metrics of the engine"):
-            self._metrics.state = self._core.statistics()
-
-    def on_failed_step(self, error: Exception) -> None:
-        """Record the failed step in the event loop."""
-        self._post(self._manager.note_failed_step)
-
-    def on_lost_ranks(self, error: RankError) -> None:
-        """End all requests in the event loop."""
-        self._post(lambda: self._manager.note_lost_ranks(error))
-
-    def _post(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)

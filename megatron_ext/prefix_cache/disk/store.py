@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
 from megatron_ext.prefix_cache.disk.data_file import Buffer, DataFile, checksum_of
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, FreePages, pages_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.disk.slot import DATA, INDEX, SlotDirectory, failure_reason
+from megatron_ext.prefix_cache.disk.store_observer import StoreObserver
 from megatron_ext.prefix_cache.disk.store_use import (
     BAD_BYTES,
     BAD_TOKENS,
@@ -56,9 +56,10 @@ class DiskStore:
         limit_bytes: Budget of the data file.
 
     Attributes:
+        slot: The slot.
         problem: Failure that ended the use of the store; None while it is in use.
         observer: Told of each entry of this identity that is stored or removed from now on.
-        on_gone: Called with the key of each entry of this identity that is dropped or evicted.
+        observers: Told of each entry of this identity that is stored or gone.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class DiskStore:
     ) -> None:
         assert len(identity) == HASH_BYTES, "an identity is a digest"
         self.problem: str | None = None
-        self.on_gone: Callable[[EntryKey], None] = _do_nothing
+        self.observers: list[StoreObserver] = []
         self._is_closed = False
-        self._slot, self._index, self._data = slot, index, data
+        self.slot, self._index, self._data = slot, index, data
         self._identity = identity
         self._limit_pages = limit_bytes // PAGE_BYTES
         self._entries: dict[int, StoredEntry] = {}
@@ -78,7 +79,6 @@ class DiskStore:
         self._rated: dict[int, StoredEntry] = {}
         self._pending_bytes = 0
         self._victims = VictimOrder(self._entries, identity)
-        self.observer: DiskAnnouncer | None = None
         self._tally = StoreTally()
         self.drops: Counter[str] = Counter()
         self._load()
@@ -102,11 +102,6 @@ class DiskStore:
             self._rows[entry.entry.key] = entry.row_id
             self._tally.add(entry)
         self._victims.add(entry)
-
-    @property
-    def slot(self) -> SlotDirectory:
-        """Slot of the directory."""
-        return self._slot
 
     # Entries
 
@@ -161,8 +156,8 @@ class DiskStore:
         self._data.write(extents, buffers)
         self._added[stored.row_id] = stored
         self._keep(stored)
-        if self.observer is not None:
-            self.observer.on_stored(stored)
+        for observer in self.observers:
+            observer.on_stored(stored)
         self._tally.written += 1
         self._tally.written_bytes += size
         self._pending_bytes += size
@@ -255,9 +250,8 @@ class DiskStore:
         if entry.identity == self._identity:
             del self._rows[entry.entry.key]
             self._tally.add(entry, -1)
-            if self.observer is not None:
-                self.observer.on_removed([entry.entry.key])
-            self.on_gone(entry.entry.key)
+            for observer in self.observers:
+                observer.on_removed([entry.entry.key])
         self._rated.pop(row_id, None)
         self._removed[row_id] = entry.extents
         if reason is not None:
@@ -273,7 +267,7 @@ class DiskStore:
         removed = [row_id for row_id in self._removed if row_id not in self._added]
         if not (added or removed or self._rated or self._removed):
             return
-        self._slot.check()
+        self.slot.check()
         if added:
             self._data.sync()
         self._index.apply(removed, added.values(), self._rated.values())
@@ -317,9 +311,9 @@ class DiskStore:
             self._remove(entry)
         self._commit()
         self._index.close()
-        self._slot.remove_index()
-        self._slot.open_index()
-        self._index = DiskIndex(self._slot.path / INDEX)
+        self.slot.remove_index()
+        self.slot.open_index()
+        self._index = DiskIndex(self.slot.path / INDEX)
         self._data.clear()
         self._free = FreePages(self._limit_pages, ())
 
@@ -331,10 +325,10 @@ class DiskStore:
             self._shut()
         self._forget_all()
         try:
-            self._slot.remove_index()
-            self._slot.remove(DATA)
+            self.slot.remove_index()
+            self.slot.remove(DATA)
         except OSError as error:
-            logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self._slot.path, error.strerror)
+            logger.warning("prefix cache on disk: %s: files cannot be removed: %s", self.slot.path, error.strerror)
 
     def close(self) -> None:
         """Commit, close all files, and give the slot up."""
@@ -343,7 +337,7 @@ class DiskStore:
             self._guarded(self._shut, None)
         if not self._is_closed:
             self._is_closed = True
-            self._slot.close()
+            self.slot.close()
 
     # Failures
 
@@ -359,7 +353,7 @@ class DiskStore:
 
     def _fail(self, error: OSError | sqlite3.Error) -> None:
         self.problem = failure_reason(error)
-        logger.warning("prefix cache on disk: %s: %s; serving goes on without it", self._slot.path, self.problem)
+        logger.warning("prefix cache on disk: %s: %s; serving goes on without it", self.slot.path, self.problem)
         self._forget_all()
         try:
             self._shut()
@@ -367,8 +361,8 @@ class DiskStore:
             logger.info("prefix cache on disk: its files could not be closed in order")
 
     def _forget_all(self) -> None:
-        if self.observer is not None:
-            self.observer.on_removed(self._rows)
+        for observer in self.observers:
+            observer.on_removed(self._rows)
         self._entries.clear()
         self._rows.clear()
         self._tally.forget()
@@ -403,7 +397,3 @@ class DiskStore:
             pages = sum(pages_of(self._entries[row_id].size) for row_id in self._rows.values())
             assert self._tally.pages == pages, "pages miscounted"
             assert self._data.size <= self._limit_pages * PAGE_BYTES, "the file is longer than its limit"
-
-
-def _do_nothing(_: EntryKey) -> None:
-    """Take no note of an entry that is gone."""

@@ -9,13 +9,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
 from megatron_ext.prefix_cache.disk.data_file import Buffer
-from megatron_ext.prefix_cache.disk.entry import EntryKey
+from megatron_ext.prefix_cache.disk.entry import EntryKey, StoredEntry
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_use import StoreUse
 from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Gone, Loaded, LoadItem
@@ -52,7 +52,7 @@ class StoreThread:
         self._is_off = self._is_off_told = False
         self._stop_at: float | None = None
         self.use: StoreUse = store.use  # after the last change
-        store.on_gone = self._note_gone
+        store.observers.append(self)
         self._thread = threading.Thread(target=self._run, name="prefix cache on disk", daemon=True)
         self._thread.start()
 
@@ -209,6 +209,7 @@ class StoreThread:
     def _fail(self) -> None:
         with self._changed:
             self._is_off = True
+            self._gone.clear()  # all is
             self._loaded += [Loaded(number, None, 0.0) for number in self._loads]
             self._drop_queues()
             self._changed.notify_all()
@@ -239,15 +240,19 @@ class StoreThread:
         if key in self._store:
             self._store.rate(key, entry.worth, entry.used)
         elif not self._store.put(entry, buffers):
-            self._note_gone(key)
+            self.on_removed([key])
 
     def _rate(self, keys: Sequence[EntryKey], used: float) -> None:
         for key in keys:
             self._store.rate(key, 0.0, used)
 
-    def _note_gone(self, key: EntryKey) -> None:
+    def on_stored(self, stored: StoredEntry) -> None:
+        """Do nothing: what is to be written counts as stored; see `StoreObserver`, also for the next one."""
+
+    def on_removed(self, keys: Iterable[EntryKey]) -> None:
+        """Note what is gone, for the engine's thread."""
         with self._changed:
-            self._gone.append(key)
+            self._gone += keys
 
     def _load(self, number: int, items: Sequence[LoadItem]) -> None:
         started = time.perf_counter()

@@ -154,7 +154,7 @@ class WarmRestart:
         announcer = DiskAnnouncer(observer, root)
 
         def announce() -> None:
-            self._store.observer = announcer
+            self._store.observers.append(announcer)
             for stored in self._store.entries():
                 announcer.on_stored(stored)
 

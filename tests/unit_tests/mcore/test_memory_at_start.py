@@ -23,7 +23,9 @@ def model() -> torch.nn.Module:
 
 
 def build(model: torch.nn.Module, **batching: object) -> object:
-    return build_engine(model, HYBRID, PieceTokenizer(97), BatchingConfig(**({"max_tokens": 16} | batching)), dtype=torch.float32)
+    return build_engine(
+        model, HYBRID, PieceTokenizer(97), BatchingConfig(**({"max_tokens": 16} | batching)), dtype=torch.float32
+    )
 
 
 def number_of(message: str) -> int:

@@ -23,8 +23,9 @@ def look_at_all(
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
     disk_loads: DiskLoads,
+    _continued: object,
 ) -> planner._Entry:
-    """`_plan_admissions`, one request after the other, asleep or not."""
+    """`_plan_admissions`, one request after the other, asleep or not; none of them has a group."""
     entry = planner._Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
     requested: set[BlockHash] = set()

@@ -223,8 +223,16 @@ class Driver:
                 self._note_states(*span)
                 self._note_drawn(*span)
 
+        commit_forks = scheduler.forks.commit
+
+        def commit_forks_watched(*args: object) -> list[Request]:
+            forked = commit_forks(*args)
+            for request in forked:
+                self._note_states(request, request.computed_end, request.computed_end)
+            return forked
+
         blocks.free, running_slots.give_back = free_poisoned, give_back_poisoned
-        scheduler._advance = advance_watched
+        scheduler._advance, scheduler.forks.commit = advance_watched, commit_forks_watched
 
     # Watching
 
@@ -258,6 +266,9 @@ class Driver:
                     self._drawn[chunk.request_id] = [(position, next(rows)) for position in positions]
                 else:
                     self.seen[chunk.request_id].logits[chunk.end].append(next(rows))
+            forks = step.sampling[len(step.sampling) - len(self.scheduler.forks.pending) :]
+            for fork, row in zip(forks, rows, strict=True):
+                self.seen[fork.request_id].logits[self.engine.core.get(fork.request_id).prompt_length].append(row)
             return logits
 
         controller.forward = forward_watched

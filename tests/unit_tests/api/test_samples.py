@@ -1,0 +1,84 @@
+"""PY-3: samples of a prompt in one call: the prompt is computed once, and tokens and log-probs are those without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext import LoadedEngine, RequestParams
+from tests.unit_tests.api.conftest import SMALL
+
+PROMPT = list(range(5, 45))  # two blocks and a half
+PARAMS = [
+    RequestParams(
+        num_tokens_to_generate=12,
+        temperature=1.0,
+        seed=seed,
+        ignore_eos=True,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+        repetition_penalty=1.2 if seed == 3 else 1.0,
+    )
+    for seed in range(8)
+]
+
+
+def computed(engine: LoadedEngine) -> int:
+    return engine.statistics().counters.prefill_tokens
+
+
+def test_samples_are_those_of_requests_alone(engine):
+    alone = []
+    for params in PARAMS:
+        engine.reset_prefix_cache()
+        alone += engine.generate(PROMPT, params)
+    engine.reset_prefix_cache()
+    before = computed(engine)
+    together = engine.generate([PROMPT] * 8, PARAMS)
+    assert computed(engine) - before == len(PROMPT)
+    assert len({record.generated_tokens for record in together}) > 4
+    for one, other in zip(together, alone, strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        assert one.generated_log_probs == pytest.approx(other.generated_log_probs, abs=1e-4)
+
+
+def test_groups_in_any_order(engine):
+    """Equal prompts of one call are a group, wherever they are; other prompts and salts are others."""
+    other = [7, *PROMPT[1:]]
+    salted = RequestParams(num_tokens_to_generate=2, ignore_eos=True, cache_salt="mine")
+    params = [RequestParams(num_tokens_to_generate=2, ignore_eos=True)] * 4 + [salted] * 2
+    records = engine.generate([PROMPT, other, PROMPT, other, PROMPT, PROMPT], params)
+    assert [record.computed_prefill_token_count for record in records] == [40, 40, 0, 0, 40, 0]
+
+
+def test_opted_out(engine):
+    """EX-2: a request that does not use the cache computes its own prompt."""
+    params = [RequestParams(num_tokens_to_generate=2, enable_prefix_caching=False)] * 2
+    assert [one.computed_prefill_token_count for one in engine.generate([PROMPT] * 2, params)] == [40, 40]
+
+
+def test_structured_outputs(engine):
+    """Samples with a grammar take part once their first mask is known; each output follows it."""
+    form = {"type": "regex", "regex": "(ab|cd){3}"}
+    params = RequestParams(num_tokens_to_generate=20, response_format=form, temperature=1.0)
+    records = engine.generate(["Letters: "] * 4, params)
+    assert all(0 < len(record.generated_text) <= 6 and set(record.generated_text) <= set("abcd") for record in records)
+
+
+def test_drafts(load):
+    """SP-1: samples that begin without a prefill are drafted for like others."""
+    greedy = RequestParams(num_tokens_to_generate=20, ignore_eos=True)
+    plain = load().generate([PROMPT] * 3, greedy)
+    drafting = load(speculative_method="ngram", num_speculative_tokens=3)
+    found = drafting.generate([PROMPT] * 3, greedy)
+    assert [one.generated_tokens for one in found] == [one.generated_tokens for one in plain]
+    assert sum(one.draft_token_count for one in found[1:]) > 0
+    assert computed(drafting) == len(PROMPT)
+
+
+def test_explanations(load):
+    """SI-5: a sample that took over a prompt skipped all of it."""
+    engine = load(explain_prefix_cache=True)
+    records = engine.generate([PROMPT] * 2, RequestParams(num_tokens_to_generate=2))
+    assert [one.prefix_cache_explanation.skipped for one in records] == [0, 40]
+    assert records[1].prefix_cache_explanation.reason == "skipped_all"
+    assert SMALL["inference_dynamic_batching_block_size"] == 16

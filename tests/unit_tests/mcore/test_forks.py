@@ -1,0 +1,216 @@
+"""KV-6: one of several samples of a prompt computes it; the others take over its partial block and states, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.memory import budget
+from megatron_ext.models.build import build_model
+from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
+from tests.unit_tests.mcore.test_routing_replay import GPT, assert_recorded
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+PROMPT = make_prompt(55)  # three blocks and seven tokens
+USUAL = ("hybrid", "attention_only", "mamba1")
+CACHED = CacheConfig(snapshot_slots=40)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A function: the model of a kind, and its oracle."""
+    made = {}
+
+    def make(kind: str):
+        if kind not in made:
+            model = build_slow_decay(CONFIGS[kind])
+            made[kind] = model, Oracle(model)
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture
+def start(models):
+    """A function: a driver of a model, and the model's oracle."""
+
+    def make(kind: str = "hybrid", cache: CacheConfig = CACHED, **batching: object) -> tuple[Driver, Oracle]:
+        model, oracle = models(kind)
+        return Driver(model, CONFIGS[kind], cache=cache, **batching), oracle
+
+    return make
+
+
+def add_samples(driver: Driver, ids: Iterable[int], prompt: list[int] = PROMPT, **params: object) -> None:
+    """Let samples of a prompt wait, whose group is the first id."""
+    ids = list(ids)
+    settings = {"num_tokens_to_generate": 8, "return_log_probs": True, "skip_prompt_log_probs": True} | params
+    for request_id in ids:
+        driver.engine.core.add(request_id, tuple(prompt), RequestParams(**settings), group=ids[0])
+
+
+def prefilled(driver: Driver) -> int:
+    return driver.engine.core.counters.prefill_tokens
+
+
+def check(driver: Driver, oracle: Oracle, ids: Iterable[int]) -> None:
+    driver.run()
+    for request_id in ids:
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+class TestOnePrefill:
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.long) for kind in CONFIGS]
+    )
+    def test_each_prompt_is_computed_once(self, start, kind):
+        """Several samples of several prompts give what a plain recompute gives, for each kind of layer."""
+        driver, oracle = start(kind)
+        add_samples(driver, range(4))
+        add_samples(driver, range(4, 7), make_prompt(48))  # whole blocks
+        add_samples(driver, range(7, 9), make_prompt(5))  # no whole block
+        check(driver, oracle, range(9))
+        assert prefilled(driver) == 55 + 48 + 5
+        assert [driver.records[i].skipped_prefill_token_count for i in range(9)] == [0, 55, 55, 55, 0, 48, 48, 0, 5]
+
+    @pytest.mark.parametrize("settings", [{"max_tokens": 20}, {"max_tokens": 64, "max_prefills_per_step": 1}])
+    @pytest.mark.parametrize("mode", ["kernel", "align"])
+    def test_in_chunks(self, start, mode, settings):
+        """Samples wait for the step in which the prefill ends."""
+        driver, oracle = start(cache=dataclasses.replace(CACHED, snapshot_mode=mode), **settings)
+        add_samples(driver, range(3))
+        add_samples(driver, range(3, 6), make_prompt(40, seed=3))
+        check(driver, oracle, range(6))
+        assert prefilled(driver) == 55 + 40
+
+    @pytest.mark.parametrize("mode", ["kernel", "align"])
+    def test_without_snapshots(self, start, mode):
+        """Samples wait for the end of the prefill, though no states are left to resume from."""
+        driver, oracle = start(cache=CacheConfig(snapshot_slots=0, snapshot_mode=mode))
+        add_samples(driver, range(3))
+        check(driver, oracle, range(3))
+        assert prefilled(driver) == 55
+
+    def test_in_an_arena(self, start, monkeypatch):
+        """Blocks that share memory with snapshots are copied alike."""
+        monkeypatch.setattr(budget, "SHARES_MEMORY", True)
+        driver, oracle = start(cache=CacheConfig(), block_count=None, buffer_size_gb=0.01)
+        assert driver.scheduler.limits.slabs is not None
+        add_samples(driver, range(4))
+        check(driver, oracle, range(4))
+        assert prefilled(driver) == 55
+
+    def test_a_cached_prompt(self, start):
+        """The first sample resumes like any request, the others take over what it computes."""
+        driver, oracle = start()
+        add_samples(driver, [0])
+        driver.run()
+        add_samples(driver, range(1, 4))
+        check(driver, oracle, range(4))
+        assert prefilled(driver) == 55 + 7
+
+    def test_experts_are_recorded(self):
+        """MF-9: routing indices of a prompt that was taken over, and of requests that hit its blocks."""
+        model = build_model(GPT, device=torch.device("cpu"), seed=3)
+        driver = Driver(model, GPT, cache=CacheConfig(), moe_enable_routing_replay=True)
+        add_samples(driver, range(3), num_tokens_to_generate=20)
+        add_samples(driver, [3], [*PROMPT, 1, 2])
+        driver.run()
+        for record in driver.records.values():
+            assert_recorded(record, model, GPT)
+
+
+class TestSources:
+    def test_one_that_ends_with_its_first_token(self, start):
+        driver, oracle = start()
+        for request_id, count in enumerate((1, 8, 1, 8)):
+            driver.engine.core.add(
+                request_id, tuple(PROMPT), RequestParams(num_tokens_to_generate=count, return_log_probs=False), group=0
+            )
+        check(driver, oracle, range(4))
+        assert prefilled(driver) == 55
+
+    def test_one_that_is_scored(self, start):
+        """EX-5: only the sample whose prompt's log-probs are asked for computes the prompt for them."""
+        driver, oracle = start()
+        for request_id in range(3):
+            params = RequestParams(
+                num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=request_id != 1
+            )
+            driver.engine.core.add(request_id, tuple(PROMPT), params, group=0)
+        check(driver, oracle, range(3))
+        assert driver.records[1].computed_prefill_token_count == 55
+        assert driver.records[2].computed_prefill_token_count == 0
+
+    def test_one_that_leaves_before(self, start):
+        """EX-8: another sample computes the prompt then."""
+        driver, oracle = start(max_tokens=20)
+        add_samples(driver, range(4))
+        driver.step()
+        driver.engine.core.abort(driver.engine.core.get(0))
+        check(driver, oracle, range(1, 4))
+        assert driver.records[0].status is Status.ABORTED
+        assert [driver.records[i].computed_prefill_token_count for i in range(1, 4)] == [55, 0, 0]
+
+    def test_one_of_earlier_weights(self, start):
+        """EX-4: nothing is taken over from a prefill that began before the weights changed."""
+        driver, oracle = start(max_tokens=20)
+        add_samples(driver, range(3))
+        driver.step()
+        driver.engine.core.weights_changed()
+        check(driver, oracle, range(3))
+        assert [driver.records[i].computed_prefill_token_count for i in range(3)] == [55, 55, 0]
+
+    def test_requests_of_no_group_share_blocks_only(self, start):
+        driver, oracle = start()
+        for request_id in range(2):
+            driver.add(request_id, PROMPT, skip_prompt_log_probs=True)
+        check(driver, oracle, range(2))
+        assert driver.records[1].computed_prefill_token_count == 7
+
+
+class TestRoom:
+    def test_more_samples_than_fit(self, start):
+        """Later ones resume at the last block; nothing is taken that is not there."""
+        driver, oracle = start(max_requests=3)
+        add_samples(driver, range(7))
+        check(driver, oracle, range(7))
+        skipped = [driver.records[i].skipped_prefill_token_count for i in range(7)]
+        assert skipped[:3] == [0, 55, 55]
+        assert set(skipped[3:]) <= {48, 55}
+
+    def test_few_blocks(self, start):
+        """Samples are preempted and paused as other requests are; blocks are neither lost nor shared too long."""
+        driver, oracle = start(block_count=8)
+        add_samples(driver, range(5), num_tokens_to_generate=30)
+        check(driver, oracle, range(5))
+
+    def test_a_step_that_fails(self, start, monkeypatch):
+        """The forks of a failed step wait again, and are forks of the next one."""
+        driver, oracle = start()
+        add_samples(driver, range(3))
+        compute, failures = driver.engine.controller.compute_step, iter([RuntimeError("planted")])
+
+        def fail_once():
+            result = compute()
+            for error in failures:
+                raise error
+            return result
+
+        monkeypatch.setattr(driver.engine.controller, "compute_step", fail_once)
+        with pytest.raises(RuntimeError, match="planted"):
+            driver.engine.core.step()
+        driver.engine.check()
+        assert len(driver.scheduler.queues.waiting) == 3
+        driver.seen.clear()
+        check(driver, oracle, range(3))
+        assert prefilled(driver) == 55
