@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 
 class CacheRanks:
-    """Agreement of a replica's ranks and rank 0, which plans for it; see `Agreement`.
+    """Ranks of a replica, each with a part of its cache's entries, and rank 0, which plans for it; see `Agreement`.
 
     Args:
-        group: These ranks.
+        planning: Group of the replica's ranks and rank 0.
+        writing: Group of the replica's ranks; None on another rank, and if the replica has a single one.
         ranks: Ranks of the replica, the leader first.
         rank: This rank.
 
@@ -41,8 +42,10 @@ class CacheRanks:
         position: Place of this rank among those of the replica; None for rank 0 if it belongs to another one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> None:
-        self._group, self._leader = group, ranks[0]
+    def __init__(
+        self, planning: dist.ProcessGroup, writing: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
+    ) -> None:
+        self._planning, self._writing, self._leader = planning, writing, ranks[0]
         self.leads = rank == self._leader
         self.position = ranks.index(rank) if rank in ranks else None
 
@@ -50,20 +53,25 @@ class CacheRanks:
         """Return the leader's value, which can be pickled; see `Agreement`."""
         found = [value]
         with _lost_ranks():
-            dist.broadcast_object_list(found, self._leader, group=self._group)
+            dist.broadcast_object_list(found, self._leader, group=self._planning)
         return found[0]  # type: ignore[return-value]  # the leader gives one
 
-    def least(self, numbers: Sequence[int], seconds: float | None = None) -> list[int]:
+    def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the least numbers of all ranks; see `Agreement`."""
         row = torch.tensor(numbers, dtype=torch.int64)
         with _lost_ranks():
-            work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._group, async_op=True)
-            assert work is not None, "the call is asynchronous"
-            if seconds is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=seconds))
+            dist.all_reduce(row, dist.ReduceOp.MIN, group=self._planning)
         return [int(one) for one in row.tolist()]
+
+    def least_written(self, number: int, seconds: float) -> int:
+        """Return the least number of the replica's ranks; see `Agreement`."""
+        row = torch.tensor([number], dtype=torch.int64)
+        if self._writing is not None:
+            with _lost_ranks():
+                work = dist.all_reduce(row, dist.ReduceOp.MIN, group=self._writing, async_op=True)
+                assert work is not None, "the call is asynchronous"
+                work.wait(timedelta(seconds=seconds))
+        return int(row)
 
 
 @contextmanager

@@ -68,8 +68,9 @@ class ParallelContext:
         self.places = tuple(self.gather(here))
         self.link = Link(self._all_ranks)
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the replicas that concern this rank, with rank 0
+        self._writing_groups: dict[int, dist.ProcessGroup | None] | None = None  # of the replicas, once they are used
         for replica in range(self.replicas):
-            ranks = sorted({0, *(place.rank for place in self.places if place.replica == replica)})
+            ranks = sorted({0, *self._ranks_of(replica)})
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             if here.rank in ranks:
                 self._groups[replica] = group
@@ -82,7 +83,7 @@ class ParallelContext:
     @property
     def first_replica(self) -> Sequence[int]:
         """Ranks of the first replica."""
-        return [place.rank for place in self.places if place.replica == 0]
+        return self._ranks_of(0)
 
     @property
     def heartbeat(self) -> float:
@@ -110,9 +111,24 @@ class ParallelContext:
         return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor
 
     def cache_ranks(self, replica: int) -> CacheRanks:
-        """Return the ranks that keep the cache of a replica, on each of them and on rank 0."""
-        ranks = [place.rank for place in self.places if place.replica == replica]
-        return CacheRanks(self._groups[replica], ranks, self.here.rank)
+        """Return the ranks that keep the cache of a replica, on each of them and on rank 0.
+
+        All ranks make the first call together, since it creates process groups.
+        """
+        if self._writing_groups is None:
+            self._writing_groups = {number: self._writing_group(number) for number in range(self.replicas)}
+        ranks = self._ranks_of(replica)
+        return CacheRanks(self._groups[replica], self._writing_groups[replica], ranks, self.here.rank)
+
+    def _writing_group(self, replica: int) -> dist.ProcessGroup | None:
+        ranks = self._ranks_of(replica)
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(ranks, backend="gloo", timeout=timedelta(minutes=self._minutes))
+        return group if self.here.rank in ranks else None
+
+    def _ranks_of(self, replica: int) -> list[int]:
+        return [place.rank for place in self.places if place.replica == replica]
 
     def ask_all(self, question: Callable[[], T]) -> Sequence[T]:
         """Return each rank's answer, in order of rank.

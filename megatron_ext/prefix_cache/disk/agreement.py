@@ -22,18 +22,21 @@ class Agreement(Protocol):
     leads: bool
 
     def from_leader(self, value: T | None) -> T:
-        """Return the value that the leader has given; those of other ranks are ignored.
+        """Return the value that the leader has given, also on a rank that only plans; other values are ignored.
 
         Raises:
-            LostRanksError: A rank has failed, or does not answer; also the next one.
+            LostRanksError: A rank has failed, or does not answer; also the next two.
         """
 
-    def least(self, numbers: Sequence[int], seconds: float | None = None) -> list[int]:
-        """Return the least of the numbers that the ranks have given for each place.
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """Return the least number for each place, also on a rank that only plans; each gives equally many."""
+
+    def least_written(self, number: int, seconds: float) -> int:
+        """Return the least number of the ranks that have a part of the entries.
 
         Args:
-            numbers: Equally many on each rank.
-            seconds: Time to wait for the others; by default as long as anywhere.
+            number: Number of this rank.
+            seconds: Time to wait for the others.
         """
 
 
@@ -47,6 +50,10 @@ class Alone:
         assert value is not None, "the leader gives one"
         return value
 
-    def least(self, numbers: Sequence[int], seconds: float | None = None) -> list[int]:
+    def least(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers; see `Agreement`."""
         return list(numbers)
+
+    def least_written(self, number: int, seconds: float) -> int:
+        """Return the number; see `Agreement`."""
+        return number

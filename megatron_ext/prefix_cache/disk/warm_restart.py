@@ -252,7 +252,7 @@ class WarmRestart:
         for start in range(0, len(order), DRAIN_WINDOW):
             window = order[start : start + DRAIN_WINDOW]
             written, reached = self._write_window(window, now - start * RANK_SECONDS, deadline)
-            (least,) = self._ranks.least([reached], max(0.0, deadline - time.monotonic()) + PATIENCE)
+            least = self._ranks.least_written(reached, max(0.0, deadline - time.monotonic()) + PATIENCE)
             for position in written:
                 if position >= least:
                     self._store.remove(window[position])

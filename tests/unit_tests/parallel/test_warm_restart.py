@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,15 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
+from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.models.build import build_model
-from megatron_ext.models.durable_cache import keep_cache, store_opener
+from megatron_ext.models.engine_args import EngineArgs, build_follower
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.parallel.parallel_context import ParallelContext
-from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.disk.control import ask_holder
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
 CONFIG = with_vocabulary(CONFIGS["hybrid"])
 TENSOR, PIPELINE = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)
+EXPERTS = dataclasses.replace(CONFIG, hybrid_override_pattern="M*E", num_experts=4, moe_ffn_hidden_size=16)
+SPREAD = ParallelConfig(expert_model_parallel_size=2)
 BATCHING = BatchingConfig(block_size=16, block_count=60, max_requests=4)
 PROMPTS = (SYSTEM + text(9, 3), SYSTEM + text(30, 4), OTHER)
 LATER = text(50, 21)
@@ -51,9 +53,15 @@ class Lived(NamedTuple):
     disk: dict
 
 
-def serve(engine: InferenceEngine) -> list[RequestRecord]:
-    """Serve the prompts one after the other."""
-    return [record for prompt in PROMPTS for record in engine.generate([prompt], PARAMS)]
+def serve(engine: InferenceEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[RequestRecord]:
+    """Serve prompts one after the other, each on all replicas."""
+    found: list[RequestRecord] = []
+    for turn in range(len(engine.core.replicas)):
+        for prompt in prompts:
+            engine.add_request(len(found), prompt, PARAMS, turn=turn)
+            while engine.has_unfinished_requests():
+                found += engine.step_modern()["finished_request_records"]
+    return found
 
 
 class Rank:
@@ -65,30 +73,24 @@ class Rank:
         fill(model, whole)
         self.context: ParallelContext = make_parallel_context(parallel)
         self.number = dist.get_rank()
-        self._parallel, self.directory = parallel, directory
-        self._loaded = LoadedModel(model, config, NullTokenizer(config.vocab_size), torch.float32, "test")
-        self.cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=0.05, snapshot_slots=20)
+        tokenizer = NullTokenizer(config.vocab_size)
+        self._loaded = LoadedModel(model, config, tokenizer, torch.float32, "test", packs_weights=False)
+        cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=0.05, snapshot_slots=20)
+        self._settings = EngineSettings(parallel=parallel, batching=BATCHING, cache=cache)
 
     def live(self, act: Callable[[InferenceEngine], list[RequestRecord]] = serve) -> Lived:
         """Start, serve on rank 0 as `act` does, and end."""
-        loaded = self._loaded
-        settings = loaded.model, loaded.config, loaded.tokenizer, BATCHING, self.cache
-        others = {"dtype": torch.float32, "parallel_context": self.context}
         if self.context.is_driver:
-            engine = build_engine(*settings, **others)
-            keep_cache(engine, loaded, b"weights", self.cache, self._parallel, self.context)
+            engine = EngineArgs(self._settings, self.context, loaded=self._loaded).build_engine()
             cached = engine.statistics().use.blocks_cached
             engine.check()
             records = act(engine)
             engine.check()
             engine.close()
-            tokens, skipped = (
-                [one.generated_tokens for one in records],
-                [one.skipped_prefill_token_count for one in records],
-            )
+            tokens = [one.generated_tokens for one in records]
+            skipped = [one.skipped_prefill_token_count for one in records]
             return Lived(tokens, skipped, cached, engine.core.disk.counts())
-        opener = store_opener(loaded, b"weights", self.cache, self._parallel, self.context)
-        worker: Worker = build_worker(*settings, **others, opener=opener)
+        worker = build_follower(self._settings, self.context, self._loaded, self._settings.cache)
         worker.follow()
         worker.scheduler.check()
         return Lived([], [], worker._disk.loaded, worker._disk.counts())
@@ -96,7 +98,8 @@ class Rank:
 
 def entries_of_rank_1(engine: InferenceEngine) -> int:
     """Return how many entries the other rank has on disk by its own account, without those of other layouts."""
-    handle = os.open(engine.core.disk._store.slot.path.parent / "slot-0-rank-1", os.O_RDONLY)
+    name = "slot-0-rank-1" if len(engine.core.replicas) == 1 else "slot-1"
+    handle = os.open(engine.core.disk._store.slot.path.parent / name, os.O_RDONLY)
     try:
         return int(str(ask_holder(handle, "list")["entries"])) - engine.core.disk.counts()["other_entries"]
     finally:
@@ -135,7 +138,7 @@ def begin_anew(engine: InferenceEngine) -> list[RequestRecord]:
     """Serve before and after a reset of the engine."""
     before = serve(engine)
     engine.reset()
-    return [*before, *engine.generate([LATER], PARAMS)]
+    return [*before, *serve(engine, [LATER])]
 
 
 def damage(slot: Path) -> None:
@@ -147,14 +150,18 @@ def damage(slot: Path) -> None:
 
 
 def live_often(
-    parallel: ParallelConfig, whole: Whole, directory: Path, forgets: Sequence[Callable[[InferenceEngine], None]]
+    parallel: ParallelConfig,
+    config: ModelConfig,
+    whole: Whole,
+    slots: Sequence[Path],
+    forgets: Sequence[Callable[[InferenceEngine], None]],
 ) -> dict[str, Lived]:
-    """Live several times: one start finds what the one before has left."""
-    rank = Rank(parallel, CONFIG, whole, directory)
+    """Live several times: one start finds what the one before has left, in the slot of each rank."""
+    rank = Rank(parallel, config, whole, slots[0].parent)
     found = {"cold": rank.live(lambda engine: serve(engine) + serve(engine)), "warm": rank.live()}
     dist.barrier()
     if rank.number == 1:
-        damage(directory / "slot-0-rank-1")
+        damage(slots[1])
     dist.barrier()
     found["damaged"] = rank.live()
     for how in forgets:
@@ -164,10 +171,12 @@ def live_often(
     return found
 
 
-def assert_restarted(lives: Sequence[dict[str, Lived]], forgets: Sequence[Callable[[InferenceEngine], None]]) -> None:
+def assert_restarted(
+    lives: Sequence[dict[str, Lived]], forgets: Sequence[Callable[[InferenceEngine], None]], replicas: int = 1
+) -> None:
     first, other = lives
     cold, warm, damaged = first["cold"], first["warm"], first["damaged"]
-    count = len(PROMPTS)
+    count = len(PROMPTS) * replicas
     assert (cold.cached, cold.skipped[0]) == (0, 0)
     assert all(cold.skipped[count:])
     assert warm.skipped == cold.skipped[count:]
@@ -176,7 +185,7 @@ def assert_restarted(lives: Sequence[dict[str, Lived]], forgets: Sequence[Callab
     assert 0 < damaged.cached < warm.cached
     assert (damaged.disk["drops"], other["damaged"].disk["drops"].keys()) == ({}, {"checksum"})
     for name in first:
-        assert first[name].disk["loaded"] == other[name].disk["loaded"], name
+        assert replicas > 1 or first[name].disk["loaded"] == other[name].disk["loaded"], name
     for how in forgets:
         before, after = first[f"before {how.__name__}"], first[f"after {how.__name__}"]
         assert before.tokens[:count] == after.tokens == warm.tokens
@@ -184,15 +193,18 @@ def assert_restarted(lives: Sequence[dict[str, Lived]], forgets: Sequence[Callab
         assert (after.cached, after.skipped[0]) == (0, 0)
 
 
-@pytest.fixture(scope="module")
-def whole() -> Whole:
-    return whole_parameters(build_slow_decay(CONFIG))
+def test_ranks_keep_one_cache(tmp_path):
+    """DC-4: with TP 2, and then with PP 2, which finds nothing of the other layout."""
+    whole, directory = whole_parameters(build_slow_decay(CONFIG)), tmp_path / "cache"
+    slots = [directory / "slot-0", directory / "slot-0-rank-1"]
+    for sizes, forgets in ((TENSOR, [reset, suspend]), (PIPELINE, [change])):
+        assert_restarted(run_ranks(live_often, 2, sizes, CONFIG, whole, slots, forgets), forgets)
+        assert sorted(directory.iterdir()) == [directory / "prefix_cache_marker", *slots]
 
 
-def test_ranks_keep_one_cache(whole, tmp_path):
-    """DC-4: with TP 2, and then with PP 2, which finds nothing of the other layout and says so once."""
-    directory = tmp_path / "cache"
-    assert_restarted(run_ranks(live_often, 2, TENSOR, whole, directory, [reset, suspend]), [reset, suspend])
-    assert sorted(os.listdir(directory)) == ["prefix_cache_marker", "slot-0", "slot-0-rank-1"]
-    assert_restarted(run_ranks(live_often, 2, PIPELINE, whole, directory, [change]), [change])
-    assert sorted(os.listdir(directory)) == ["prefix_cache_marker", "slot-0", "slot-0-rank-1"]
+def test_replicas_that_share_experts_keep_their_caches(tmp_path):
+    """DC-4: each replica has a slot; rank 0 plans for all of them."""
+    whole, directory = whole_parameters(build_slow_decay(EXPERTS)), tmp_path / "cache"
+    slots = [directory / "slot-0", directory / "slot-1"]
+    assert_restarted(run_ranks(live_often, 2, SPREAD, EXPERTS, whole, slots, [reset]), [reset], replicas=2)
+    assert sorted(directory.iterdir()) == [directory / "prefix_cache_marker", *slots]
