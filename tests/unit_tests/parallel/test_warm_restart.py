@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import itertools
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,13 +26,15 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.engine_args import EngineArgs, build_follower
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.prefix_cache.disk import store, warm_restart
 from megatron_ext.prefix_cache.disk.control import ask_holder
+from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.parallel_contexts import CPU
-from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.ranks import run_ranks, run_world
 from tests.unit_tests.support.scenario import OTHER, SYSTEM, text, with_vocabulary
 from tests.unit_tests.support.spread import Whole, fill, whole_parameters
 
@@ -40,6 +46,7 @@ EXPERTS = dataclasses.replace(CONFIG, hybrid_override_pattern="M*E", num_experts
 SPREAD = ParallelConfig(expert_model_parallel_size=2)
 BATCHING = BatchingConfig(block_size=16, block_count=60, max_requests=4)
 PROMPTS = (SYSTEM + text(9, 3), SYSTEM + text(30, 4), OTHER)
+DRAIN, PATIENCE = 1.0, 1.0  # seconds
 LATER = text(50, 21)
 PARAMS = RequestParams(num_tokens_to_generate=5)
 
@@ -67,7 +74,9 @@ def serve(engine: InferenceEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -
 class Rank:
     """One rank of a world, whose engine is started and ended several times around one model."""
 
-    def __init__(self, parallel: ParallelConfig, config: ModelConfig, whole: Whole, directory: Path) -> None:
+    def __init__(
+        self, parallel: ParallelConfig, config: ModelConfig, whole: Whole, directory: Path, **cache: object
+    ) -> None:
         platform.initialize(parallel)
         model = build_model(config, device=CPU, parallel=parallel)
         fill(model, whole)
@@ -75,8 +84,8 @@ class Rank:
         self.number = dist.get_rank()
         tokenizer = NullTokenizer(config.vocab_size)
         self._loaded = LoadedModel(model, config, tokenizer, torch.float32, "test", packs_weights=False)
-        cache = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=0.05, snapshot_slots=20)
-        self._settings = EngineSettings(parallel=parallel, batching=BATCHING, cache=cache)
+        settings = {"prefix_cache_dir": str(directory), "prefix_cache_disk_gb": 0.05, "snapshot_slots": 20} | cache
+        self._settings = EngineSettings(parallel=parallel, batching=BATCHING, cache=CacheConfig(**settings))
 
     def live(self, act: Callable[[InferenceEngine], list[RequestRecord]] = serve) -> Lived:
         """Start, serve on rank 0 as `act` does, and end."""
@@ -193,9 +202,14 @@ def assert_restarted(
         assert (after.cached, after.skipped[0]) == (0, 0)
 
 
-def test_ranks_keep_one_cache(tmp_path):
+@pytest.fixture(scope="module")
+def whole() -> Whole:
+    return whole_parameters(build_slow_decay(CONFIG))
+
+
+def test_ranks_keep_one_cache(whole, tmp_path):
     """DC-4: with TP 2, and then with PP 2, which finds nothing of the other layout."""
-    whole, directory = whole_parameters(build_slow_decay(CONFIG)), tmp_path / "cache"
+    directory = tmp_path / "cache"
     slots = [directory / "slot-0", directory / "slot-0-rank-1"]
     for sizes, forgets in ((TENSOR, [reset, suspend]), (PIPELINE, [change])):
         assert_restarted(run_ranks(live_often, 2, sizes, CONFIG, whole, slots, forgets), forgets)
@@ -208,3 +222,39 @@ def test_replicas_that_share_experts_keep_their_caches(tmp_path):
     slots = [directory / "slot-0", directory / "slot-1"]
     assert_restarted(run_ranks(live_often, 2, SPREAD, EXPERTS, whole, slots, [reset]), [reset], replicas=2)
     assert sorted(directory.iterdir()) == [directory / "prefix_cache_marker", *slots]
+
+
+def live_with_trouble(parallel: ParallelConfig, whole: Whole, directory: Path, trouble: str | None) -> Lived:
+    """Live once; at its third write at the end the other rank is killed, or comes too late."""
+    rank = Rank(parallel, CONFIG, whole, directory, prefix_cache_drain_seconds=DRAIN)
+    put, left = DataFile._put, itertools.count(-2)
+
+    def put_or_fail(file: DataFile, position: int, piece: memoryview) -> None:
+        if next(left) == 0:
+            if trouble == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            with (directory / "slot-0" / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # held by the other rank, until it waits no more
+        put(file, position, piece)
+
+    fails = put_or_fail if trouble is not None and rank.number == 1 else put
+    with (
+        mock.patch.object(DataFile, "_put", fails),
+        mock.patch.object(store, "PENDING_BYTES", 1),  # each entry is committed
+        mock.patch.multiple(warm_restart, DRAIN_WINDOW=2, PATIENCE=PATIENCE),
+    ):
+        return rank.live()
+
+
+@pytest.mark.parametrize("trouble", ["killed", "late"])
+def test_a_rank_that_is_lost_while_it_writes(whole, tmp_path, trouble):
+    """DC-4: the other one ends; the next start finds what both have, and nothing else."""
+    directory = tmp_path / "cache"
+    first, other = run_world(live_with_trouble, 2, TENSOR, whole, directory, trouble)
+    assert first.is_ok, first.describe()
+    assert "another rank has failed, or does not answer: the writing ends" in first.stderr
+    assert other.exit_code == (-signal.SIGKILL if trouble == "killed" else 0), other.describe()
+    again, beside = run_ranks(live_with_trouble, 2, TENSOR, whole, directory, None)
+    assert again.tokens == first.value.tokens
+    assert 0 < again.disk["loaded"] == beside.disk["loaded"] < 12
+    assert not set(again.disk["drops"]) | set(beside.disk["drops"])
