@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_ext.errors import RankError as RankError
     from megatron_ext.errors import RequestFailed as RequestFailed
     from megatron_ext.errors import SilentWeightChange as SilentWeightChange
+    from megatron_ext.errors import WeightUpdateError as WeightUpdateError
     from megatron_ext.scheduling.record import RequestRecord as RequestRecord
     from megatron_ext.scheduling.record import Status as Status
 
@@ -54,6 +55,7 @@ _HOMES = {
     "RequestRecord": "scheduling.record",
     "RequestStream": "api.stream",
     "SilentWeightChange": "errors",
+    "WeightUpdateError": "errors",
     "Status": "scheduling.record",
     "StreamPart": "api.stream",
     "add_inference_args": "api.inference_args",

@@ -80,6 +80,21 @@ class SilentWeightChange(RuntimeError):
     """Weights of an attached model that were written without a trace, and without `weights_changed()` after it."""
 
 
+class WeightUpdateError(RuntimeError):
+    """Failure of a weight update after its first write.
+
+    Args:
+        message: The failure.
+        is_restored: True if the old weights have been written back. Otherwise the weights are of no version, and
+            nothing is computed until a complete update succeeds.
+    """
+
+    def __init__(self, message: str, *, is_restored: bool) -> None:
+        outcome = "the old weights are back" if is_restored else "write all weights again, or load a new engine"
+        super().__init__(f"new weights could not be written: {message}; {outcome}")
+        self.is_restored = is_restored
+
+
 class EngineSuspended(RuntimeError):
     """Raised for a step of a suspended engine."""
 

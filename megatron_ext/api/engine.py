@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial as partial_call
 from types import TracebackType
 from typing import TypeVar, overload
 
@@ -15,13 +16,16 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.naming import Naming
+from megatron_ext.models.update.ranks import RankWeights
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
+from megatron_ext.parallel.commands import WeightsCommand
+from megatron_ext.parallel.driver import Driver
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 
@@ -37,9 +41,10 @@ class LoadedEngine:
     Args:
         engine: Engine of the model; no other code may call it from now on.
         loaded: The model.
-        naming: Tensor names of the format that the model was loaded from; None if it is sharded over ranks.
+        naming: Tensor names of the format that the model was loaded from; None for a model of the caller.
         defaults: Parameters of requests without `RequestParams`.
         on_close: Called once, after the engine has been closed.
+        ranks: Updates of the weights of all ranks; None for a world of one.
     """
 
     def __init__(
@@ -49,11 +54,12 @@ class LoadedEngine:
         naming: Naming | None,
         defaults: RequestParams,
         on_close: Callable[[], None],
+        ranks: RankWeights | None = None,
     ) -> None:
         assert loaded.config.vocab_size is not None, "a model has been built of it"
         self._engine = engine
         self._loaded = loaded
-        self._naming = naming
+        self._naming, self._ranks = naming, ranks
         grammars = engine.controller.grammars
         self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
         self._client = EngineClient(engine.core)
@@ -183,6 +189,7 @@ class LoadedEngine:
         partial: bool = False,
         in_flight: str = "recompute",
         weights_version: int | None = None,
+        keep_old: bool = False,
     ) -> None:
         """Write new weights in place, all or nothing, between two steps; the cache is emptied.
 
@@ -208,31 +215,53 @@ class LoadedEngine:
                 wait; "abort": they end as `ABORTED`, with the tokens that they have; "continue": they go on with the
                 keys, values and states of the old weights, which are not cached.
             weights_version: Number of the new weights in records; one more than the last one's if missing.
+            keep_old: Whether to copy the old weights first, so that a failure restores them.
 
         Raises:
             ConfigError: A name is unknown or missing, or a shape or type differs; names the tensor. Nothing has been
                 written, and no request has ended.
+            WeightUpdateError: A write has failed. Without `keep_old` all requests end as `FAILED`, and none is taken
+                until a complete update succeeds.
         """
         chosen, naming = InFlight.read(in_flight), self._names()
         check_version(weights_version)
         call = self._client.call_when_idle if chosen is InFlight.FINISH else self._client.call
-        call(self._update_weights, named_tensors, naming, partial, chosen, weights_version).result()
+        write = partial_call(self._write_weights, named_tensors, naming, partial=partial, keep_old=keep_old)
+        call(self._update_weights, write, chosen, weights_version, not partial).result()
 
     def _update_weights(
-        self, named_tensors: NamedTensors, naming: Naming, partial: bool, in_flight: InFlight, version: int | None
+        self, write: Callable[[], None], in_flight: InFlight, version: int | None, is_complete: bool
     ) -> None:
-        self._engine.core.land()
-        update_weights(self._loaded.model, naming, named_tensors, partial=partial)
-        self._engine.core.weights_changed(in_flight, version)
+        core = self._engine.core
+        core.land()
+        try:
+            write()
+        except WeightUpdateError as error:
+            core.weights_failed(error)
+            raise
+        core.weights_changed(in_flight, version, is_complete=is_complete)
+
+    def _write_weights(self, named_tensors: NamedTensors, naming: Naming, *, partial: bool, keep_old: bool) -> None:
+        if self._ranks is None:
+            update_weights(self._loaded.model, naming, named_tensors, partial=partial, keep_old=keep_old)
+        else:
+            self._ranks.lead(named_tensors, self._tell, partial=partial, keep_old=keep_old)
+
+    def _tell(self, command: WeightsCommand) -> None:
+        workers = self._engine.core.workers
+        assert isinstance(workers, Driver), "there are several ranks"
+        workers.tell(command)
 
     def _names(self) -> Naming:
-        if self._naming is None:
-            raise ConfigError("weights of an engine of several ranks cannot be updated; load a new engine")
+        assert self._naming is not None, "an engine that was loaded has names"
         return self._naming
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that `update_weights` takes, by name."""
-        return weight_shapes(self._loaded.model, self._names())
+        naming, ranks = self._names(), self._ranks
+        if ranks is not None:
+            return dict(self._call(ranks.shapes, self._tell))
+        return weight_shapes(self._loaded.model, naming)
 
     def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:
         """Empty the cache after other code has written the model's weights in place.

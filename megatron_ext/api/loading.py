@@ -72,7 +72,7 @@ def quiet_imports() -> Iterator[None]:
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.engine_args import EngineArgs
+    from megatron_ext.models.engine_args import EngineArgs, rank_weights
     from megatron_ext.models.generation_defaults import request_defaults
     from megatron_ext.models.update.naming import naming_of
 
@@ -80,8 +80,9 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
     with contextlib.ExitStack() as stack:
         parallel_context = stack.enter_context(_joined_ranks(settings, leads=True))
         args = EngineArgs(settings, parallel_context)
-        naming = None if parallel_context is not None else naming_of(settings.source, args.loaded.config)
-        return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave)
+        ranks = None if parallel_context is None else rank_weights(settings, parallel_context, args.loaded)
+        naming = naming_of(settings.source, args.loaded.config)
+        return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave, ranks)
 
 
 def _follow(settings: InferenceSettings) -> None:

@@ -24,7 +24,7 @@ from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.workers import NoWorkers, Workers
-from megatron_ext.errors import ConfigError, EngineSuspended
+from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.counters import Counters
@@ -72,6 +72,7 @@ class EngineCore:
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
         self.is_suspended = False
+        self.update_error: WeightUpdateError | None = None  # of the last one, if the weights are of no version
         self.weights_version = 0  # of the weights that requests are computed with
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = lambda: None  # while the device computes; may only add requests
@@ -282,16 +283,29 @@ class EngineCore:
             replica.scheduler.reset_prefix_cache()
         self.workers.meet()
 
-    def weights_changed(self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None) -> None:
+    def weights_changed(
+        self, in_flight: InFlight = InFlight.RECOMPUTE, version: int | None = None, *, is_complete: bool = True
+    ) -> None:
         """Handle an in-place change of the model's weights: the prefix cache is emptied.
 
         Args:
             in_flight: What becomes of requests in flight; those that were to finish have done so before the change.
             version: Version of the new weights; one more than the last if missing.
+            is_complete: Whether all weights are of that version; if a failed update left them of none, they are again.
         """
+        if is_complete:
+            self.update_error = None
         self.resources.mark_new_weights()
         self.resources.has_new_weights()  # so that the next step does not detect them again
         self._use_new_weights(in_flight, version)
+
+    def weights_failed(self, error: WeightUpdateError) -> None:
+        """Handle an update that failed after its first write: unless the old weights are back, all requests fail."""
+        if not error.is_restored:
+            self.update_error = error
+            for request in self.output.requests():
+                self.output.fail(request, error)
+        self.weights_changed(version=self.weights_version, is_complete=False)
 
     def continue_from(self, version: int) -> None:
         """Set the version of the weights of a core without requests, in the place of one that had it."""
@@ -300,7 +314,13 @@ class EngineCore:
             replica.ahead.weights_version = version
 
     def check_weights(self) -> None:
-        """Check the weights before requests are added; see `ModelResources`."""
+        """Check the weights before requests are added; see `ModelResources`.
+
+        Raises:
+            WeightUpdateError: An update failed, and none has succeeded since.
+        """
+        if self.update_error is not None:
+            raise self.update_error
         self.resources.check_weights(is_caching=self.is_caching)
 
     def _notice_new_weights(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.routing import RoutingConfig
@@ -14,6 +15,8 @@ from megatron_ext.mcore.assemble import build_engine, build_worker, compile_oper
 from megatron_ext.models.durable_cache import keep_cache, store_opener, write_audit_reports
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
+from megatron_ext.models.update.naming import naming_of
+from megatron_ext.models.update.ranks import RankWeights
 from megatron_ext.models.weights_digest import weights_digest
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -139,7 +142,7 @@ def build_follower(
     opener = None
     if cache.is_durable:  # before anything packs the weights
         opener = store_opener(loaded, weights_digest(loaded), cache, settings.parallel, parallel_context)
-    return build_worker(
+    worker = build_worker(
         loaded.model,
         loaded.config,
         loaded.tokenizer,
@@ -151,6 +154,13 @@ def build_follower(
         packs_weights=_packs_weights(settings, loaded),
         opener=opener,
     )
+    worker.on_weights = rank_weights(settings, parallel_context, loaded).obey
+    return worker
+
+
+def rank_weights(settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel) -> RankWeights:
+    """Return this rank's part of the weights, for updates that all ranks make together."""
+    return RankWeights(loaded, partial(naming_of, settings.source, loaded.config), parallel_context)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Status
@@ -90,19 +91,46 @@ class Allow:
     masks: Masks
 
 
+TensorSpec: TypeAlias = tuple[str, tuple[int, ...], str]
+"""Name, shape and type of a tensor, the type by its name in torch."""
+
+
+@dataclass(frozen=True)
+class DescribeWeights:
+    """Question for the parts of the weights that each rank has; all ranks exchange the answers."""
+
+
+@dataclass(frozen=True)
+class UpdateWeights:
+    """Update of the weights; the tensors follow, bucket by bucket.
+
+    Attributes:
+        tensors: Whole tensors that the first rank has.
+        partial: Whether other tensors of the model stay.
+        keep_old: Whether the ranks keep what is to be written, until all have succeeded.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    partial: bool
+    keep_old: bool
+
+
+WeightsCommand: TypeAlias = DescribeWeights | UpdateWeights
 Command = (
     Add
     | Allow
+    | DescribeWeights
     | End
     | KeepCache
     | OpenStore
     | Propose
     | Quarantine
     | ResetPrefixCache
-    | WeightsChanged
-    | Suspend
     | Resume
     | StartAnew
+    | Suspend
+    | UpdateWeights
+    | WeightsChanged
 )
 
 

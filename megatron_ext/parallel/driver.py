@@ -71,6 +71,12 @@ class Driver:
         for scheduler in self._schedulers:
             scheduler.note(Resume())
 
+    def tell(self, command: Command) -> None:
+        """Send a command for all replicas at once; see `Workers.tell`."""
+        for scheduler in self._schedulers:
+            scheduler.note(command)
+        self._tell(Action.IDLE)
+
     def meet(self) -> None:
         """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`."""
         if not self.has_stores:
@@ -83,12 +89,12 @@ class Driver:
 
     def open_stores(self) -> None:
         """Send the command; see `Workers.open_stores`."""
-        self._tell_all(OpenStore())
+        self.tell(OpenStore())
 
     def keep_cache(self) -> bool:
         """Send the command, if the workers follow; see `Workers.keep_cache`."""
         if self.has_stores and self._follow:
-            self._tell_all(KeepCache())
+            self.tell(KeepCache())
         return self._follow
 
     def stop(self) -> bool:
@@ -103,12 +109,6 @@ class Driver:
     def _follow(self) -> bool:
         """True if the workers wait for the next batch."""
         return not self._is_over and not self._is_released
-
-    def _tell_all(self, command: Command) -> None:
-        """Send one command to all workers now."""
-        for scheduler in self._schedulers:
-            scheduler.note(command)
-        self._tell(Action.IDLE)
 
     def step_error(self, error: Exception) -> Exception:
         """Convert an error of a step to a RankError; see `Workers.step_error`."""

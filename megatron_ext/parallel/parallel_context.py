@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
@@ -148,6 +149,10 @@ class ParallelContext:
             all_alike = len({str(one) for _, one in mistakes}) == 1 and len(mistakes) == len(answers)
             raise ConfigError(str(mistake) if all_alike else f"rank {rank}: {mistake}")
         return [one for one in answers if not isinstance(one, ConfigError)]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Fill a tensor in host memory on all ranks with the first rank's values; shape and type are equal on all."""
+        dist.broadcast(tensor, 0, group=self._all_ranks)
 
     def gather(self, one: T) -> list[T]:
         """Return what each rank has given, in order of rank."""

@@ -12,6 +12,7 @@ from megatron_ext.parallel.commands import (
     Allow,
     Batch,
     Command,
+    DescribeWeights,
     End,
     KeepCache,
     OpenStore,
@@ -21,7 +22,9 @@ from megatron_ext.parallel.commands import (
     Resume,
     StartAnew,
     Suspend,
+    UpdateWeights,
     WeightsChanged,
+    WeightsCommand,
 )
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
@@ -66,7 +69,10 @@ class Worker:
     Attributes:
         open_store: Opens the store of this rank's part of a cache, and puts back what it has; None if it cannot be
             used, or the ranks' caches have no stores.
+        on_weights: Obeys commands for the weights of this rank; set before the first one.
     """
+
+    on_weights: Callable[[WeightsCommand], None]
 
     def __init__(
         self,
@@ -145,6 +151,8 @@ class Worker:
                 self._disk.weights_changed()
             self._memory.mark_new_weights()
             self.scheduler.weights_changed(restarts=command.restarts)
+        elif isinstance(command, DescribeWeights | UpdateWeights):
+            self.on_weights(command)
         elif isinstance(command, OpenStore):
             self._disk = self.open_store(self.scheduler.cache)
         else:

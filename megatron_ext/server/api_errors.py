@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.server.log import printable
 
 logger = logging.getLogger(__name__)
@@ -252,6 +252,7 @@ def install_error_handlers(app: FastAPI) -> None:
     handlers: dict[type[Exception], Callable[..., Awaitable[Response]]] = {
         ApiError: _api_error,
         ConfigError: _refused,
+        WeightUpdateError: _without_weights,
         RequestValidationError: _bad_fields,
         HTTPException: _http_error,
         ClientGone: _client_gone,
@@ -269,6 +270,10 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 async def _refused(_: Request, error: ConfigError) -> Response:
     return ApiError(400, str(error)).to_response()
+
+
+async def _without_weights(_: Request, error: WeightUpdateError) -> Response:
+    return ApiError(503, str(error), kind=FAULT, code="weights_not_written").to_response()
 
 
 async def _client_gone(*_: object) -> Response:

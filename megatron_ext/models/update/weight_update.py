@@ -3,27 +3,73 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.checkpoint.weight_shards import writable_tensors
+from megatron_ext.engine.error_isolation import describe
+from megatron_ext.errors import ConfigError, WeightUpdateError
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors, writable_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shape
+from megatron_ext.runner.out_of_memory import is_out_of_memory
 
 _NAMES_SHOWN = 4
 
 
 def weight_shapes(model: nn.Module, naming: Naming) -> dict[str, Shape]:
     """Return the names and shapes of the tensors that `update_weights` takes."""
-    recipes = naming.recipes({name: tuple(one.shape) for name, one in saved_tensors(model).items()}, ())
+    return recipe_shapes(naming.recipes({name: tuple(one.shape) for name, one in saved_tensors(model).items()}, ()))
+
+
+def recipe_shapes(recipes: Mapping[str, Recipe]) -> dict[str, Shape]:
+    """Return the names and shapes of the parts of all recipes."""
     return {name: shape for recipe in recipes.values() for name, shape in recipe.parts.items()}
 
 
-def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, partial: bool = False) -> None:
+def chosen_recipes(recipes: Mapping[str, Recipe], shapes: Mapping[str, Shape], *, partial: bool) -> dict[str, Recipe]:
+    """Return the recipes of the tensors of the model that the given ones make.
+
+    Args:
+        recipes: Recipes of all tensors of the model.
+        shapes: Shapes of the given tensors, by name.
+        partial: Allow missing tensors.
+
+    Raises:
+        ConfigError: A name is unknown or missing, or a shape is wrong.
+    """
+    _require_names(recipes, shapes, partial=partial)
+    chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(shapes)}
+    _require_shapes(chosen, shapes)
+    return chosen
+
+
+def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
+    """Return copies of a model's tensors of these names, from which `write_back` restores them.
+
+    Raises:
+        ConfigError: There is no memory for them.
+    """
+    try:
+        return {name: one.detach().clone() for name, one in model_tensors(model).items() if name in names}
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError("there is no memory for a copy of the old weights; leave keep_old out") from None
+
+
+def write_back(model: nn.Module, old: Mapping[str, Tensor]) -> None:
+    """Write the copies of `kept_copies` back into the model."""
+    with torch.no_grad():
+        for name, target in writable_tensors(model, old).items():
+            target.copy_(old[name])
+
+
+def update_weights(
+    model: nn.Module, naming: Naming, given: NamedTensors, *, partial: bool = False, keep_old: bool = False
+) -> None:
     """Write weights into a model, in the types of its parameters.
 
     Tensors are converted and moved first, which takes up to the memory of the given tensors. The copies into the model
@@ -34,20 +80,26 @@ def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, par
         naming: Naming of the format that the model was loaded from.
         given: Tensors by name.
         partial: Allow missing tensors; the parts of one tensor of the model must come together.
+        keep_old: Copy what is to be written first, so that a failure leaves the old weights.
 
     Raises:
         ConfigError: A name is unknown or missing, or a shape or type is wrong. Nothing has been written.
+        WeightUpdateError: A write has failed.
     """
     targets = saved_tensors(model)
     with torch.no_grad():
         tensors = naming.sorted_out(read_named_tensors(given))
         recipes = naming.recipes({name: tuple(target.shape) for name, target in targets.items()}, tensors)
-        _require_names(recipes, tensors, partial=partial)
-        chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(tensors)}
-        _require_shapes(chosen, tensors)
+        chosen = chosen_recipes(recipes, {name: tuple(one.shape) for name, one in tensors.items()}, partial=partial)
         ready = {name: _made(recipe, tensors, targets[name]) for name, recipe in chosen.items()}
-        for name, target in writable_tensors(model, ready).items():
-            target.copy_(ready[name])
+        old = kept_copies(model, ready) if keep_old else {}
+        try:
+            for name, target in writable_tensors(model, ready).items():
+                target.copy_(ready[name])
+        except Exception as error:
+            if keep_old:
+                write_back(model, old)
+            raise WeightUpdateError(describe(error), is_restored=keep_old) from error
 
 
 def _made(recipe: Recipe, tensors: Mapping[str, Tensor], target: Tensor) -> Tensor:
@@ -57,7 +109,7 @@ def _made(recipe: Recipe, tensors: Mapping[str, Tensor], target: Tensor) -> Tens
     return made
 
 
-def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor], *, partial: bool) -> None:
+def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape], *, partial: bool) -> None:
     known = {name for recipe in recipes.values() for name in recipe.parts}
     unknown = sorted(tensors.keys() - known)
     if unknown:
@@ -77,11 +129,11 @@ def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor],
             raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
 
 
-def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor]) -> None:
+def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Shape]) -> None:
     for recipe in recipes.values():
         for name, shape in recipe.parts.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)}; the model's has {shape}")
+            if tensors[name] != shape:
+                raise ConfigError(f"{name} has shape {tensors[name]}; the model's has {shape}")
 
 
 def _shown(names: list[str]) -> str:

@@ -19,8 +19,9 @@ router = APIRouter()
 async def health(serving: ServerDependency) -> JSONResponse:
     """Return 200 while the engine steps without failing, 503 otherwise."""
     requests = serving.requests
-    is_healthy = requests.is_healthy
-    return JSONResponse({"status": requests.status, "errors": requests.error_count}, 200 if is_healthy else 503)
+    is_healthy = requests.is_healthy and serving.engine.core.update_error is None
+    status = requests.status if is_healthy else "failing"
+    return JSONResponse({"status": status, "errors": requests.error_count}, 200 if is_healthy else 503)
 
 
 for method in ("GET", "POST"):  # some platforms send POST

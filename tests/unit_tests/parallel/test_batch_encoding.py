@@ -11,6 +11,7 @@ from megatron_ext.parallel.commands import (
     Add,
     Allow,
     Batch,
+    DescribeWeights,
     End,
     Propose,
     Quarantine,
@@ -18,6 +19,7 @@ from megatron_ext.parallel.commands import (
     Resume,
     StartAnew,
     Suspend,
+    UpdateWeights,
     WeightsChanged,
 )
 from megatron_ext.scheduling.record import Status
@@ -62,4 +64,13 @@ def test_commands_that_need_a_second_message(told: str):
 
 def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*batch_encoding._SMALL, Add, Allow, Propose, Quarantine, WeightsChanged} == {*commands.Command.__args__}
+    assert {
+        *batch_encoding._SMALL,
+        Add,
+        Allow,
+        DescribeWeights,
+        Propose,
+        Quarantine,
+        UpdateWeights,
+        WeightsChanged,
+    } == {*commands.Command.__args__}

@@ -1,0 +1,133 @@
+"""RL-1: new weights on all ranks: tokens and log-probs are those of one rank that was loaded with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.models.update import ranks
+from megatron_ext.models.weight_files import WEIGHTS_FILE
+from tests.unit_tests.support.ranks import run_ranks
+
+SETTINGS = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_block_count": 200,
+    "inference_dynamic_batching_max_requests": 16,
+    "inference_dynamic_batching_prefix_caching_mamba_slots": 32,
+}
+SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
+PROMPTS = [SHARED + "When it fails", [5, 6, 7, 8], SHARED + "Packages are"]
+PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
+NORM = "decoder.final_norm.weight"
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(EMBEDDED_MODEL_DIR / WEIGHTS_FILE)
+    return {
+        name: one.float() * (1 + 0.1 * torch.randn(one.shape, generator=generator)) for name, one in weights.items()
+    }
+
+
+def outcomes(engine) -> list[tuple]:
+    return [(one.generated_tokens, one.generated_log_probs) for one in engine.generate(PROMPTS, PARAMS)]
+
+
+def fail_once(rank: int) -> None:
+    """Make the next write of the rank fail after the first bucket."""
+    write, calls = ranks.RankWeights._write, iter(range(10**6))
+
+    def failing(self, recipes, parts):
+        if next(calls) == 1:
+            raise ZeroDivisionError("planted")
+        write(self, recipes, parts)
+
+    if dist.get_rank() == rank:
+        ranks.RankWeights._write = failing
+
+
+def program(sizes: dict) -> object:
+    """Outcomes on rank 0: with the old weights, after a refusal, after each update, and after failures on rank 1."""
+    ranks.BUCKET_BYTES = 200_000
+    settings = SETTINGS | sizes
+    fail_once(1)
+    if dist.get_rank():
+        return follow_engine(**settings)
+    new = new_weights()
+    with load_engine(**settings) as engine:
+        seen = {"shapes": engine.weight_shapes(), "old": outcomes(engine)}
+        for wrong in ({NORM: torch.ones(3)}, {"decoder.layers.0.what": torch.ones(3)}):
+            with pytest.raises(ConfigError):
+                engine.update_weights(wrong, partial=True)
+        with pytest.raises(ConfigError, match="are missing"):
+            engine.update_weights({NORM: new[NORM]})
+        assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
+        seen["refused"] = outcomes(engine)
+        with pytest.raises(WeightUpdateError, match="rank 1: ZeroDivisionError: planted; write all weights again"):
+            engine.update_weights(new)
+        assert engine.statistics().use.blocks_cached == 0
+        with pytest.raises(WeightUpdateError):
+            engine.generate(PROMPTS, PARAMS)
+        engine.update_weights({NORM: new[NORM]}, partial=True)
+        with pytest.raises(WeightUpdateError):
+            engine.generate(PROMPTS, PARAMS)
+        engine.update_weights(new, weights_version=5)
+        seen["new"] = outcomes(engine)
+        assert engine.generate(PROMPTS[0], PARAMS)[0].weights_version == ((5, 10),)
+    return seen
+
+
+def restoring(sizes: dict) -> object:
+    """Outcomes on rank 0 with the old weights, and after a failed update that kept them."""
+    ranks.BUCKET_BYTES = 200_000
+    settings = SETTINGS | sizes
+    fail_once(1)
+    if dist.get_rank():
+        return follow_engine(**settings)
+    with load_engine(**settings) as engine:
+        before = outcomes(engine)
+        with pytest.raises(WeightUpdateError, match="the old weights are back"):
+            engine.update_weights(new_weights(), keep_old=True)
+        return before, outcomes(engine), engine.weights_version
+
+
+def assert_equal(got: list[tuple], want: list[tuple]) -> None:
+    for (tokens, log_probs), (wanted_tokens, wanted_log_probs) in zip(got, want, strict=True):
+        assert tokens == wanted_tokens
+        assert log_probs == pytest.approx(wanted_log_probs, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.worlds(smoke=True)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2},
+        pytest.param({"pipeline_model_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+)
+def test_equal_to_one_rank(sizes: dict):
+    """RL-1: whole tensors on the first rank reach all; mistakes change nothing; a failed write stops the engine."""
+    seen, _ = run_ranks(program, 2, sizes)
+    with load_engine(**SETTINGS) as engine:
+        assert seen["shapes"] == engine.weight_shapes()
+        old = outcomes(engine)
+        engine.update_weights(new_weights())
+        new = outcomes(engine)
+    assert_equal(seen["old"], old)
+    assert_equal(seen["refused"], old)
+    assert_equal(seen["new"], new)
+    with pytest.raises(AssertionError):
+        assert_equal(old, new)
+
+
+@pytest.mark.worlds
+def test_old_weights_are_restored():
+    """RL-1: keep_old pays for a copy, and a failed update leaves the old weights on all ranks."""
+    (before, after, version), _ = run_ranks(restoring, 2, {"tensor_model_parallel_size": 2})
+    assert_equal(after, before)
+    assert version == 0
