@@ -11,6 +11,7 @@ from functools import partial
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.in_flight import InFlight
+from megatron_ext.errors import WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import weights_version
 from megatron_ext.models.load import LoadedModel
@@ -81,5 +82,9 @@ class WeightsUpdater:
 
 def _write(new: NewWeights, engine: InferenceEngine, in_flight: InFlight, version: int | None) -> None:
     engine.core.land()
-    new.write()
+    try:
+        new.write()
+    except WeightUpdateError as error:
+        engine.core.weights_failed(error)
+        raise
     engine.core.weights_changed(in_flight, version)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint.weight_shards import model_tensors, writable_tensors
+from megatron_ext.engine.error_isolation import describe
+from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
@@ -30,6 +31,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     training_facts_of,
 )
 from megatron_ext.models.native.directory import has_header
+from megatron_ext.models.update.weight_update import write_back
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint
 
@@ -112,10 +114,15 @@ class NewWeights:
     tensors: Mapping[str, Tensor]
 
     def write(self) -> None:
-        """Copy the weights into the model, between two of its steps; this cannot fail. The caller empties the cache."""
-        with torch.no_grad():
-            for name, target in writable_tensors(self.model, self.tensors).items():
-                target.copy_(self.tensors[name])
+        """Copy the weights into the model, between two of its steps. The caller empties the cache.
+
+        Raises:
+            WeightUpdateError: A write has failed.
+        """
+        try:
+            write_back(self.model, self.tensors)
+        except Exception as error:
+            raise WeightUpdateError(describe(error), is_restored=False) from error
 
 
 def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: FieldValues, directory: Path) -> NewWeights:

@@ -61,7 +61,7 @@ def kept_copies(model: nn.Module, names: Container[str]) -> dict[str, Tensor]:
 
 
 def write_back(model: nn.Module, old: Mapping[str, Tensor]) -> None:
-    """Write the copies of `kept_copies` back into the model."""
+    """Write copies of a model's tensors, by its own names, back into it or into another model of equal shapes."""
     with torch.no_grad():
         for name, target in writable_tensors(model, old).items():
             target.copy_(old[name])

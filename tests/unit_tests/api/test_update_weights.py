@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, RequestRecord
+from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams, RequestRecord, WeightUpdateError
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.native.directory import CONFIG_FILE
+from megatron_ext.models.update import weight_update
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.ops.linear import Packable, onednn
 from megatron_ext.scheduling.record import Status
@@ -137,8 +138,9 @@ def test_requests_finish_first(new, fresh, load):
             while not engine._client._gate._calls:
                 pass
             late = threads.submit(outcomes, engine)
-            while not engine._client._gate._held:
+            while not engine._client._gate._held and engine.statistics().running + engine.statistics().waiting <= 3:
                 pass
+            assert engine._client._gate._held
             assert not update.done()
         assert [record.weights_version for record in running.result()] == [((0, 100),)] * 3
         update.result()
@@ -186,6 +188,45 @@ def test_requests_are_aborted(new, load):
             assert record.status is Status.ABORTED
             assert 0 < len(record.generated_tokens) == len(record.generated_log_probs) < 100
             assert record.weights_version == ((0, len(record.generated_tokens)),)
+
+
+@pytest.mark.parametrize("keep_old", [False, True])
+def test_a_write_that_fails(new, fresh, load, monkeypatch, keep_old):
+    """RL-1: requests end and none is taken until all weights are written, unless the old ones are back."""
+    engine = load()
+    old = outcomes(engine)
+    find, calls = weight_update.writable_tensors, iter(range(10))
+
+    def find_and_fail(model, names):
+        found = find(model, names)
+        if next(calls) == 0:
+            found |= {list(found)[-1]: torch.ones(1, 2, 3, 5)}  # which no weight can be copied to
+        return found
+
+    monkeypatch.setattr(weight_update, "writable_tensors", find_and_fail)
+    with ThreadPoolExecutor(1) as threads:
+        with held_steps(engine._client, tokens=5):
+            running = threads.submit(engine.generate, PROMPTS, LONG)
+            while not engine.statistics().running:
+                pass
+            with pytest.raises(WeightUpdateError, match="the old weights are back" if keep_old else "write all"):
+                engine.update_weights(new, keep_old=keep_old)
+            assert keep_old or engine.statistics().use.blocks_cached == 0
+        records = running.result()
+    if keep_old:
+        assert [record.status for record in records] == [Status.COMPLETED] * 3
+        assert_equal(outcomes(engine), old)
+        assert engine.weights_version == 0
+        return
+    assert [record.status for record in records] == [Status.FAILED] * 3
+    assert all(record.is_fault and record.generated_tokens for record in records)
+    name = "decoder.final_norm.weight"
+    for refused in (lambda: None, lambda: engine.update_weights({name: new[name]}, partial=True)):
+        refused()
+        with pytest.raises(WeightUpdateError):
+            engine.generate(PROMPTS, PARAMS)
+    engine.update_weights(new)
+    assert_equal(outcomes(engine), outcomes(fresh))
 
 
 def test_parts_of_streams_have_versions(new, load):

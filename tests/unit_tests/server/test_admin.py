@@ -20,6 +20,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
+from megatron_ext.models.update import disk
 from megatron_ext.models.update.disk import NewWeights, WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.api_keys import load_keys
@@ -371,6 +372,24 @@ class TestUpdate:
         assert {*versions} <= {before, before + 7}
         assert versions[-1] == (before if in_flight == "finish" else before + 7)
         assert prefixes == ([before] * len(versions) if in_flight == "continue" else versions)
+
+    def test_a_write_that_fails(self, server, monkeypatch):
+        """RL-1, SE-5: answers and health are 503 until weights are written; nothing of either version is cached."""
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("planted")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(disk, "write_back", fail)
+            answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
+        assert check_error(answer, 503)["code"] == "weights_not_written"
+        assert ask(server, "GET", "/health").status_code == 503
+        refused = ask(server, "POST", "/v1/completions", json={"prompt": PROMPT})
+        assert check_error(refused, 503)["code"] == "weights_not_written"
+        assert server.engine.statistics().use.blocks_cached == 0
+        assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": "old"}).status_code == 200
+        assert ask(server, "GET", "/health").status_code == 200
+        assert tokens(server)["choices"]
 
     @pytest.mark.parametrize(
         ("path", "named"),
