@@ -24,8 +24,7 @@ from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.naming import Naming
 from megatron_ext.models.update.ranks import RankWeights
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
-from megatron_ext.parallel.commands import WeightsCommand
-from megatron_ext.parallel.driver import Driver
+from megatron_ext.parallel.driver import driver_of
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 
@@ -245,12 +244,8 @@ class LoadedEngine:
         if self._ranks is None:
             update_weights(self._loaded.model, naming, named_tensors, partial=partial, keep_old=keep_old)
         else:
-            self._ranks.lead(named_tensors, self._tell, partial=partial, keep_old=keep_old)
-
-    def _tell(self, command: WeightsCommand) -> None:
-        workers = self._engine.core.workers
-        assert isinstance(workers, Driver), "there are several ranks"
-        workers.tell(command)
+            tell = driver_of(self._engine.core.workers).tell
+            self._ranks.lead(named_tensors, tell, partial=partial, keep_old=keep_old)
 
     def _names(self) -> Naming:
         assert self._naming is not None, "an engine that was loaded has names"
@@ -260,7 +255,7 @@ class LoadedEngine:
         """Return the shape of every tensor that `update_weights` takes, by name."""
         naming, ranks = self._names(), self._ranks
         if ranks is not None:
-            return dict(self._call(ranks.shapes, self._tell))
+            return dict(self._call(ranks.shapes, driver_of(self._engine.core.workers).tell))
         return weight_shapes(self._loaded.model, naming)
 
     def weights_changed(self, *, in_flight: str = "recompute", weights_version: int | None = None) -> None:

@@ -15,6 +15,7 @@ from megatron_ext.mcore.assemble import build_engine, build_worker, compile_oper
 from megatron_ext.models.durable_cache import keep_cache, store_opener, write_audit_reports
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
+from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.ranks import RankWeights
 from megatron_ext.models.weights_digest import weights_digest
@@ -160,7 +161,9 @@ def build_follower(
 
 def rank_weights(settings: EngineSettings, parallel_context: ParallelContext, loaded: LoadedModel) -> RankWeights:
     """Return this rank's part of the weights, for updates that all ranks make together."""
-    return RankWeights(loaded, partial(naming_of, settings.source, loaded.config), parallel_context)
+    source, overrides = settings.source, dict(settings.model_overrides)
+    read = partial(read_new_weights, loaded, source, overrides, parallel=settings.parallel)
+    return RankWeights(loaded, partial(naming_of, source, loaded.config), read, parallel_context)
 
 
 def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:

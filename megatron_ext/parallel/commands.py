@@ -115,7 +115,18 @@ class UpdateWeights:
     keep_old: bool
 
 
-WeightsCommand: TypeAlias = DescribeWeights | UpdateWeights
+@dataclass(frozen=True)
+class ReadWeights:
+    """Update of the weights from a checkpoint, of which each rank reads its part.
+
+    Attributes:
+        directory: Directory of the checkpoint, which all ranks can read.
+    """
+
+    directory: str
+
+
+WeightsCommand: TypeAlias = DescribeWeights | ReadWeights | UpdateWeights
 Command = (
     Add
     | Allow
@@ -125,6 +136,7 @@ Command = (
     | OpenStore
     | Propose
     | Quarantine
+    | ReadWeights
     | ResetPrefixCache
     | Resume
     | StartAnew

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.error_isolation import describe
+from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import RankError
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.commands import Action, Batch, Command, KeepCache, OpenStore, Resume, StartAnew
@@ -126,6 +127,12 @@ class Driver:
             self._is_over = True
             raise _rank_error(error) from error
         self._sent_at = time.monotonic()
+
+
+def driver_of(workers: Workers) -> Driver:
+    """Return the driver of a world of several ranks."""
+    assert isinstance(workers, Driver), "there are no other ranks"
+    return workers
 
 
 def _rank_error(error: Exception) -> RankError:

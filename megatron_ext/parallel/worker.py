@@ -18,6 +18,7 @@ from megatron_ext.parallel.commands import (
     OpenStore,
     Propose,
     Quarantine,
+    ReadWeights,
     ResetPrefixCache,
     Resume,
     StartAnew,
@@ -151,7 +152,7 @@ class Worker:
                 self._disk.weights_changed()
             self._memory.mark_new_weights()
             self.scheduler.weights_changed(restarts=command.restarts)
-        elif isinstance(command, DescribeWeights | UpdateWeights):
+        elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
             self.on_weights(command)
         elif isinstance(command, OpenStore):
             self._disk = self.open_store(self.scheduler.cache)

@@ -21,7 +21,7 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.api_errors import ApiError, aborted, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
 from megatron_ext.server.client.engine_listener import EngineListener
 from megatron_ext.server.client.request_group import RequestGroup
 from megatron_ext.server.client.request_handle import RequestHandle
@@ -216,12 +216,10 @@ class RequestManager:
         """Call a function in the engine's thread, between two steps."""
         return await asyncio.wrap_future(self.client.call(function, *arguments))
 
-    async def change_weights(self, in_flight: InFlight, write: Callable[[], None]) -> None:
-        """Call `write` in the engine's thread, between two steps; requests that are aborted end with an error first."""
-        if in_flight is InFlight.ABORT:
-            self.give_up(aborted())
+    async def change_weights(self, in_flight: InFlight, write: Callable[[], Result]) -> Result:
+        """Call `write` in the engine's thread, between two steps, or once requests in flight have finished."""
         call = self.client.call_when_idle if in_flight is InFlight.FINISH else self.client.call
-        await asyncio.wrap_future(call(write))
+        return await asyncio.wrap_future(call(write))
 
     async def reset_prefix_cache(self) -> dict[str, float] | None:
         """Empty the cache; return its contents afterwards."""

@@ -19,11 +19,10 @@ from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_con
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.console.startup import StartUp
-from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
 from megatron_ext.memory.heap import freeze_loaded_objects
-from megatron_ext.models.engine_args import EngineArgs, Phase, follow, unreported
+from megatron_ext.models.engine_args import EngineArgs, Phase, follow, rank_weights, unreported
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import model_identity
 from megatron_ext.models.load import LoadedModel
@@ -73,7 +72,7 @@ def run_server(settings: ServerSettings, start_up: StartUp | None = None) -> Non
 
 def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContext | None, start_up: StartUp) -> None:
     keys = load_keys(settings.server)
-    weights_root(settings.server, parallel_context)
+    weights_root(settings.server)
     check_profile(settings.server.profile, parallel_context)
     effective_max_connections(settings.server.limits)
 
@@ -132,7 +131,7 @@ def build_serving(
     Raises:
         ConfigError: The settings cannot be satisfied.
     """
-    root = weights_root(settings.server, parallel_context)
+    root = weights_root(settings.server)
     defaults = generation_defaults(settings.source)
     args = EngineArgs(settings, parallel_context, phase)
     loaded, engine = args.loaded, args.build_engine()
@@ -147,7 +146,8 @@ def build_serving(
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None
     if root is not None:
-        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
+        ranks = None if parallel_context is None else rank_weights(settings, parallel_context, loaded)
+        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides), ranks)
     identity = model_identity(loaded.config, loaded.dtype, loaded.tokenizer, loaded.directory, settings.source.seed)
     logger.info(
         "configuration %s, tokenizer %s, weights %s", identity.configuration, identity.tokenizer, identity.weights
@@ -155,17 +155,13 @@ def build_serving(
     return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, identity=identity)
 
 
-def weights_root(server: ServerConfig, parallel_context: ParallelContext | None) -> WeightsRoot | None:
+def weights_root(server: ServerConfig) -> WeightsRoot | None:
     """Return the directory that new weights may be read from; None if updates are off.
 
     Raises:
-        ConfigError: The path is not a directory, or there are several ranks.
+        ConfigError: The path is not a directory.
     """
-    if server.weights_root is None:
-        return None
-    if parallel_context is not None:
-        raise ConfigError("--weights-root works with one rank only; leave it out")
-    return WeightsRoot.of(server.weights_root)
+    return None if server.weights_root is None else WeightsRoot.of(server.weights_root)
 
 
 def readable_root(loaded: LoadedModel) -> str:

@@ -15,7 +15,9 @@ from megatron_ext.errors import WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.identity import weights_version
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.update.disk import NewWeights, WeightsRoot, read_new_weights
+from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
+from megatron_ext.models.update.ranks import RankWeights
+from megatron_ext.parallel.driver import driver_of
 from megatron_ext.server.log import printable
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class WeightsUpdater:
         loaded: The model.
         source: Source that the model was loaded from.
         overrides: Overrides that the model was loaded with.
+        ranks: Updates of the weights of all ranks; None for a world of one.
 
     Attributes:
         version: Version of the weights that were written last; empty before the first update.
@@ -41,6 +44,7 @@ class WeightsUpdater:
     loaded: LoadedModel
     source: SourceConfig
     overrides: FieldValues
+    ranks: RankWeights | None = None
     version: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -48,7 +52,7 @@ class WeightsUpdater:
         self,
         path: str,
         engine: InferenceEngine,
-        change_weights: Callable[[InFlight, Callable[[], None]], Awaitable[None]],
+        change_weights: Callable[[InFlight, Callable[[], int]], Awaitable[int]],
         in_flight: InFlight = InFlight.RECOMPUTE,
         version: int | None = None,
     ) -> int:
@@ -68,23 +72,27 @@ class WeightsUpdater:
             ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
         """
         async with self._one_at_a_time:
-            new, content = await asyncio.to_thread(self._read, path)
-            await change_weights(in_flight, partial(_write, new, engine, in_flight, version))
+            write, content = await asyncio.to_thread(self._read, path, engine)
+            count = await change_weights(in_flight, partial(_write, write, engine, in_flight, version))
             self.version = content
         logger.info("weights are now from %s", printable(path, LONGEST_PATH))
-        return len(new.tensors)
+        return count
 
-    def _read(self, path: str) -> tuple[NewWeights, str]:
+    def _read(self, path: str, engine: InferenceEngine) -> tuple[Callable[[], int], str]:
+        """Return a function that writes the weights, and their version; several ranks read when it is called."""
         directory = self.root.resolve(path)
-        new = read_new_weights(self.loaded, self.source, self.overrides, directory)
-        return new, weights_version(directory)
+        content = weights_version(directory)
+        if self.ranks is not None:
+            return partial(self.ranks.lead_checkpoint, directory, driver_of(engine.core.workers).tell), content
+        return read_new_weights(self.loaded, self.source, self.overrides, directory).write, content
 
 
-def _write(new: NewWeights, engine: InferenceEngine, in_flight: InFlight, version: int | None) -> None:
+def _write(write: Callable[[], int], engine: InferenceEngine, in_flight: InFlight, version: int | None) -> int:
     engine.core.land()
     try:
-        new.write()
+        count = write()
     except WeightUpdateError as error:
         engine.core.weights_failed(error)
         raise
     engine.core.weights_changed(in_flight, version)
+    return count

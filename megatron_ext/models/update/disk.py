@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError
@@ -113,8 +112,11 @@ class NewWeights:
     model: nn.Module
     tensors: Mapping[str, Tensor]
 
-    def write(self) -> None:
+    def write(self) -> int:
         """Copy the weights into the model, between two of its steps. The caller empties the cache.
+
+        Returns:
+            Number of tensors written.
 
         Raises:
             WeightUpdateError: A write has failed.
@@ -123,23 +125,29 @@ class NewWeights:
             write_back(self.model, self.tensors)
         except Exception as error:
             raise WeightUpdateError(describe(error), is_restored=False) from error
+        return len(self.tensors)
 
 
-def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: FieldValues, directory: Path) -> NewWeights:
-    """Read a checkpoint for a loaded model; the model is not touched.
+def read_new_weights(
+    loaded: LoadedModel,
+    source: SourceConfig,
+    overrides: FieldValues,
+    directory: Path,
+    parallel: ParallelConfig | None = None,
+) -> NewWeights:
+    """Read a checkpoint for a loaded model; the model is not touched. With several ranks each reads its part.
 
     Args:
         loaded: The model.
         source: Source that the model was loaded with.
         overrides: Overrides that the model was loaded with.
         directory: Directory of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.
+        parallel: Sizes of the process groups that the model was loaded with; None for a world of one.
 
     Raises:
-        ConfigError: There are several ranks; the checkpoint is of another model, does not fit or cannot be read
-            (`CheckpointError`); there is no memory for a second copy.
+        ConfigError: The checkpoint is of another model, does not fit or cannot be read (`CheckpointError`); there is no
+            memory for a second copy.
     """
-    if torch.distributed.get_world_size() > 1:
-        raise ConfigError("new weights cannot be read by several ranks; restart the server")
     ours = has_header(directory) or is_dist_checkpoint(directory)
     where = str(directory)
     new = dataclasses.replace(
@@ -151,7 +159,7 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
     _require_same(loaded.config, config, directory)
     targets = saved_tensors(loaded.model)
     device = next(iter(targets.values())).device
-    model = build_model(config, dtype=loaded.dtype, device=device, perform_initialization=False)
+    model = build_model(config, dtype=loaded.dtype, device=device, parallel=parallel, perform_initialization=False)
     fill_model(model, config, new, directory)
     found = model_tensors(model)
     assert found.keys() == targets.keys(), "one configuration makes one model"

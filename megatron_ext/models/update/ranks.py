@@ -1,10 +1,11 @@
-"""Weight updates of all ranks: whole tensors on the first rank, sent to all in buckets; each keeps its own part."""
+"""Weight updates of all ranks: whole tensors of the first one, sent in buckets, or a checkpoint that each reads."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec, model_shards, writable_tensors, zero_padding
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shapes
 from megatron_ext.models.update.weight_update import chosen_recipes, kept_copies, recipe_shapes, write_back
-from megatron_ext.parallel.commands import DescribeWeights, TensorSpec, UpdateWeights, WeightsCommand
+from megatron_ext.parallel.commands import DescribeWeights, ReadWeights, TensorSpec, UpdateWeights, WeightsCommand
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 BUCKET_BYTES = 64 * 2**20
@@ -28,11 +30,19 @@ class RankWeights:
     Args:
         loaded: This rank's part of the model.
         naming: Returns the naming of the format that the model was loaded from.
+        read: Reads this rank's part of a checkpoint.
         parallel_context: All ranks.
     """
 
-    def __init__(self, loaded: LoadedModel, naming: Callable[[], Naming], parallel_context: ParallelContext) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        naming: Callable[[], Naming],
+        read: Callable[[Path], NewWeights],
+        parallel_context: ParallelContext,
+    ) -> None:
         self._model = loaded.model
+        self._read = read
         self._naming_of = naming
         self._ranks = parallel_context
         self._naming: Naming | None = None
@@ -45,7 +55,10 @@ class RankWeights:
             self._describe()
             return
         with contextlib.suppress(ConfigError, WeightUpdateError):
-            self._update(command, None)
+            if isinstance(command, ReadWeights):
+                self._replace(Path(command.directory))
+            else:
+                self._update(command, None)
 
     def shapes(self, tell: Callable[[WeightsCommand], None]) -> Shapes:
         """Return the names and shapes of the tensors that `lead` takes, on the first rank.
@@ -80,6 +93,35 @@ class RankWeights:
         command = UpdateWeights(specs, partial, keep_old)
         tell(command)
         self._update(command, tensors)
+
+    def lead_checkpoint(self, directory: Path, tell: Callable[[WeightsCommand], None]) -> int:
+        """Write the weights of a checkpoint into the models of all ranks, on the first one.
+
+        Args:
+            directory: Directory of the checkpoint, which all ranks can read.
+            tell: Makes all other ranks obey a command.
+
+        Returns:
+            Number of tensors of the first rank.
+
+        Raises:
+            ConfigError: See `read_new_weights`. No rank has written anything.
+            WeightUpdateError: A rank has failed after the first write.
+        """
+        tell(ReadWeights(str(directory)))
+        return self._replace(directory)
+
+    def _replace(self, directory: Path) -> int:
+        read: list[NewWeights] = []
+        self._ranks.ask_all(lambda: read.append(self._read(directory)))
+        error: Exception | None = None
+        count = 0
+        try:
+            count = read[0].write()
+        except WeightUpdateError as failure:
+            error = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
+        self._require_success(error, {}, is_restorable=False)
+        return count
 
     def _prepared(self, tell: Callable[[WeightsCommand], None]) -> Naming:
         if self._naming is None:
@@ -119,12 +161,16 @@ class RankWeights:
                     self._write(bucket.recipes, parts)
             except Exception as failure:
                 error = failure
+        self._require_success(error, old, is_restorable=command.keep_old)
+
+    def _require_success(self, error: Exception | None, old: Mapping[str, Tensor], *, is_restorable: bool) -> None:
+        """Raise if a rank has failed to write; write the old weights back if there are any."""
         failures = self._ranks.ask_all(lambda: None if error is None else describe(error))
         failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
         if failed:
-            if command.keep_old:
+            if is_restorable:
                 write_back(self._model, old)
-            raise WeightUpdateError(f"rank {failed[0][0]}: {failed[0][1]}", is_restored=command.keep_old)
+            raise WeightUpdateError(f"rank {failed[0][0]}: {failed[0][1]}", is_restored=is_restorable)
 
     def _checked(self, command: UpdateWeights) -> dict[str, Recipe]:
         assert self._naming is not None, "it was described before"

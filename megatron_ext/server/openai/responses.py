@@ -11,7 +11,7 @@ from megatron_ext.engine.pausing import ABORT
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.token_versions import part_of
-from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError
+from megatron_ext.server.api_errors import FAULT, REQUEST_FAILED, ApiError, aborted
 from megatron_ext.server.client.request_handle import RequestHandle
 from megatron_ext.text.excerpt import excerpt
 
@@ -59,7 +59,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
         error = record.error or "the request failed"
         raise ApiError(500, error, kind=FAULT, code=REQUEST_FAILED) if record.is_fault else ApiError(400, error)
     if record.status is Status.ABORTED and not _is_whole(record):
-        raise ApiError(500, "the request was aborted", kind=FAULT)
+        raise aborted()  # by an update of the weights
     return record
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.models.update import ranks
 from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.parallel.driver import driver_of
 from tests.unit_tests.support.ranks import run_ranks
 
 SETTINGS = {
@@ -22,6 +25,21 @@ SETTINGS = {
 SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
 PROMPTS = [SHARED + "When it fails", [5, 6, 7, 8], SHARED + "Packages are"]
 PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
+EXPERTS = {
+    "hybrid_override_pattern": "ME*E",
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 12,
+    "mamba_num_heads": 4,
+    "mamba_num_groups": 2,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_topk": 2,
+    "vocab_size": 97,
+    "tokenizer_type": "NullTokenizer",
+}
 NORM = "decoder.final_norm.weight"
 
 
@@ -95,6 +113,38 @@ def restoring(sizes: dict) -> object:
         return before, outcomes(engine), engine.weights_version
 
 
+def from_directories(folders: tuple[str, str]) -> object:
+    """Outcomes on rank 0 after a checkpoint that fits, and the message of one that does not."""
+    settings = SETTINGS | {"tensor_model_parallel_size": 2}
+    if dist.get_rank():
+        return follow_engine(**settings)
+    good, bad = folders
+    with load_engine(**settings) as engine:
+        core, lead = engine.inference_engine.core, engine._ranks.lead_checkpoint
+        tell = driver_of(core.workers).tell
+        old = outcomes(engine)
+        with pytest.raises(ConfigError) as refused:
+            engine._call(lead, Path(bad), tell)
+        assert_equal(outcomes(engine), old)
+        engine._call(lead, Path(good), tell)
+        engine.weights_changed()
+        return outcomes(engine), str(refused.value)
+
+
+def spread(sizes: dict) -> object:
+    """Outcomes on rank 0 of a model with experts and random weights, after an update."""
+    settings = SETTINGS | EXPERTS | sizes
+    if dist.is_initialized() and dist.get_rank():
+        return follow_engine(**settings)
+    with load_engine(**settings) as engine:
+        generator = torch.Generator().manual_seed(2)
+        shapes = sorted(engine.weight_shapes().items())
+        engine.update_weights({name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes})
+        params = RequestParams(num_tokens_to_generate=10, return_log_probs=True, ignore_eos=True)
+        records = engine.generate([[5, 6, 7, 8], [9] * 40], params)
+        return shapes, [(one.generated_tokens, one.generated_log_probs) for one in records]
+
+
 def assert_equal(got: list[tuple], want: list[tuple]) -> None:
     for (tokens, log_probs), (wanted_tokens, wanted_log_probs) in zip(got, want, strict=True):
         assert tokens == wanted_tokens
@@ -123,6 +173,34 @@ def test_equal_to_one_rank(sizes: dict):
     assert_equal(seen["new"], new)
     with pytest.raises(AssertionError):
         assert_equal(old, new)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("sizes", [{"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
+def test_experts(sizes: dict):
+    """RL-1: experts of other ranks, too."""
+    (shapes, found), _ = run_ranks(spread, 2, sizes)
+    wanted_shapes, wanted = spread({})
+    assert shapes == wanted_shapes
+    assert_equal(found, wanted)
+
+
+@pytest.mark.worlds
+def test_checkpoints(tmp_path):
+    """RL-1: each rank reads its part; a checkpoint that does not fit changes nothing on any."""
+    new, folders = new_weights(), (tmp_path / "good", tmp_path / "bad")
+    for folder in folders:
+        folder.mkdir()
+        for file in EMBEDDED_MODEL_DIR.iterdir():
+            if file.is_file() and file.name not in (WEIGHTS_FILE, "README.md", "__init__.py"):
+                (folder / file.name).write_bytes(file.read_bytes())
+    save_file(new, folders[0] / WEIGHTS_FILE)
+    save_file(new | {NORM: torch.ones(3)}, folders[1] / WEIGHTS_FILE)
+    (found, told), _ = run_ranks(from_directories, 2, tuple(map(str, folders)))
+    assert NORM in told
+    with load_engine(**SETTINGS) as engine:
+        engine.update_weights(new)
+        assert_equal(found, outcomes(engine))
 
 
 @pytest.mark.worlds

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,7 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.models.update import disk
-from megatron_ext.models.update.disk import NewWeights, WeightsRoot
+from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.api_keys import load_keys
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
@@ -127,14 +127,14 @@ class TestWhoMayAsk:
         with pytest.raises(ConfigError, match="--enable-admin-routes"):
             load_keys(ServerConfig(enable_admin_routes=True, api_key_file=str(tmp_path / "keys")), {})
 
-    def test_a_root_needs_the_flag_a_directory_and_one_rank(self, tmp_path):
+    def test_a_root_needs_the_flag_and_a_directory(self, tmp_path):
         with pytest.raises(ConfigError, match=r"--weights-root .* needs --enable-admin-routes"):
             ServerConfig(weights_root=str(tmp_path))
         settings = ServerConfig(weights_root=str(tmp_path), enable_admin_routes=True)
-        assert weights_root(settings, None) == WeightsRoot(tmp_path.resolve())
-        assert weights_root(ServerConfig(), None) is None
-        with pytest.raises(ConfigError, match="--weights-root works with one rank"):
-            weights_root(settings, object())
+        assert weights_root(settings) == WeightsRoot(tmp_path.resolve())
+        assert weights_root(ServerConfig()) is None
+        with pytest.raises(ConfigError, match="is not a directory"):
+            weights_root(ServerConfig(weights_root=str(tmp_path / "none"), enable_admin_routes=True))
 
 
 class TestSleep:
@@ -323,12 +323,12 @@ class TestUpdate:
         """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
         happened, second = [], threading.Event()
 
-        def read(updater: WeightsUpdater, path: str) -> tuple[NewWeights, str]:
+        def read(updater: WeightsUpdater, path: str, _: object) -> tuple[Callable[[], int], str]:
             happened.append(f"read {path}")
             if path == "two":
                 second.set()
             second.wait(0.5)  # one that comes too early has the time to do so
-            return NewWeights(torch.nn.Linear(1, 1), {}), f"version of {path}"
+            return (lambda: 1), f"version of {path}"
 
         async def change_weights(in_flight: InFlight, write: object) -> None:
             happened.append("written")
