@@ -55,9 +55,9 @@ test-versions: $(STAMP) ## Save and load checkpoints with four versions of megat
 	$(PYTEST) -m "versions and (long or not long)" $(ARGS)
 
 test-gpu: WORKERS := $(GPU_WORKERS)
-test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it (GPU_WORKERS=1 if its memory is small).
+test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, every configuration of every kernel included, on it (GPU_WORKERS=1 if its memory is small).
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test-all runs the same tests on the CPU, and more")'
-	$(PYTEST) -m "long or not long" $(ARGS)
+	$(PYTEST) -m "long or not long or kernels" $(ARGS)
 
 # In an environment of its own, since Ray brings packages of versions that the others need not agree with. Its wheels, too,
 # have hashes, torch excepted. Few of their modules are imported, so none is compiled in advance.

@@ -1,4 +1,4 @@
-"""Models of each recurrent kind on a device: correctness of a small one in fp32, then speed of a large one in bf16."""
+"""Models of each recurrent kind on a device: correctness of a small one in fp32 and bf16, then speed of a large one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cases import Run, case
 from benchmarks.gpu.device_time import idle_share
-from benchmarks.gpu.right import Checks
+from benchmarks.gpu.right import PARITY, Checks
 from benchmarks.gpu.work import LARGE, OWN, QUICK, SMALL, WORK, Prompt, Work, first_tokens, tokens_a_second
 from benchmarks.measuring import Phases, synchronize
 from benchmarks.models import Engine, engine, loaded_model
@@ -168,10 +168,10 @@ def measure(run: Run, kind: str) -> None:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         name = torch.cuda.get_device_name(device)
         run.remark(f"device: {name}, CUDA {torch.version.cuda}, compute capability {capability}")
-    small = loaded_model(
-        build_model(model_config(kind, small=True), device=device, seed=3), model_config(kind, small=True)
-    )
-    Checks(run, partial(roomy_engine, small, 8, 512), small.config.vocab_size or 0).all()
+    for dtype in PARITY:
+        config = model_config(kind, small=True)
+        small = loaded_model(build_model(config, device=device, dtype=dtype, seed=3), config)
+        Checks(run, partial(roomy_engine, small, 8, 512), config.vocab_size or 0, dtype).all()
     work, start = QUICK if run.is_quick else WORK, time.perf_counter()
 
     def speed() -> None:

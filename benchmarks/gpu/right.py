@@ -1,4 +1,4 @@
-"""Correctness checks of a small model in fp32 on the device, and of tiled SSD in bf16."""
+"""Correctness checks of a small model in fp32 and bf16 on the device, and of tiled SSD in bf16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from megatron_ext.ops.varlen import Resumes, pack_chunks
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.scheduling.record import RequestRecord
 
-PARITY = 2e-3  # of log-probs in fp32, whose products may be rounded to tf32
+PARITY = {torch.float32: 2e-3, torch.bfloat16: 0.1}
+"""Largest differences of log-probs: products in fp32 may be rounded to tf32; in bf16 each operation rounds, and other
+kernels do so in other places. Equal tokens are not asked for: a device's libraries choose a product's algorithm by the
+number of rows, and padded steps have more of them."""
 LENGTHS, GENERATED = (200, 65, 64, 7), 24
 EAGER, GRAPHS = {"cuda_graph_impl": "none"}, {"cuda_graph_impl": "local"}
 PROCESSED: dict[str, Any] = {
@@ -47,19 +50,23 @@ class Checks:
         run: Receives the rows.
         build: Builds an engine around the model; takes fields of `BatchingConfig`.
         vocabulary: Number of token ids.
+        dtype: Type of the model; one of `PARITY`.
     """
 
-    def __init__(self, run: Run, build: Callable[..., Engine], vocabulary: int) -> None:
+    def __init__(self, run: Run, build: Callable[..., Engine], vocabulary: int, dtype: torch.dtype) -> None:
         self._run, self._build = run, build
+        self._parity, self._type = PARITY[dtype], str(dtype).removeprefix("torch.")
         self._prompts = [token_ids(length, f"right {length}", vocabulary) for length in LENGTHS]
         self._plain = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
         self._scored = dataclasses.replace(self._plain, return_log_probs=True, skip_prompt_log_probs=True)
 
     def all(self) -> None:
         """Run all checks."""
-        checks = (self.log_probs, self.cached_prefix, self.graphs, self.processed_logits, self.tiles, self.launches)
+        checks = [self.log_probs, self.cached_prefix, self.graphs, self.processed_logits]
+        if self._type == "float32":
+            checks += [self.tiles, self.launches]
         for check in checks:
-            self._run.attempt(f"check of {check.__name__}", check)
+            self._run.attempt(f"check of {check.__name__} in {self._type}", check)
 
     def log_probs(self) -> None:
         """Compare log-probs of the device's operators with those of the reference operators."""
@@ -79,13 +86,12 @@ class Checks:
         apart = max(difference(one, other) for one, other in zip(found, expected, strict=True))
         alike = min(alike_tokens(one, other) for one, other in zip(found, expected, strict=True))
         figures = {DIFFERENCE: apart, "equal tokens at least": alike}
-        self._run.row(name, {**figures, IS_RIGHT: apart <= PARITY and (alike > 0 or params is self._scored)})
+        is_right = apart <= self._parity and (alike > 0 or params is self._scored or self._type != "float32")
+        self._run.row(f"{name}, {self._type}", {**figures, IS_RIGHT: is_right})
 
     def graphs(self) -> None:
-        """Compare tokens of replayed steps with those of eager steps."""
-        eager, replayed = self._serve(self._scored, **EAGER), self._serve(self._plain, **GRAPHS)
-        pairs = zip(eager, replayed, strict=True)
-        self._run.row("graphs", {IS_RIGHT: all(one.generated_tokens == other.generated_tokens for one, other in pairs)})
+        """Compare log-probs of replayed steps with those of eager steps."""
+        self._compare("graphs", self._serve(self._scored, **EAGER), GRAPHS, self._scored)
 
     def cached_prefix(self) -> None:
         """Compare a request after a cached prefix with the same request served before."""
@@ -93,7 +99,8 @@ class Checks:
         first, second = (built.generate([self._prompts[0]], self._scored)[0] for _ in range(2))
         built.core.suspend()
         apart, skipped = difference(second, first), second.skipped_prefill_token_count
-        self._run.row("cached prefix", {DIFFERENCE: apart, IS_RIGHT: apart <= PARITY and skipped > 0})
+        is_right = apart <= self._parity and skipped > 0
+        self._run.row(f"cached prefix, {self._type}", {DIFFERENCE: apart, IS_RIGHT: is_right})
 
     def tiles(self) -> None:
         """Compare tiled SSD in bf16 with plain torch, and one prefill with the same cut in two at a block."""
@@ -203,12 +210,11 @@ def check_tiles(device: torch.device) -> dict[str, Figure]:
     errors = [_apart(one, other) for one, other in zip((outputs, state), expected, strict=True)]
     same = bool(torch.equal(torch.cat([y for y, _ in cut]), outputs) and torch.equal(cut[-1][1], state))
     is_right = errors[0] <= OUTPUTS and errors[1] <= LAST_STATES
-    remark = "yes" if same else "no"  # a remark, not a check
     return {
         "outputs differ by": errors[0],
         "states differ by": errors[1],
-        IS_RIGHT: is_right,
-        "same bits if cut": remark,
+        "same bits if cut": "yes" if same else "no",
+        IS_RIGHT: is_right and (same or device.type != "cuda"),  # kernels promise the bits, see docs/cuda.md
     }
 
 

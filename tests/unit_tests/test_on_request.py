@@ -44,6 +44,7 @@ SHORT = {"short", "of_numbers", "few_ranks"}
         ("kernels", {"kernels"}),
         ("long or not long", SHORT | {"long", "ranks"}),
         ("long or kernels", {"long", "ranks", "kernels"}),
+        ("long or not long or kernels", SHORT | {"long", "ranks", "kernels"}),  # `make test-gpu`
     ],
 )
 def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):

@@ -23,9 +23,8 @@ def model() -> torch.nn.Module:
 
 
 def build(model: torch.nn.Module, **batching: object) -> object:
-    return build_engine(
-        model, HYBRID, PieceTokenizer(97), BatchingConfig(**({"max_tokens": 16} | batching)), dtype=torch.float32
-    )
+    settings = BatchingConfig(**({"max_tokens": 16} | batching))
+    return build_engine(model, HYBRID, PieceTokenizer(97), settings, dtype=torch.float32)
 
 
 def number_of(message: str) -> int:
