@@ -92,10 +92,16 @@ class TestOnePrefill:
         check(driver, oracle, range(6))
         assert prefilled(driver) == 55 + 40
 
-    @pytest.mark.parametrize("mode", ["kernel", "align"])
-    def test_without_snapshots(self, start, mode):
-        """Samples wait for the end of the prefill, though no states are left to resume from."""
-        driver, oracle = start(cache=CacheConfig(snapshot_slots=0, snapshot_mode=mode))
+    def test_few_slots(self, start):
+        """Samples wait for the end of a prefill, though no slot is free for states to resume from on the way."""
+        driver, oracle = start(cache=CacheConfig(snapshot_slots=1, snapshot_mode="align"))
+        add_samples(driver, range(2))
+        add_samples(driver, range(2, 4), make_prompt(55, seed=1))
+        check(driver, oracle, range(4))
+        assert prefilled(driver) == 55 + 55
+
+    def test_without_snapshots(self, start):
+        driver, oracle = start(cache=CacheConfig(snapshot_slots=0))
         add_samples(driver, range(3))
         check(driver, oracle, range(3))
         assert prefilled(driver) == 55
@@ -161,12 +167,13 @@ class TestSources:
         assert driver.records[0].status is Status.ABORTED
         assert [driver.records[i].computed_prefill_token_count for i in range(1, 4)] == [55, 0, 0]
 
-    def test_one_of_earlier_weights(self, start):
-        """EX-4: nothing is taken over from a prefill that began before the weights changed."""
+    @pytest.mark.parametrize("change", ["weights_changed", "reset_prefix_cache"])
+    def test_one_that_began_before(self, start, change):
+        """EX-4: nothing is taken over from a prefill that began before the weights changed, or the cache was reset."""
         driver, oracle = start(max_tokens=20)
         add_samples(driver, range(3))
         driver.step()
-        driver.engine.core.weights_changed()
+        getattr(driver.engine.core, change)()
         check(driver, oracle, range(3))
         assert [driver.records[i].computed_prefill_token_count for i in range(3)] == [55, 55, 0]
 
