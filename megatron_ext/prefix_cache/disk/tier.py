@@ -225,9 +225,9 @@ class DiskTier:
         if self._sizes.snapshot:
             while end and EntryKey(EntryKind.SNAPSHOT, block_hashes[end - 1]) not in self._held:
                 end -= 1
-        if not end:
-            return None
         has_snapshot = bool(self._sizes.snapshot)
+        if not end or not (has_snapshot or end > matched):
+            return None
         size = max(0, end - matched) * sum(self._sizes.block) + sum(self._sizes.snapshot)
         return LoadableRun(end, min(matched, end), has_snapshot, size)
 

@@ -1,4 +1,4 @@
-"""Loads of evicted entries from disk for waiting requests: random lives with a disk that does what it likes."""
+"""Loads of evicted entries from disk for waiting requests: when they begin and end, and random lives beside a disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,20 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.unit_tests.engine.disk_machine import DiskMachine
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.engine.disk_loading import DiskLoading
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
+from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.prefix_cache.slab_layout import SlabLayout
+from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.engine.disk_machine import DiskMachine, FakeDisk, FakeMemory
+from tests.unit_tests.prefix_cache.test_shared_memory import key as key_of
+from tests.unit_tests.prefix_cache.test_shared_memory import leave
+from tests.unit_tests.scheduling.builders import make_limits, request_of, step
 
 QUICK, SAMPLE, WHOLE = 25, 120, 3000  # lives
 
@@ -28,3 +41,128 @@ def test_random_lives_beside_a_disk(lives):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+class Notes(FakeMemory):
+    """Memory that notes in which order it is changed."""
+
+    def __init__(self, layout: SlabLayout | None = None) -> None:
+        super().__init__(layout)
+        self.calls: list[str] = []
+
+    def write_block(self, block: int, buffers: list[object]) -> None:
+        self.calls.append("block")
+
+    def write_snapshot(self, slot: int, block_hash: BlockHash, buffers: list[object]) -> None:
+        self.calls.append("snapshot")
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        self.calls.append("changes")
+
+
+class Situation:
+    """A scheduler with a disk that has the prefixes that it is given."""
+
+    def __init__(self, layout: SlabLayout | None = None, blocks: int = 8) -> None:
+        limits = make_limits(slabs=layout, total_blocks=blocks if layout is None else layout.blocks)
+        self.scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
+        self.disk, self.memory, self.now = FakeDisk(), Notes(layout), 0.0
+        self.tier = DiskTier(
+            self.disk, EntrySizes((8,), () if layout is None else (8,)), lambda *_: (None, [()]), lambda: self.now, 10.0
+        )
+        self.scheduler.cache.lower_tier = self.tier
+        self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
+
+    def request(self, arrival: int, tokens: range, on_disk: int = 0) -> Request:
+        """A waiting request; the disk has so many blocks of its prompt."""
+        request = request_of(arrival, tokens, num_tokens_to_generate=1)
+        self.scheduler.add(request)
+        for depth, block_hash in enumerate(request.block_hashes[:on_disk], 1):
+            key = EntryKey(EntryKind.BLOCK, block_hash)
+            self.tier.hold([(key, HeldEntry(request.block_hashes[depth - 2] if depth > 1 else None, depth))])
+            self.disk.entries[key] = ()
+        if on_disk and self.scheduler.cache.states is not None:
+            snapshot = EntryKey(EntryKind.SNAPSHOT, request.block_hashes[on_disk - 1])
+            self.tier.hold([(snapshot, HeldEntry(None, on_disk))])
+            self.disk.entries[snapshot] = ()
+        return request
+
+    def serve(self, request: Request) -> None:
+        while not request.is_ended:
+            step(self.scheduler)
+
+    def decide(self) -> None:
+        self.loading.follow()
+        self.loading.decide()
+
+
+def test_a_load_whose_beginning_was_evicted_is_given_up():
+    """EX-11: at once, since its entries continue what is not there."""
+    found = Situation(blocks=8)
+    found.serve(found.request(0, range(8)))
+    waiting = found.request(1, range(20), on_disk=5)
+    found.decide()
+    assert found.disk.loads.keys() == {1}
+    assert len(found.disk.loads[1]) == 3, "what memory has is not read"
+    found.scheduler.cache.release(found.scheduler.cache.allocate(8))
+    found.decide()
+    assert not found.disk.loads.get(1)
+    assert found.tier.counts.loads_useless == 1
+    assert found.scheduler.disk_loads.awaited_by(waiting, 0) == 2, "it begins a load of what is missing now"
+
+
+def test_a_request_begins_two_loads_at_most():
+    """EX-11: what is evicted before its turn again and again is computed."""
+    found = Situation(blocks=8)
+    waiting = found.request(0, range(20), on_disk=5)
+    for _ in range(4):
+        found.decide()
+        for number in list(found.disk.loads):
+            found.disk.finish(number, is_read=True)
+        found.decide()
+        found.scheduler.cache.release(found.scheduler.cache.allocate(8))
+    assert found.tier.counts.loads == found.tier.counts.loads_placed == 2
+    assert not found.scheduler.waits_for_disk(waiting)
+
+
+def test_a_request_that_follows_a_leader_begins_no_load():
+    """EX-11: its prefix is being computed."""
+    found = Situation()
+    found.request(0, range(20))
+    found.scheduler.schedule()
+    found.request(1, range(20), on_disk=5)
+    found.decide()
+    assert not found.disk.loads
+
+
+def test_a_load_begins_only_where_there_is_room_for_it():
+    """EX-11: not by taking what running requests have."""
+    found = Situation(blocks=8)
+    found.request(0, range(100, 116))
+    found.scheduler.schedule()
+    waiting = found.request(1, range(20), on_disk=5)
+    found.decide()
+    assert not found.disk.loads
+    found.scheduler.end(next(iter(found.scheduler.queues.running)), Status.ABORTED)
+    found.decide()
+    assert found.scheduler.waits_for_disk(waiting)
+
+
+def test_pending_copies_are_made_before_loaded_entries_are_written():
+    """EX-11: a place that they read may be one that is given to the load."""
+    found = Situation(SlabLayout(4, 2, 1))
+    cache = found.scheduler.cache
+    for names in (("a", "b"), ("c",), ("d", "e")):
+        leave(cache, *names)
+    for name in "ad":
+        assert cache.states.reserve(key_of(name)) is not None
+        cache.states.commit(key_of(name))
+    cache.border.take_moves()
+    assert cache.changes.block_copies
+    found.request(0, range(8), on_disk=1)
+    found.decide()
+    found.disk.finish(1, is_read=True)
+    found.decide()
+    assert found.tier.counts.loads_placed == 1
+    assert found.memory.calls == ["changes", "block", "snapshot"]
+    assert cache.changes == NO_CHANGES
