@@ -18,6 +18,8 @@ MOST_TRIPS = 256
 """Trips of a program's longest loop, for kernels and steps that have no own limit."""
 TOKENS_OF_A_TRIP = 16
 """Tokens that a recurrence advances by in one trip, at least: it must pass through all tokens of a prefill."""
+TRIPS_OF_A_DECODE = 1024
+"""Trips of `paged_decode_split`: with many rows their programs fill the device, and few of them share a row's keys."""
 PASSES_OF_A_DRAW = 32
 """Passes of `draw_rows` over a row, at most, in blocks of 4,096 words."""
 MOST_BYTES, MOST_BYTES_OF_A_TOKEN = 256 << 20, 128 << 10
@@ -53,6 +55,8 @@ def most_trips(kernel: Kernel, model: Model, step: Step) -> int:
     """Return the limit of a program's longest loop: attention's does not depend on the number of cached keys."""
     if kernel.name == "draw_rows":
         return PASSES_OF_A_DRAW * -(-model.vocabulary // 4096)
+    if kernel.name == "paged_decode_split":
+        return TRIPS_OF_A_DECODE
     is_recurrence = kernel.name.startswith(("ssd_prefill", "state_passing", "delta_prefill", "selective_prefill"))
     return max(MOST_TRIPS, step.tokens // TOKENS_OF_A_TRIP if is_recurrence else 0)
 

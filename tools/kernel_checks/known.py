@@ -2,10 +2,8 @@
 
 KNOWN = frozenset(
     {
-        ("copy_states", "useful"),
         ("merge_splits", "bytes"),
         ("paged_decode_split", "bytes"),
-        ("paged_decode_split", "useful"),
         ("paged_prefill", "depth"),
     }
 )

@@ -12,8 +12,9 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.gated_delta_rule import reference
 from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
 from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
+from megatron_ext.ops.triton.kernel_registry import Argument
 from megatron_ext.ops.triton.launching import (
+    launch_with,
     own_rows,
     prefill_arguments,
     rows_of,
@@ -72,12 +73,6 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normali
     }
 
 
-def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, arguments: dict[str, Argument]) -> None:
-    """Launch a kernel with those of the arguments that it has."""
-    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
-    kernel.launch(grid, config, **{name: arguments[name] for name in taken})
-
-
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -111,8 +106,8 @@ def prefill(
     y = arguments["y"]
     assert isinstance(y, Tensor)
     y.zero_()  # rows after the last sequence; a decode writes every row
-    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
-    _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
+    launch_with(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
+    launch_with(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
     return y
 
 
@@ -140,7 +135,7 @@ def decode(
     arguments |= {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, v.device)}
     config = kernels.delta_decode.fitting(q.dtype, K=k.shape[2])
     assert config is not None, "there is one"
-    _launch(kernels.delta_decode, (rows, heads, -(-value_dim // config["V"])), config, arguments)
+    launch_with(kernels.delta_decode, (rows, heads, -(-value_dim // config["V"])), config, arguments)
     y = arguments["y"]
     assert isinstance(y, Tensor)
     return y

@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_ext.ops.triton.device import find_piece, product
 from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, config, kernel
 
-SPAN = 512  # keys of a program of `paged_decode_split`, constant so that a decode's result depends on its own keys only
+SPAN = 512  # keys of a partial sum of `paged_decode_split`: constant, so that a decode depends on its own keys only
 ROWS_OF_SPLIT = 16  # minimum rows of a matrix product
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
 MANY = {
@@ -47,19 +47,26 @@ MANY = {
 }
 FEW = {
     (types, channels): config(
-        SPAN=SPAN, M=ROWS_OF_SPLIT, N=keys, DP=channels, FULL_FP32=int(types is WIDE), only=types, aligned=True
+        SPAN=SPAN,
+        M=ROWS_OF_SPLIT,
+        N=keys,
+        DP=channels,
+        FULL_FP32=int(types is WIDE),
+        only=types,
+        aligned=True,
+        registers=limit,
     )
-    for types, channels, keys in (
-        (NARROW, 16, 32),
-        (NARROW, 32, 64),
-        (NARROW, 64, 64),
-        (NARROW, 128, 64),
-        (NARROW, 256, 32),
-        (WIDE, 16, 32),
-        (WIDE, 32, 32),
-        (WIDE, 64, 32),
-        (WIDE, 128, 16),
-        (WIDE, 256, 16),
+    for types, channels, keys, limit in (
+        (NARROW, 16, 32, None),
+        (NARROW, 32, 64, None),
+        (NARROW, 64, 64, None),
+        (NARROW, 128, 64, None),
+        (NARROW, 256, 32, None),
+        (WIDE, 16, 32, None),
+        (WIDE, 32, 32, None),
+        (WIDE, 64, 32, MAX_REGISTERS),
+        (WIDE, 128, 16, None),
+        (WIDE, 256, 16, None),
     )
 }
 """Configurations of both kernels, by types of the inputs and padded head size."""
@@ -231,7 +238,7 @@ def paged_prefill(
         "i64": "block_table cu_seqlens_q seqlens_k",
     },
     strides="head_size q_row block_stride token_stride",
-    counts="tiles group_size window block_size table_row",
+    counts="tiles spans group_size window block_size table_row",
     scalars="scale",
     types=TYPES,
     configs=tuple(FEW.values()),
@@ -246,6 +253,7 @@ def paged_decode_split(
     cu_seqlens_q,
     seqlens_k,
     tiles,
+    spans,
     group_size,
     window,
     scale,
@@ -261,21 +269,21 @@ def paged_decode_split(
     DP: tl.constexpr,
     FULL_FP32: tl.constexpr,
 ):
-    """Attend from a tile of decode rows to SPAN keys in one program, for `merge_splits` to merge.
+    """Attend from a tile of decode rows to spans of SPAN keys, for `merge_splits` to merge.
 
-    The grid is (S * tiles, key heads, spans), `tiles` being the tiles of the sequence with the most queries. Spans
-    after a sequence's keys, or before its window, are not written. sums [T, Hq, spans, 2] fp32: maximum score, sum of
-    weights; parts [T, Hq, spans, D] fp32.
+    The grid is (S * tiles, key heads, programs that take turns over the spans), `tiles` being the tiles of the sequence
+    with the most queries. Spans after a sequence's keys, or before its window, are not written. sums [T, Hq, spans, 2]
+    fp32: maximum score, sum of weights; parts [T, Hq, spans, D] fp32.
     """
     sequence = tl.program_id(0) // tiles
     first_row = tl.program_id(0) % tiles * M
-    head, span = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
     first_query = tl.load(cu_seqlens_q + sequence)
     queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
     before = tl.load(seqlens_k + sequence).to(tl.int32) - queries
-    first = tl.maximum(span * SPAN, tl.maximum(before - window + 1, 0) // N * N)
-    end = tl.minimum(span * SPAN + SPAN, before + queries)
-    if (first_row < queries * group_size) & (first < end):
+    first_key = tl.maximum(before - window + 1, 0) // N * N
+    first_span = first_key // SPAN + tl.program_id(2)
+    if (first_row < queries * group_size) & (first_span * SPAN < before + queries):
         query, token, query_head, is_row = load_queries(
             q, first_query, first_row, queries * group_size, group_size, head, head_size, q_row, M, DP
         )
@@ -283,13 +291,19 @@ def paged_decode_split(
         keys, values = key_cache + head * head_size, value_cache + head * head_size
         table = block_table + sequence.to(tl.int64) * table_row
         where = (keys, values, table, block_size, block_stride, token_stride, head_size)
-        greatest, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32)
-        at = (token * (tl.num_programs(1) * group_size) + query_head) * tl.num_programs(2) + span
-        tl.store(sums + at * 2, greatest, mask=is_row)
-        tl.store(sums + at * 2 + 1, total, mask=is_row)
         channel = tl.arange(0, DP)
         is_real = is_row[:, None] & (channel < head_size)[None, :]
-        tl.store(parts + at[:, None] * head_size + channel[None, :], weighted, mask=is_real)
+        row = (token * (tl.num_programs(1) * group_size) + query_head) * spans
+        for span in range(first_span, tl.cdiv(before + queries, SPAN), tl.num_programs(2)):
+            first = tl.maximum(span * SPAN, first_key)
+            end = tl.minimum(span * SPAN + SPAN, before + queries)
+            greatest, total, weighted = attend_keys(
+                query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32
+            )
+            at = row + span
+            tl.store(sums + at * 2, greatest, mask=is_row)
+            tl.store(sums + at * 2 + 1, total, mask=is_row)
+            tl.store(parts + at[:, None] * head_size + channel[None, :], weighted, mask=is_real)
 
 
 @kernel(

@@ -21,6 +21,9 @@ from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_c
 
 MAX_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has
+ENOUGH_PROGRAMS, FEWEST_A_TILE = 1024, 4
+"""Programs of a decode's grid: enough for every multiprocessor to have several, or, with many rows, four for each tile
+of rows, which take turns over its spans. Most requests are shorter than the block table is wide."""
 
 
 @functools.cache
@@ -170,8 +173,9 @@ def _attend_few(call: _Call, out: Tensor) -> None:
     sums = torch.empty(tokens, heads, spans, 2, dtype=torch.float32, device=out.device)
     parts = torch.empty(tokens, heads, spans, channels, dtype=torch.float32, device=out.device)
     lengths = {"cu_seqlens_q": batch.cu_seqlens_q, "seqlens_k": batch.seqlens_k, "sums": sums, "parts": parts}
-    grid = (few * tiles, call.key_cache.shape[2], spans)
-    kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles)
+    rows = few * tiles * call.key_cache.shape[2]
+    grid = (few * tiles, call.key_cache.shape[2], min(spans, max(FEWEST_A_TILE, ENOUGH_PROGRAMS // rows)))
+    kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles, spans=spans)
     kernels.merge_splits.launch(
         (few * max_queries, heads),
         adding,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
-from megatron_ext.ops.triton.launching import is_aligned
+from megatron_ext.ops.triton.launching import is_aligned, launch_with
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
@@ -65,12 +65,12 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
         "heads_each": -(-(heads // groups) // runs),
     }
     config = _config(kernels.chunk_cumsum, x)
-    _launch(kernels.chunk_cumsum, (tiles, -(-heads // config["HEADS"])), config, given)
+    launch_with(kernels.chunk_cumsum, (tiles, -(-heads // config["HEADS"])), config, given)
     config = _config(kernels.state_passing, x)
     parts = -(-head_dim // config["P"]) * -(-state_size // config["N"])
-    _launch(kernels.state_passing, (heads * parts, sequences), config, given)
+    launch_with(kernels.state_passing, (heads * parts, sequences), config, given)
     config = _config(kernels.chunk_scan, x, N=state_size)
-    _launch(kernels.chunk_scan, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
+    launch_with(kernels.chunk_scan, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
     return y
 
 
@@ -85,9 +85,3 @@ def _config(kernel: Kernel, x: Tensor, **sizes: int) -> Config:
     found = kernel.fitting(x.dtype, **sizes)
     assert found is not None, "see `takes`"
     return found
-
-
-def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
-    """Launch a kernel with those of the arguments that it has."""
-    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
-    kernel.launch(grid, config, **{name: given[name] for name in taken})

@@ -10,6 +10,9 @@ from megatron_ext.ops.state_copy import reference
 from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
 from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
 
+PROGRAMS = 1024
+"""Maximum number of programs of a launch: some for each multiprocessor."""
+
 
 def _words(pool: Tensor) -> Tensor:
     """View the pool as [L, rows, words] with words of 16 or 32 bits."""
@@ -34,12 +37,19 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
         return reference.copy_rows(convolutions, recurrences, rows, target_rows)
     from megatron_ext.ops.state_copy import kernels
 
-    (config,) = kernels.copy_states.configs
     conv_from, conv_to, state_from, state_to = (_words(pool) for pool in (*convolutions, *recurrences))
+    most = kernels.copy_states.configs[-1]["PAIRS"]
+    if len(rows) > most:
+        for some, targets in zip(rows.split(most), target_rows.split(most), strict=True):
+            copy_rows(convolutions, recurrences, some, targets)
+        return None
+    config = next(one for one in kernels.copy_states.configs if one["PAIRS"] >= len(rows))
     blocks = sum(-(-words.shape[2] // config["BLOCK"]) for words in (conv_from, state_from))
     return kernels.copy_states.launch(
-        (len(rows), len(conv_from), blocks),
+        (min(PROGRAMS, len(rows) * len(conv_from) * blocks),),
         config,
+        pairs=len(rows),
+        layers=len(conv_from),
         conv_from=conv_from,
         conv_to=conv_to,
         state_from=state_from,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_ext.ops.cpp import say
 from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
 
@@ -53,6 +55,12 @@ def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tens
         start = slots.start or 0
         return _index(start, start + count, device)
     return slots
+
+
+def launch_with(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
+    """Launch a kernel with those of the arguments that it has."""
+    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
+    kernel.launch(grid, config, **{name: given[name] for name in taken})
 
 
 def prefill_arguments(
