@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")
 MODULES = {  # in the order in which their cases run
     "standard": ("peers.ours", "peers.transformers_script", "peers.vllm_engine", "peers.llama_cpp"),
-    "latency": ("latency.prefixes", "latency.steps"),
+    "latency": ("latency.prefixes", "latency.steps", "latency.restart"),
     "throughput": ("throughput.kinds", "throughput.speculation", "throughput.ranks", "throughput.threads"),
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),

@@ -17,6 +17,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 from megatron_ext.simulation.cached_models import MODELS, CachedModel
+from megatron_ext.simulation.disk import DiskSettings
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
@@ -125,10 +126,16 @@ class _Run:
         given = self.arguments
         return Machine(given.flops, given.bandwidth, given.parameter_bytes, given.step_overhead)
 
+    @property
+    def disk(self) -> DiskSettings | None:
+        """Disk of the simulated machine, if it has one."""
+        given = self.arguments
+        return None if given.disk_gib is None else DiskSettings(given.disk_gib, given.disk_gbps)
+
     def points(self, turns: Sequence[Turn]) -> list[Point]:
         """Simulate a trace under all settings; a terminal shows the progress."""
         points: list[Point] = []
-        for point in sweep(turns, self.model, self.settings, self.batch, self.machine):
+        for point in sweep(turns, self.model, self.settings, self.batch, self.machine, disk=self.disk):
             points.append(point)
             if len(self.settings) > 1 and self.console.is_terminal:
                 self.console.print(f"{len(points)} of {len(self.settings)}: {point.wall_seconds:.1f} s", style="dim")
@@ -328,3 +335,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="bytes of parameters, read in each step",
     )
     parser.add_argument("--step-overhead", type=_positive, default=machine.overhead, help="seconds")
+    parser.add_argument(
+        "--disk-gib", type=_positive, help="GiB on a disk for what leaves memory, as --prefix-cache-dir; default: none"
+    )
+    parser.add_argument(
+        "--disk-gbps", type=_positive, default=2.0, help="GB per second that the disk reads or writes; default: 2"
+    )

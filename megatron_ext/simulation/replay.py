@@ -22,6 +22,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Sequence as RequestSequence
 from megatron_ext.scheduling.submission import Submission
+from megatron_ext.simulation.disk import DiskSettings, SimulatedDisk
 from megatron_ext.simulation.fast_forward import RestingDecodes
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.trace import Turn, by_session, common_tokens, packed
@@ -60,6 +61,7 @@ class Replay:
         slots: Number of snapshot slots; None for a model without recurrent layers.
         machine: Cost model of a step.
         hints: What follows hints, from the start; None for the usual, from the first hint.
+        disk: Disk that takes what leaves memory; None without one.
 
     Attributes:
         turns: Turns of all sessions.
@@ -77,6 +79,7 @@ class Replay:
         slots: int | None,
         machine: Machine | None = None,
         hints: Callable[[BlockIndex], Hints] | None = None,
+        disk: DiskSettings | None = None,
     ) -> None:
         self.scheduler, self.limits = Scheduler(limits, policy, b"simulation", slots), limits
         self.resting = RestingDecodes(self.scheduler, self._next_tokens)
@@ -87,6 +90,7 @@ class Replay:
         self.outcome.ttft = [None] * len(turns)
         self.turns, self.machine = turns, machine or Machine()
         self.now = 0.0
+        self._disk = None if disk is None else SimulatedDisk(disk, self.scheduler, lambda: self.now, self.pass_time)
         self.coming: list[tuple[float, int]] = []
         self._replies, self._started = _replies(turns), _started(turns)
         self._before: dict[int, _Begun] = {}  # by the position of the reply
@@ -115,7 +119,12 @@ class Replay:
 
     def statistics(self) -> EngineStatistics:
         """Return the statistics in the form of an engine's."""
-        return EngineStatistics.of(self.scheduler, ended=len(self._asked_at), steps=self.outcome.steps)
+        found = EngineStatistics.of(self.scheduler, ended=len(self._asked_at), steps=self.outcome.steps)
+        return found if self._disk is None else replace(found, disk=self._disk.use())
+
+    def pass_time(self, moment: float) -> None:
+        """Let time pass until a moment, or until a request arrives before it."""
+        self.now = max(self.now, min([moment, *(arrival for arrival, _ in self.coming[:1])]))
 
     def submit(self, place: int) -> None:
         """Submit the turn at this position of the trace; sub-agents that it starts come at their distance from it."""
@@ -154,14 +163,20 @@ class Replay:
 
     def step(self) -> None:
         """Schedule and commit one step, and advance the time."""
-        scheduler, limits = self.scheduler, self.limits
+        scheduler, limits, loading = self.scheduler, self.limits, None if self._disk is None else self._disk.loading
+        if loading is not None:
+            loading.follow()
+            loading.decide()
         plan = scheduler.schedule()
         for request, _ in plan.failures:
             self.end(request.request_id, request.skipped_prefill_tokens)
         if not plan.chunks and not len(self.resting):
             return
         step = scheduler.describe(plan)
-        self.now += self.machine.seconds(plan.chunks, limits.costs, len(self.resting), self.resting.positions)
+        seconds = self.machine.seconds(plan.chunks, limits.costs, len(self.resting), self.resting.positions)
+        self.now += seconds
+        if loading is not None:
+            loading.note_step(plan.chunks, seconds)
         self.outcome.steps += 1
         self.resting.leap(1)
         for request in scheduler.commit(step, self._sample(plan.chunks)):

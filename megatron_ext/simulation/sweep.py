@@ -19,6 +19,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from megatron_ext.simulation.cached_models import CachedModel
+from megatron_ext.simulation.disk import DiskSettings
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.trace import Turn
@@ -92,6 +93,7 @@ class Point:
     seconds: float
     steps: int
     wall_seconds: float  # wall time of the simulation
+    disk: dict[str, object] | None = None  # counts as in `prefix_cache_disk` of a run; None without a disk
 
     @property
     def skipped_share(self) -> float:
@@ -178,11 +180,12 @@ def run_point(
     batch: Batch,
     machine: Machine,
     hints: Callable[[BlockIndex], Hints] | None = None,
+    disk: DiskSettings | None = None,
 ) -> Point:
-    """Run one simulation; `hints` as in `Replay`."""
+    """Run one simulation; `hints` and `disk` as in `Replay`."""
     limits, slots = limits_of(model, settings, batch)
     began = time.perf_counter()
-    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, hints).run()
+    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, hints, disk).run()
     return _point(settings, limits.total_blocks, slots, outcome, time.perf_counter() - began)
 
 
@@ -207,6 +210,7 @@ def _point(settings: Settings, blocks: int, slots: int | None, outcome: Outcome,
         seconds=outcome.seconds,
         steps=outcome.steps,
         wall_seconds=wall,
+        disk=outcome.statistics.prefix_cache_disk(),
     )
 
 
@@ -217,6 +221,7 @@ def sweep(
     batch: Batch,
     machine: Machine,
     progress: Callable[[Point], None] = lambda point: None,
+    disk: DiskSettings | None = None,
 ) -> Iterator[Point]:
     """Run all points in order; points that are equal without recurrent layers or state slots run once."""
     seen: dict[tuple[object, ...], Point] = {}
@@ -224,7 +229,7 @@ def sweep(
         limits, slots = limits_of(model, one, batch)
         key = (limits, slots, one.policy)
         if key not in seen:
-            seen[key] = run_point(turns, model, one, batch, machine)
+            seen[key] = run_point(turns, model, one, batch, machine, disk=disk)
         point = dataclasses.replace(seen[key], settings=one)
         progress(point)
         yield point

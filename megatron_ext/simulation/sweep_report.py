@@ -12,8 +12,13 @@ from megatron_ext.simulation.sweep import PLACEMENTS, SPACING, Advice, Point, Se
 
 
 def table_of(points: Sequence[Point]) -> Table:
-    """Return a table with a row for each point; skipped and lost tokens are shares of all prompt tokens."""
+    """Return a table with a row for each point; skipped and lost tokens are shares of all prompt tokens.
+
+    With a disk, so are those that were skipped because of entries from disk.
+    """
     names = "GiB states block mode policy guesses blocks slots refused skipped lost ttft-p50 p90 p99".split()
+    has_disk = any(point.disk is not None for point in points)
+    names += ["from disk", "loads"] if has_disk else []
     table = Table(*names, box=None, pad_edge=False)
     for point in points:
         one = point.settings
@@ -32,8 +37,16 @@ def table_of(points: Sequence[Point]) -> Table:
             f"{point.ttft_p50:.3f}",
             f"{point.ttft_p90:.3f}",
             f"{point.ttft_p99:.3f}",
+            *([] if point.disk is None else _disk_cells(point.disk, point.prompt_tokens)),
         )
     return table
+
+
+def _disk_cells(disk: Mapping[str, object], prompt_tokens: int) -> tuple[str, str]:
+    """Return the share of prompt tokens that entries from disk have saved, and the loads."""
+    skipped, loads = disk["skipped_tokens"], disk["loads"]
+    assert isinstance(skipped, int), "a number of tokens"
+    return f"{skipped / max(1, prompt_tokens):.3f}", str(loads)
 
 
 def share_text(share: float | None) -> str:
