@@ -133,8 +133,8 @@ def with_disk(replay: EngineReplay, disk: DiskSettings) -> DiskTier:
     return tier
 
 
-@pytest.mark.parametrize("memory", [Memory(45, 4), pytest.param(Memory(gib=0.0008), marks=pytest.mark.long)], ids=str)
-def test_a_disk_tier_request_by_request(memory: Memory):
+@pytest.mark.parametrize("policy", ["lru", pytest.param("flops", marks=pytest.mark.long)])
+def test_a_disk_tier_request_by_request(policy: str):
     """SI-3, EX-11: requests skip equal tokens in the simulator and in an engine over the same simulated disk."""
     ids = Ids(FIRST_SYNTHETIC_ID)
     sessions = [[ids.take(150)] for _ in range(4)]  # that go on in turn, and for three of which there is no memory
@@ -143,9 +143,9 @@ def test_a_disk_tier_request_by_request(memory: Memory):
         pieces = sessions[place % 4]
         pieces.append(ids.take(40))
         turns.append(Turn(place, float(place), tuple(pieces), ids.take(1)))
-    disk, loaded = DiskSettings(0.05, 0.1), load_model(SourceConfig(), {})
-    core = build_core(loaded, "lru", memory)
-    simulated = Replay(turns, core.scheduler.limits, EvictionPolicyName.LRU, memory.slots, MACHINE, disk=disk).run()
+    disk, memory, loaded = DiskSettings(0.05, 0.1), Memory(45, 4), load_model(SourceConfig(), {})
+    core = build_core(loaded, policy, memory)
+    simulated = Replay(turns, core.scheduler.limits, EvictionPolicyName(policy), memory.slots, MACHINE, disk=disk).run()
     replay = EngineReplay(turns, core, MACHINE)
     tier = with_disk(replay, disk)
     computed = replay.run()
@@ -154,7 +154,7 @@ def test_a_disk_tier_request_by_request(memory: Memory):
     counters, others = computed.statistics.counters, simulated.statistics.counters
     assert counters.disk_skipped_tokens == others.disk_skipped_tokens > 0
     assert tier.counts.loads_placed > 2
-    without = Replay(turns, core.scheduler.limits, EvictionPolicyName.LRU, memory.slots, MACHINE).run()
+    without = Replay(turns, core.scheduler.limits, EvictionPolicyName(policy), memory.slots, MACHINE).run()
     assert sum(without.skipped) < sum(simulated.skipped)
 
 
