@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _LONGEST_MESSAGE = 4000  # characters
+_LONGEST_DESCRIPTION = 500
 
 
 class ConfigError(ValueError):
@@ -118,3 +119,13 @@ class EngineClosed(RuntimeError):
 
 class RequestFailed(RuntimeError):
     """Failure of a streamed request; its output so far stands. The message gives the reason."""
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's class and message in one line of bounded length, for records and events; never raises."""
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # the error's own class fails to format it
+        words = ""
+    name = type(error).__name__
+    return f"{name}: {words[:_LONGEST_DESCRIPTION]}" if words else name

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from heapq import nlargest
-from operator import attrgetter
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.engine.engine_step import EngineStep, StepOutput, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
@@ -25,7 +22,6 @@ from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
-from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.planner import check_admissible
@@ -170,11 +166,6 @@ class EngineCore:
     def is_busy(self) -> bool:
         """True if a step would compute or report anything."""
         return bool(self.output) or any(replica.audit.has_work for replica in self.replicas)
-
-    def waiting(self) -> Sequence[Request]:
-        """Return requests that wait for admission, and ended ones that the next step will report."""
-        queued = [request for replica in self.replicas for request in replica.scheduler.queues.waiting]
-        return [*queued, *self.output.ended]
 
     def cancel(self) -> None:
         """Forget all requests without a record; the core must not be used any more.
@@ -395,16 +386,6 @@ class EngineCore:
             asynchronous=sum(one.step_count for one in ahead),
             discarding=sum(one.discarding_count for one in ahead),
         )
-
-    def audit_findings(self) -> list[AuditFinding]:
-        """Return the wrong entries that audits of the prefix cache found, the oldest first; only the last few."""
-        found = [finding for replica in self.replicas for finding in replica.audit.findings]
-        return sorted(found, key=attrgetter("wall_time"))
-
-    def hottest(self, count: int) -> list[CachedPrefix]:
-        """Return the `count` cached prefixes from which most requests resumed, the hottest first."""
-        found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
-        return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(self.replicas) > 1 else found
 
     def check(self) -> None:
         """Assert every invariant of requests and pools."""

@@ -12,18 +12,6 @@ from megatron_ext.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MAX_CHARACTERS = 500
-
-
-def describe(error: BaseException) -> str:
-    """Return an error's class and message in one line of bounded length, for records and events; never raises."""
-    try:
-        words = " ".join(str(error).split())
-    except Exception:  # the error's own class fails to format it
-        words = ""
-    name = type(error).__name__
-    return f"{name}: {words[:_MAX_CHARACTERS]}" if words else name
-
 
 class ErrorIsolation:
     """Counter and log of errors outside of the steps themselves.

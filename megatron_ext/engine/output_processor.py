@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron_ext.engine.error_isolation import ErrorIsolation, describe
+from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, describe
 from megatron_ext.scheduling.explain_admission import note_end
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request

@@ -20,6 +20,7 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import EngineStep, active_requests
 from megatron_ext.engine.error_isolation import ErrorIsolation
+from megatron_ext.engine.replica import hottest, waiting
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
@@ -190,7 +191,7 @@ class InferenceEngine(Engine):
     @property
     def waiting_request_ids(self) -> list[int]:
         """Ids of the requests that wait for admission, and of ended requests that a step has yet to report."""
-        return [request.request_id for request in self.core.waiting()]
+        return [one.request_id for one in [*waiting(self.core.replicas), *self.core.output.ended]]
 
     @property
     def finished_request_count(self) -> int:
@@ -217,7 +218,7 @@ class InferenceEngine(Engine):
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
         """Return the cached prefixes that most requests resumed from, hottest first."""
-        return self.core.hottest(count)
+        return hottest(self.core.replicas, count)
 
     # Request lifecycle
 

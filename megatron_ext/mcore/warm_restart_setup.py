@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.memory.entry_memory import PoolEntries
@@ -23,6 +24,8 @@ from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.prefix_cache.hash_chain import root_hash
 
 logger = logging.getLogger(__name__)
+
+REPORTS = "audits"  # in the directory of the cache
 
 GIB = 1024**3
 StoreOpener = Callable[[PrefixCache], WarmRestart | None]
@@ -137,3 +140,24 @@ def cache_identity(controller: InferenceController, model: Sequence[bytes]) -> b
             *model,
         ]
     )
+
+
+def write_audit_reports(engine: InferenceEngine, cache: CacheConfig) -> None:
+    """Let audits write reports: to the directory that is named, or else beside the cache on disk, if there is one.
+
+    Args:
+        engine: The engine; its cache is on disk already if it is to be.
+        cache: Settings.
+
+    Raises:
+        ConfigError: The directory that is named cannot be used.
+    """
+    if cache.audit_dir is not None:
+        reports = AuditReports(Path(cache.audit_dir))
+        reports.require()
+    elif cache.prefix_cache_dir is not None and engine.core.disk is not None:
+        reports = AuditReports(Path(cache.prefix_cache_dir) / REPORTS)
+    else:
+        return
+    for replica in engine.core.replicas:
+        replica.audit.reports = reports

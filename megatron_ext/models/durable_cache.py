@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megatron_ext.config import CacheConfig, ParallelConfig
-from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.controller import InferenceController
@@ -14,8 +12,6 @@ from megatron_ext.mcore.warm_restart_setup import StoreOpener, keep_engine, open
 from megatron_ext.models.identity import tokenizer_hash
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.parallel.parallel_context import ParallelContext
-
-REPORTS = "audits"  # in the directory of the cache
 
 
 def keep_cache(
@@ -66,24 +62,3 @@ def _facts(
         return [*facts, b"one rank"]
     here, sizes = parallel_context.here, platform.group_sizes(parallel)
     return [*facts, f"tensor {here.tensor}, stage {here.pipeline} of {sizes.described()}".encode()]
-
-
-def write_audit_reports(engine: InferenceEngine, cache: CacheConfig) -> None:
-    """Let audits write reports: to the directory that is named, or else beside the cache on disk, if there is one.
-
-    Args:
-        engine: The engine; its cache is on disk already if it is to be.
-        cache: Settings.
-
-    Raises:
-        ConfigError: The directory that is named cannot be used.
-    """
-    if cache.audit_dir is not None:
-        reports = AuditReports(Path(cache.audit_dir))
-        reports.require()
-    elif cache.prefix_cache_dir is not None and engine.core.disk is not None:
-        reports = AuditReports(Path(cache.prefix_cache_dir) / REPORTS)
-    else:
-        return
-    for replica in engine.core.replicas:
-        replica.audit.reports = reports

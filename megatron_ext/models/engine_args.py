@@ -12,7 +12,8 @@ from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
-from megatron_ext.models.durable_cache import keep_cache, store_opener, write_audit_reports
+from megatron_ext.mcore.warm_restart_setup import write_audit_reports
+from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.models.update.disk import read_new_weights

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_ext.engine.error_isolation import describe
 from megatron_ext.engine.workers import Workers
-from megatron_ext.errors import RankError
+from megatron_ext.errors import RankError, describe
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.commands import Action, Batch, Command, KeepCache, OpenStore, Resume, StartAnew
 

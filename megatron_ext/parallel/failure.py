@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.engine.error_isolation import describe
-from megatron_ext.errors import ConfigError, OutputError, RankError
+from megatron_ext.errors import ConfigError, OutputError, RankError, describe
 from megatron_ext.signals import Interrupted
 
 FAILED, BAD_USAGE = 1, 2  # exit codes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.engine.error_isolation import describe
+from megatron_ext.errors import describe
 
 # Messages of torch's CPU allocator, which raises a plain RuntimeError.
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.engine.error_isolation import describe
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.errors import describe
 from megatron_ext.ops.step_metadata import to_device
 from megatron_ext.runner.model_input import ModelInput, PromptScore, SamplingRow
 from megatron_ext.runner.out_of_memory import is_out_of_memory

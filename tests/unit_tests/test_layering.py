@@ -30,7 +30,10 @@ MAY_IMPORT = {
     "prefix_cache": {"config", "errors", "threads", "trusted_path"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
-    "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text", "threads"},
+    "engine": {
+        *("config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text"),
+        *("threads", "trusted_path"),
+    },
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", "memory", *DECIDING},

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.engine.error_isolation import describe
-from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError
+from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_ext.engine.error_isolation import describe
-from megatron_ext.errors import ConfigError, WeightUpdateError
+from megatron_ext.errors import ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import ShardSpec, model_shards, writable_tensors, zero_padding
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import NewWeights

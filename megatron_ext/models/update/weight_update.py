@@ -8,8 +8,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.engine.error_isolation import describe
-from megatron_ext.errors import ConfigError, WeightUpdateError
+from megatron_ext.errors import ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors, writable_tensors
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors

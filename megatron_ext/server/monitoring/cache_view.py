@@ -7,6 +7,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+from megatron_ext.engine.replica import audit_findings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.monitoring.metrics import Metrics
@@ -61,7 +62,7 @@ class CacheView:
             "settings": self._settings(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
-            "audit_findings": [one.shown() for one in self._engine.core.audit_findings()],
+            "audit_findings": audit_findings(self._engine.core.replicas),
             "disk": None if state is None else state.prefix_cache_disk(),
             "hottest_prefixes": self._hottest.prefixes,
         }
