@@ -75,6 +75,8 @@ class DiskLoading:
         loads = self._scheduler.disk_loads
         for number in self._tier.given_up():
             self._tier.counts.load_waits += loads.end(number)
+        for number in loads.numbers() - self._tier.loads.keys():  # the tier is off
+            loads.end(number)
         for number in [number for number in self._tier.loads if loads.is_useless(number)]:
             self._tier.counts.loads_useless += 1
             self._tier.forget(number)

@@ -96,6 +96,10 @@ class DiskLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
+    def numbers(self) -> set[int]:
+        """Return the numbers of all loads."""
+        return set(self._loads)
+
     # Commands
 
     def begin(self, number: int, request: Request, end: int, *, has_snapshot: bool) -> None:

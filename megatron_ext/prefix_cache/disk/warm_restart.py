@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
+from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
@@ -183,8 +184,22 @@ class WarmRestart:
         )
         self.tier = DiskTier(self._thread, sizes, self._copy, time.time, self._load_seconds)
         self.tier.hold(held)
-        self._cache.lower_tier = self.tier
+        self._cache.lower_tier = self
         return self.tier
+
+    def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
+        """Pass evicted entries on; an error ends the use of the tier, since an eviction cannot fail."""
+        assert self.tier is not None, "the tier is live"
+        try:
+            self.tier.on_evicted(entries)
+        except Exception:
+            logger.exception("prefix cache on disk: evicted entries could not be taken; serving goes on without it")
+            self.tier.turn_off()
+
+    def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
+        """Pass a quarantine on; see `LowerTier`."""
+        assert self.tier is not None, "the tier is live"
+        self.tier.quarantine(block_hash, index, states_only=states_only)
 
     def _copy(self, entry: CachedEntry, used: float) -> Content:
         return copy_entry(entry, self._tokens, self.memory, used)

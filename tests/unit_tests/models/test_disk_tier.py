@@ -11,16 +11,24 @@ import torch
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.index import DiskIndex
+from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
 from megatron_ext.prefix_cache.hash_chain import HashChain
 from tests.on_request import long_except
 from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, reset, started, suspend
 from tests.unit_tests.support.driver import Driver, make_prompt
 
 SMALL = {"block_count": 14}
+PATIENT = {"prefix_cache_load_seconds": PATIENCE}
 SMALL_ARENA = {"block_count": None, "buffer_size_gb": 0.0003}
 KINDS = ["hybrid", "attention_only", "attention_free", "mamba1", "gated_delta_net", "short_conv", "side_by_side"]
 CASES = [(kind, policy) for kind in KINDS for policy in ("lru", "flops")]
 QUICK = [("hybrid", "lru"), ("hybrid", "flops"), ("attention_only", "lru"), ("attention_free", "flops")]
+
+
+@pytest.fixture(autouse=True)
+def _any_load_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no measured time decide: the machine may be busy."""
+    monkeypatch.setattr(LoadEstimates, "pays", lambda *_: True)
 
 
 def serve(driver: Driver, prompt: list[int]) -> tuple[tuple[int, ...], list[float], int]:
@@ -49,7 +57,7 @@ def settle(driver: Driver) -> None:
 
 
 def small(get_driver: GetDriver, directory: Path, kind: str = "hybrid", policy: str = "lru", **cache: object) -> Driver:
-    settings = {"eviction_policy": policy, "snapshot_slots": 4} | cache
+    settings = {"eviction_policy": policy, "snapshot_slots": 4} | PATIENT | cache
     return started(get_driver, directory, kind, cache=settings, **SMALL)
 
 
@@ -76,7 +84,7 @@ def test_what_was_evicted_comes_back_from_disk(get_driver, tmp_path, kind, polic
 
 def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driver, tmp_path):
     """EX-11: in an arena, too, where what is evicted may be about to move."""
-    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": None}, **SMALL_ARENA)
+    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": None} | PATIENT, **SMALL_ARENA)
     assert driver.engine.geometry.slabs is not None
     prompts = [make_prompt(120, seed=seed) for seed in range(6)]
     cold = [serve(driver, prompt)[:2] for prompt in prompts]
@@ -94,7 +102,7 @@ def test_memory_that_blocks_and_snapshots_share_gives_up_and_takes_back(get_driv
 
 def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
     """EX-11: each part of a hit comes from the tier that has it."""
-    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": 2}, block_count=100)
+    driver = started(get_driver, tmp_path / "cache", cache={"snapshot_slots": 2} | PATIENT, block_count=100)
     prompt = make_prompt(120)
     tokens, *_ = serve(driver, prompt)
     _, _, in_memory = serve(driver, prompt)
@@ -164,7 +172,7 @@ class SlowReads:
 
 def test_others_go_on_while_a_request_waits_for_the_disk(get_driver, tmp_path, monkeypatch):
     """EX-11: nothing that could be computed waits."""
-    driver = small(get_driver, tmp_path / "cache", prefix_cache_load_seconds=PATIENCE)
+    driver = small(get_driver, tmp_path / "cache")
     prompt = make_prompt(120)
     tokens, *_ = serve(driver, prompt)
     push_out(driver)
@@ -251,3 +259,27 @@ def test_a_live_tier_forgets_what_the_cache_forgets(get_driver, tmp_path, forget
     assert (len(disk.tier), counts["blocks"], counts["snapshots"]) == (0, 0, 0)
     disk.abandon()
     assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
+
+
+def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_path, monkeypatch, caplog):
+    """EX-11: an eviction cannot fail, and a request that waits for a load goes on."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompt = make_prompt(120)
+    tokens, *_ = serve(driver, prompt)
+    push_out(driver)
+    slow, disk = SlowReads(monkeypatch), driver.engine.core.disk
+    number = 1000
+    driver.add(number, prompt, skip_prompt_log_probs=True, num_tokens_to_generate=6)
+    driver.step()
+    assert driver.engine.scheduler.waits_for_disk(driver.engine.core.get(number))
+
+    def fail(_: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(disk._memory, "read_block", fail)
+    serve(driver, make_prompt(140, seed=7))
+    slow.may_go_on.set()
+    assert driver.records[number].generated_tokens == tokens
+    assert len(disk.tier) == 0
+    assert sum("could not be taken" in record.getMessage() for record in caplog.records) == 1
+    driver.engine.close()
