@@ -37,7 +37,7 @@ class DiskLoad:
         tokens: Tokens of these blocks.
         root: Root of the block hashes.
         salt: Salt of the root.
-        waiting: Ids of the requests that have waited for it.
+        waiting: Requests that have waited for it.
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -46,7 +46,7 @@ class DiskLoad:
     tokens: array[int]
     root: BlockHash
     salt: str | None
-    waiting: set[int]
+    waiting: set[Request]
 
     @property
     def end(self) -> int:
@@ -120,13 +120,13 @@ class DiskLoads:
             request.sequence.tokens[: end * size],
             chain.root,
             request.params.cache_salt,
-            {request.request_id},
+            {request},
         )
 
     def is_useless(self, number: int) -> bool:
         """Return whether a load is of no use: blocks before it were evicted, or no request waits for it any more."""
         load = self._loads[number]
-        is_awaited = any(request.request_id in load.waiting for request in self._queues.waiting)
+        is_awaited = any(request in self._queues.waiting for request in load.waiting)
         return not is_awaited or len(self._cache.match(load.block_hashes)) < load.first
 
     def reserve(self, number: int) -> LoadPlaces | None:
@@ -219,7 +219,7 @@ class DiskLoads:
         """Note the requests that wait for loads in a step."""
         for one in deferrals:
             if one.load is not None:
-                self._loads[one.load].waiting.add(one.request.request_id)
+                self._loads[one.load].waiting.add(one.request)
 
     def check(self) -> None:
         """Assert that loads name their blocks and tokens."""
