@@ -116,7 +116,8 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
     except ConfigError as error:
         raise ConfigError(f"flags of the replicas: {error}") from None
     private_events = replicas.cache.enable_prefix_caching and replicas.server.kv_events.endpoint is None
-    return CoordinatorSettings(config, flags, replicas.parallel.smallest_world, private_events)
+    drain = replicas.cache.prefix_cache_drain_seconds if replicas.cache.is_durable else 0.0
+    return CoordinatorSettings(config, flags, replicas.parallel.smallest_world, private_events, drain)
 
 
 def _passed_on(values: FieldValues) -> list[str]:

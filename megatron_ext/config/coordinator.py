@@ -97,9 +97,11 @@ class CoordinatorSettings:
         replica_world: Ranks of each launched replica.
         has_private_events: Whether launched replicas publish KV events to the coordinator alone, not where their flags
             say.
+        replica_drain_seconds: Seconds that each launched replica may take at its end to write its cache to disk.
     """
 
     coordinator: CoordinatorConfig
     replica_flags: tuple[str, ...] = ()
     replica_world: int = 1
     has_private_events: bool = False
+    replica_drain_seconds: float = 0.0

@@ -320,7 +320,7 @@ def plan_of(settings: CoordinatorSettings, script: Path, home: Path | None = Non
         config.launch,
         settings.replica_world,
         config.api_key,
-        config.shutdown_timeout,
+        config.shutdown_timeout + settings.replica_drain_seconds,
         visible_devices(),
         settings.has_private_events,
         home,

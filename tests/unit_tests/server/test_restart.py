@@ -40,20 +40,21 @@ def server(directory: Path) -> Iterator[tuple[subprocess.Popen, str]]:
             process.kill()
 
 
-def served(url: str) -> tuple[str, int]:
+def served(url: str, salt: str | None = None) -> tuple[str, int]:
     """The text of a completion, and its cached tokens."""
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | ({"cache_salt": salt} if salt else {})
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_the_first_request_after_a_restart_hits(tmp_path):
-    """DC-1: SIGTERM writes the cache; a process that is killed after that leaves it as it was."""
+    """DC-1, SE-3: SIGTERM writes the cache, each tenant's apart; a process that is killed leaves it as it was."""
     directory = tmp_path / "cache"
     with server(directory) as (process, url):
         cold, cached = served(url)
         assert cached == 0
         assert served(url) == (cold, 64)
+        assert served(url, "a tenant") == (cold, 0)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
         log = process.stderr.read()
@@ -63,7 +64,8 @@ def test_the_first_request_after_a_restart_hits(tmp_path):
     with server(directory) as (process, url):
         shown = httpx.get(f"{url}/prefix_cache", timeout=PATIENCE).json()["disk"]
         assert (shown["loaded"], shown["blocks"] + shown["snapshots"], shown["drops"]) == (entries, entries, {})
-        assert served(url) == (cold, 64)
+        assert served(url, "another tenant") == (cold, 0)
+        assert served(url, "a tenant") == served(url) == (cold, 64)
         process.kill()
     with server(directory) as (process, url):
         assert served(url) == (cold, 64)

@@ -280,6 +280,12 @@ class TestPrivateEvents:
         assert not list(place.iterdir())
         assert not plan_of(dataclasses.replace(settings, has_private_events=False), script).has_private_events
 
+    def test_replicas_have_time_to_write_their_caches(self, script):
+        """DC-1: the drain comes after the grace period of requests."""
+        words = ["--launch", "1", "--shutdown-timeout", "3", "--prefix-cache-drain-seconds", "40"]
+        assert plan_of(parse_coordinator_arguments(words), script).shutdown_timeout == 3
+        assert plan_of(parse_coordinator_arguments([*words, "--prefix-cache-dir", "x"]), script).shutdown_timeout == 43
+
     async def test_requests_go_where_events_say_and_no_port_publishes_them(self):
         """Prompts that a launched replica was sent directly are routed to it, beside a replica without events."""
         other = await FakeReplica(name="other", beat={"block_size": 16}, status_body=b"not yet").start()
