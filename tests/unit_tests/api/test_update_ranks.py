@@ -68,6 +68,17 @@ def fail_once(rank: int) -> None:
         ranks.RankWeights._write = failing
 
 
+def lack_memory_once() -> None:
+    """Let this rank alone find a reason against the next update, before anything is written."""
+    keep = ranks.kept_copies
+
+    def lacking(*_: object) -> dict[str, torch.Tensor]:
+        ranks.kept_copies = keep
+        raise ConfigError("planted")
+
+    ranks.kept_copies = lacking
+
+
 def program(sizes: dict) -> object:
     """Outcomes on rank 0: with the old weights, after a refusal, after each update, and after failures on rank 1."""
     ranks.BUCKET_BYTES = 200_000
@@ -102,12 +113,16 @@ def program(sizes: dict) -> object:
 def restoring(sizes: dict) -> object:
     """Outcomes on rank 0 with the old weights, and after a failed update that kept them."""
     ranks.BUCKET_BYTES = 200_000
-    settings = SETTINGS | sizes
+    settings = SETTINGS | sizes | {"distributed_timeout_minutes": 0.5}
     fail_once(1)
     if dist.get_rank():
+        lack_memory_once()
         return follow_engine(**settings)
     with load_engine(**settings) as engine:
         before = outcomes(engine)
+        with pytest.raises(ConfigError, match="rank 1: planted"):
+            engine.update_weights(new_weights(), keep_old=True)
+        assert_equal(outcomes(engine), before)
         with pytest.raises(WeightUpdateError, match="the old weights are back"):
             engine.update_weights(new_weights(), keep_old=True)
         return before, outcomes(engine), engine.weights_version
