@@ -6,6 +6,7 @@ for; pools hold NaN wherever no sequence has written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
+from megatron_ext.ops.paged_attention import triton as triton_attention
 from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import interpreted, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
+from tests.unit_tests.support.kernel_races import no_shared_cells
 
 if triton.NAME not in usable(PAGED_ATTENTION):
     pytest.skip("no Triton here", allow_module_level=True)
@@ -97,6 +100,21 @@ def test_head_sizes_and_types(head_size: int, heads: tuple[int, int], block: int
     pool = Pool(MIXED, block, heads, head_size, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     assert_close("mixed", pool.attend(2).float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_programs_take_turns_over_the_spans_of_a_decode(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-2: however many programs a grid has, partial sums are the same to the bit, and none is computed twice."""
+    pool = Pool([(1, 2100), (1, 30), (2, 1500)])
+    found = []
+    for programs in (1, 2, 16):
+        monkeypatch.setattr(triton_attention, "FEWEST_A_TILE", programs)
+        monkeypatch.setattr(triton_attention, "ENOUGH_PROGRAMS", 1)
+        with no_shared_cells() if triton.is_interpreted() else contextlib.nullcontext():
+            found.append(pool.attend(3, window))
+    assert_close("decodes", found[0], pool.expected(window), atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
