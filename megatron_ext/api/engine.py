@@ -16,6 +16,7 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import KVCacheConfig
@@ -277,12 +278,21 @@ class LoadedEngine:
         """Version of the weights that tokens are computed with: the number given last, or counted on from it; or 0."""
         return self._engine.core.weights_version
 
-    def suspend(self) -> None:
-        """Free the pools' memory. Requests in flight wait and keep their tokens; new ones are refused."""
-        self._call(self._engine.core.suspend)
+    def suspend(self, level: SuspendLevel = "drop") -> None:
+        """Stop until `resume`. Requests in flight wait and keep their tokens; new ones are refused.
+
+        Args:
+            level: "drop" frees the pools' memory, and the cache is empty; "offload" moves the pools to host memory, and
+                "keep" leaves them where they are: nothing is computed again after these two.
+
+        Raises:
+            ConfigError: There is no such level, the engine is suspended at another one, or has several ranks, which
+                only drop.
+        """
+        self._call(self._engine.core.suspend, level)
 
     def resume(self) -> None:
-        """Allocate the pools again; requests in flight recompute their KV and states, and continue."""
+        """Allocate the pools again; requests in flight recompute the KV and states that were dropped, and continue."""
         self._call(self._engine.core.resume)
 
     def pause_generation(self, max_seconds: float | None = None, mode: PauseMode = "keep") -> int:

@@ -20,6 +20,7 @@ from megatron_ext.engine.replica_choice import ReplicaChoice
 from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.engine.step_counts import StepCounts
+from megatron_ext.engine.suspending import SuspendLevel, Suspension
 from megatron_ext.engine.workers import NoWorkers, Workers
 from megatron_ext.errors import ConfigError, EngineSuspended, WeightUpdateError
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
@@ -67,9 +68,9 @@ class EngineCore:
         self.logging_interval = logging_interval
         self.step_count = 0
         self._captured: Counter[int] = Counter()  # steps by the rows of their graph
-        self.is_suspended = False
         self.update_error: WeightUpdateError | None = None  # of the last one, if the weights are of no version
         self.weights_version = 0  # of the weights that requests are computed with
+        self._suspension = Suspension(self.replicas, self.workers, self.resources)
         self.disk: WarmRestart | None = None  # the cache's contents between processes; closed with the core
         self.host_work: Callable[[], None] = lambda: None  # while the device computes; may only add requests
         self._intake = InputProcessor(input_settings)
@@ -330,25 +331,18 @@ class EngineCore:
         self.workers.meet()
         self.resources.use_new_weights()
 
-    def suspend(self) -> None:
-        """Free the pools' memory. Requests are requeued with their tokens; no step may follow until `resume`."""
-        if self.is_suspended:
-            return
-        for replica in self.replicas:
-            replica.suspend()
-        self.workers.meet()
-        self.workers.suspend()
-        self.resources.free()
-        self.is_suspended = True
+    def suspend(self, level: SuspendLevel = "drop") -> None:
+        """Stop stepping until `resume`, and free the pools' memory as the level says; errors are of `Suspension`."""
+        self._suspension.suspend(level)
 
     def resume(self) -> None:
-        """Allocate the pools again; requests recompute what they had computed before, and continue."""
-        if not self.is_suspended:
-            return
-        self.resources.allocate()
-        self.resources.capture()
-        self.is_suspended = False
-        self.workers.resume()
+        """Allocate the pools again; requests recompute what was dropped, and continue."""
+        self._suspension.resume()
+
+    @property
+    def is_suspended(self) -> bool:
+        """True from `suspend` to `resume`."""
+        return self._suspension.level is not None
 
     # Statistics
 

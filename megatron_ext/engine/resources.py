@@ -33,8 +33,12 @@ class ModelResources(Protocol):
     def capture(self) -> None:
         """Capture the CUDA graphs that the settings ask for."""
 
-    def free(self) -> None:
-        """Free the pools, whose contents are lost, and whatever else the next step can make again."""
+    def free(self, *, offloads: bool = False) -> None:
+        """Free the pools, and whatever else the next step can make again.
+
+        Args:
+            offloads: Whether the pools' contents wait in host memory until `allocate`; otherwise they are lost.
+        """
 
     def bind_thread(self) -> None:
         """Make the calling thread use the model's device."""
@@ -62,7 +66,7 @@ class NoResources:
     def capture(self) -> None:
         """See `ModelResources`."""
 
-    def free(self) -> None:
+    def free(self, *, offloads: bool = False) -> None:
         """See `ModelResources`."""
 
     def bind_thread(self) -> None:

@@ -16,6 +16,7 @@ from megatron_ext.memory.arena_changes import make_changes
 from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.entry_comparison import compare_entries
 from megatron_ext.memory.heap import give_back_freed_memory
+from megatron_ext.memory.offloading import OffloadedPools
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
@@ -70,6 +71,7 @@ class InferenceContext(Context):
             enable_chunked_prefill=plan.limits.chunked_prefill,
         )
         self.pools: Pools | None = None
+        self._offloaded: OffloadedPools | None = None
         self.drafting: Drafting | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
@@ -93,25 +95,32 @@ class InferenceContext(Context):
 
     def attach(self, core: EngineCore) -> None:
         """Attach the engine core, whose scheduler and counters answer upstream's questions."""
-        self._core = core
-        self.block_allocator = PoolBlockAllocator(core.scheduler)
+        self._core, self.block_allocator = core, PoolBlockAllocator(core.scheduler)
 
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate the pools, uninitialised; a no-op if they are allocated.
+        """Allocate the pools, uninitialised or with what was offloaded; a no-op if they are allocated.
 
         Raises:
             ConfigError: There is less memory than seemed to be free; no pool is kept then.
         """
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
         if self.pools is None:
             self.pools = allocate_pools(self.plan, self._device)
         if self.drafting is not None:
             self.drafting.resume()
 
-    def deallocate_all_tensors(self) -> None:
-        """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
-        self.pools = self.step = None
+    def deallocate_all_tensors(self, *, offloads: bool = False) -> None:
+        """Free the pools' memory. Their contents are lost unless they go to host memory; a drafter's always are.
+
+        Args:
+            offloads: Whether they wait in host memory; otherwise the scheduler must have been suspended.
+        """
+        self._offloaded = OffloadedPools(self.allocated) if offloads else None
+        self.pools, self.step = self.pools if offloads else None, None
         for steps in (self.cuda_graph_runner, self.recorded_steps):
             if steps is not None:
                 steps.forget()
@@ -122,7 +131,7 @@ class InferenceContext(Context):
     @property
     def is_tensor_state_allocated(self) -> bool:
         """True if the pools are allocated."""
-        return self.pools is not None
+        return self.pools is not None and self._offloaded is None
 
     @property
     def allocated(self) -> Pools:

@@ -120,6 +120,7 @@ class ContextResources:
         self._packed = controller.packed
         self._weights = WeightsWatch(self._model)
         self._samples = samples_of(self._model)
+        self._keeps_contents = False  # of the pools, in host memory
 
     def has_new_weights(self) -> bool:
         """Return whether weights have changed; see `ModelResources`."""
@@ -153,16 +154,18 @@ class ContextResources:
     def allocate(self) -> None:
         """Allocate the pools; see `ModelResources`."""
         self._context.allocate_all_tensors(is_init=False)
-        if self._samples is not None:  # nothing is cached yet
+        if self._samples is not None and not self._keeps_contents:  # nothing is cached yet
             self._samples.take()
+        self._keeps_contents = False
 
     def capture(self) -> None:
         """Capture the CUDA graphs; see `ModelResources`."""
         self._context.prepare_cuda_graphs()
 
-    def free(self) -> None:
+    def free(self, *, offloads: bool = False) -> None:
         """Free the pools, and packed copies of weights; see `ModelResources`."""
-        self._context.deallocate_all_tensors()
+        self._context.deallocate_all_tensors(offloads=offloads)
+        self._keeps_contents = offloads
         if self._packed is not None:
             self._packed.release()
 

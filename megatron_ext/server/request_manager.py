@@ -19,6 +19,7 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.error_isolation import ErrorIsolation
+from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.api_errors import ApiError, asleep, engine_fault, overloaded, shutting_down
@@ -67,8 +68,7 @@ class RequestManager:
         self._is_closed = False
         self.is_asleep = False
         self._falling_asleep = asyncio.Lock()  # and waking up
-        # Faults of the event loop; the engine isolates those of its thread.
-        self._error_isolation = ErrorIsolation("the server")
+        self._error_isolation = ErrorIsolation("the server")  # faults of the event loop
         self._client: EngineClient | None = None
         self._shares_client = False
 
@@ -226,12 +226,12 @@ class RequestManager:
         await self.call(self._core.reset_prefix_cache)
         return (await self.call(self._core.statistics)).prefix_cache()
 
-    async def sleep(self) -> None:
-        """Free the pools after the step in flight. Requests in flight wait; new ones are refused."""
+    async def sleep(self, level: SuspendLevel = "drop") -> None:
+        """Suspend the engine after the step in flight. Requests in flight wait; new ones are refused."""
         async with self._falling_asleep:
             before, self.is_asleep = self.is_asleep, True
             try:
-                await self.call(self._core.suspend)
+                await self.call(self._core.suspend, level)
             except Exception:
                 self.is_asleep = before
                 raise
@@ -250,8 +250,8 @@ class RequestManager:
     @property
     def status(self) -> str:
         """Status of the server: "failing", "asleep", "paused" or "ok"."""
-        status = "asleep" if self.is_asleep else "paused" if self.is_paused else "ok"
-        return status if self.is_healthy else "failing"
+        awake = "paused" if self.is_paused else "ok"
+        return "failing" if not self.is_healthy else "asleep" if self.is_asleep else awake
 
     @property
     def lost_ranks(self) -> RankError | None:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from megatron_ext.config.in_flight import MAX_VERSION, InFlight
 from megatron_ext.engine.pausing import PauseMode
+from megatron_ext.engine.suspending import SuspendLevel
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.api_errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.http.body import JsonRoute
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 LONGEST_ID = 100  # characters, in messages
 LONGEST_PATH = 4096  # characters
 USUAL_PAUSE, LONGEST_PAUSE = 600, 86_400  # seconds
+
+Level = Literal["0", "1", "keep", "offload", "drop"]
+_LEVELS: dict[str, SuspendLevel] = {"0": "keep", "keep": "keep", "offload": "offload", "1": "drop", "drop": "drop"}
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -58,11 +62,12 @@ class UpdateRequest(Body):
 async def sleep(
     serving: ServerDependency,
     body: Nothing | None = None,
-    level: Annotated[int, Query(ge=1, le=1, description="1: memory of the pools; weights stay")] = 1,
+    level: Annotated[Level, Query(description="0 or keep; offload: to host memory; 1 or drop. Weights stay")] = "drop",
 ) -> dict[str, object]:
-    """Free the pools' memory. Requests in flight wait and keep their tokens; new ones get a 503."""
-    await serving.requests.sleep()
-    logger.info("asleep: the memory of the pools is freed")
+    """Free the pools' memory as the level says. Requests in flight wait and keep their tokens; new ones get a 503."""
+    name = _LEVELS[level]
+    await serving.requests.sleep(name)
+    logger.info("asleep at level %s", name)
     return {"is_sleeping": True}
 
 

@@ -162,6 +162,20 @@ class TestSleep:
         server.check_idle()
         assert server.metric("step_failures_total") == 0
 
+    @pytest.mark.parametrize(("level", "cached"), [("0", True), ("keep", True), ("offload", True), ("1", False)])
+    def test_levels(self, server, level, cached):
+        """SE-5: the cache outlives a sleep whose level keeps the pools or moves them to host memory."""
+        expected = tokens(server)
+        assert ask(server, "POST", f"/sleep?level={level}").status_code == 200
+        assert ask(server, "POST", "/wake_up").status_code == 200
+        found = tokens(server)
+        assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+        assert (found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is cached
+
+    def test_an_unknown_level(self, server):
+        check_error(ask(server, "POST", "/sleep?level=2"), 400)
+        assert not server.serving.requests.is_asleep
+
     def test_awake_already(self, server):
         assert ask(server, "POST", "/wake_up").json() == {"is_sleeping": False}
 

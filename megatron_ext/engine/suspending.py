@@ -1,0 +1,78 @@
+"""Levels of a suspend: what becomes of the memory of the pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from megatron_ext.engine.replica import Replica
+from megatron_ext.engine.resources import ModelResources
+from megatron_ext.engine.workers import Workers
+from megatron_ext.errors import ConfigError
+
+SuspendLevel = Literal["keep", "offload", "drop"]
+"""Level of a suspend: the pools stay, go to host memory and come back, or are freed with their contents.
+
+After "drop" the cache is empty, and requests compute their tokens again.
+"""
+
+
+class Suspension:
+    """Suspends and resumes an engine core.
+
+    Args:
+        replicas: Replicas of the core.
+        workers: Workers on the other ranks.
+        resources: Weights and pools of the model.
+
+    Attributes:
+        level: Level at which the core is suspended; None if it is not.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], workers: Workers, resources: ModelResources) -> None:
+        self._replicas = replicas
+        self._workers = workers
+        self._resources = resources
+        self.level: SuspendLevel | None = None
+
+    def suspend(self, level: SuspendLevel) -> None:
+        """Suspend the core; do nothing if it is suspended at this level.
+
+        Raises:
+            ConfigError: There is no such level, another one is in force, or it does not work with several ranks.
+            RuntimeError: There is too little host memory to offload the pools. The core is not suspended.
+        """
+        self._check(level)
+        if self.level is not None:
+            return
+        for replica in self._replicas:
+            if level == "drop":
+                replica.suspend()
+            else:
+                replica.ahead.land()
+        if level == "drop":
+            self._workers.meet()
+            self._workers.suspend()
+            self._resources.free()
+        elif level == "offload":
+            self._resources.free(offloads=True)
+        self.level = level
+
+    def resume(self) -> None:
+        """Allocate the pools again, unless they were kept; do nothing if the core is not suspended."""
+        if self.level in ("offload", "drop"):
+            self._resources.allocate()
+            self._resources.capture()
+        was_dropped, self.level = self.level == "drop", None
+        if was_dropped:
+            self._workers.resume()
+
+    def _check(self, level: str) -> None:
+        if level not in get_args(SuspendLevel):
+            raise ConfigError(f"level is {level!r}, and must be keep, offload or drop")
+        if self.level not in (None, level):
+            raise ConfigError(
+                f"the engine is suspended at level {self.level}; resume it before it is suspended at {level}"
+            )
+        if self._workers.heartbeat is not None and level != "drop":
+            raise ConfigError(f"level {level} works with one rank; with several only drop does")
