@@ -17,7 +17,7 @@ from itertools import count
 from typing import Final
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.audit_reports import AuditReports
+from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.scheduling.audit import AuditTarget, Differences

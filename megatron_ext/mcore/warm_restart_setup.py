@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.memory.entry_memory import PoolEntries
 from megatron_ext.parallel.cache_ranks import open_beside_others
 from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.index import FORMAT
 from megatron_ext.prefix_cache.disk.opening import open_directory_store

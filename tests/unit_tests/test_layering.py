@@ -30,10 +30,7 @@ MAY_IMPORT = {
     "prefix_cache": {"config", "errors", "threads", "trusted_path"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
-    "engine": {
-        *("config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text"),
-        *("threads", "trusted_path"),
-    },
+    "engine": {"config", "errors", "prefix_cache", "routing", "scheduling", "speculation", "text", "threads"},
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache", "kv_events"},
     "simulation": {"config", "errors", "files", "memory", *DECIDING},

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.kv_events.changes import Changes, Delta
-from megatron_ext.models.durable_cache import write_audit_reports
+from megatron_ext.mcore.warm_restart_setup import write_audit_reports
+from megatron_ext.prefix_cache.audit_reports import AuditReports
 from megatron_ext.prefix_cache.disk.data_file import checksum_of
 from megatron_ext.prefix_cache.disk.entry import EntryKind
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.engine import audit_reports
-from megatron_ext.engine.audit_reports import AuditReports
 from megatron_ext.engine.cache_audit import AuditFinding
 from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache import audit_reports
+from megatron_ext.prefix_cache.audit_reports import AuditReports
 
 FINDING = AuditFinding("kv", "d1", 64, 0.5, 1e-4, 3, 1.8e9, is_from_disk=True)
 
