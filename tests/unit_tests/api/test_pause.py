@@ -1,4 +1,4 @@
-"""PY-5: generation is paused and resumed; requests that end early keep their tokens and log-probs."""
+"""PY-5, RL-4: generation is paused and resumed; requests that end early keep their tokens and log-probs."""
 
 from __future__ import annotations
 
