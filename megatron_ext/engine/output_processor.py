@@ -171,7 +171,7 @@ class OutputProcessor:
             self._error_isolation.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # otherwise it keeps its own error
                 request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
-            return request.to_record("")
+            return request.bare_record()
 
     def _generated_text(self, request: Request) -> str:
         if request.output.generated_text is not None:

@@ -10,6 +10,7 @@ outcome      how it ended                                            set once at
 
 from __future__ import annotations
 
+import dataclasses
 from collections import abc
 
 from megatron_ext.config import RequestParams
@@ -227,8 +228,8 @@ class Request:
 
     # Records
 
-    def to_record(self, generated_text: str) -> RequestRecord:
-        """Return the record for the user."""
+    def bare_record(self) -> RequestRecord:
+        """Return the record with tokens, log-probs and accounting, without text and routing indices."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
         ledger, timeline, outcome, output = self.sequence.ledger, self.timeline, self.outcome, self.output
         has_prompt, has_generated = self.params.wants_prompt_log_probs, self.params.return_log_probs
@@ -242,14 +243,12 @@ class Request:
             finish_reason=outcome.finish_reason,
             error=outcome.error,
             is_fault=outcome.is_fault,
-            generated_text=generated_text,
+            generated_text="",
             generated_tokens=tuple(self.generated_tokens),
-            stop_word=output.stop_word,
             prompt_log_probs=tuple(output.prompt_log_probs) if has_prompt else None,
             generated_log_probs=tuple(output.generated_log_probs) if has_generated else None,
             prompt_top_n_log_probs=tuple(output.prompt_top_n) if has_top_n and has_prompt else None,
             generated_top_n_log_probs=tuple(output.generated_top_n) if has_top_n else None,
-            routing_indices=None if output.routing is None else output.routing.up_to(len(self.tokens) - 1),
             weights_version=weights_version,
             prefix_weights_version=prefix_weights_version,
             events=tuple(timeline.events),
@@ -266,4 +265,14 @@ class Request:
             draft_token_count=timeline.drafted,
             accepted_token_count=timeline.accepted,
             prefix_cache_explanation=ledger.explanation,
+        )
+
+    def to_record(self, generated_text: str) -> RequestRecord:
+        """Return the complete record for the user."""
+        output = self.output
+        return dataclasses.replace(
+            self.bare_record(),
+            generated_text=generated_text,
+            stop_word=output.stop_word,
+            routing_indices=None if output.routing is None else output.routing.up_to(len(self.tokens) - 1),
         )

@@ -205,7 +205,7 @@ class TestReasons:
 
     def test_it_is_in_the_record(self):
         request, said = serve(make_scheduler(), [1, 2, 3])
-        assert request.to_record("").prefix_cache_explanation is said
+        assert request.bare_record().prefix_cache_explanation is said
 
 
 def test_ends_are_bounded_and_go_with_the_block_before():
@@ -241,7 +241,7 @@ def test_off_nothing_is_kept():
     step(scheduler)
     assert scheduler.cache.cached_token_ids is None
     assert request.sequence.ledger.explanation is None
-    assert request.to_record("").prefix_cache_explanation is None
+    assert request.bare_record().prefix_cache_explanation is None
 
 
 def common(one: list[int], other: list[int]) -> int:
