@@ -67,7 +67,7 @@ class ForkPlanner:
             line.join([one for one in followers if one.submission.group == group], after=chunk.request)
 
     def plan(self, request: Request, budget: StepBudget) -> tuple[Fork, StepBudget] | None:
-        """Return the fork of a waiting request in this step, with the budget that is left; None if there is none."""
+        """Return the fork of a waiting request and the remaining budget; None if it does not fork now."""
         chunk = self._sources.get(request.submission.group)
         blocks = int(request.prompt_length % self._limits.block_size > 0)
         if chunk is None or not _may_fork(request, chunk.request) or budget.requests < 1 or blocks > budget.blocks:
