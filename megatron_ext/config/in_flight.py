@@ -10,7 +10,7 @@ MAX_VERSION = 2**53 - 1  # the largest integer that every reader of JSON keeps
 
 
 class InFlight(str, enum.Enum):
-    """What becomes of requests in flight when the weights change.
+    """Treatment of requests in flight when the weights change.
 
     Attributes:
         RECOMPUTE: They keep their tokens, and compute keys, values and states again before the next one.

@@ -54,7 +54,7 @@ def ask(server: LiveServer, path: str, body: dict, *, stream: bool) -> list[dict
 
 
 def told(got: dict) -> list[dict]:
-    """What the server told of a choice: the choice, or its parts."""
+    """Parts of a choice as the server told them, or the whole choice."""
     return [one for part in got.get("parts", [got.get("whole")]) for one in part["choices"]]
 
 
