@@ -1,4 +1,4 @@
-"""PY-5, RL-6: levels of a suspend: what is kept, or offloaded to host memory, comes back equal; what is dropped is gone."""
+"""PY-5, RL-6: levels of a suspend: what is kept or offloaded comes back equal; what is dropped is gone."""
 
 from __future__ import annotations
 

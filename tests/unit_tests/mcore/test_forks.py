@@ -1,4 +1,4 @@
-"""KV-6, RL-5: one of several samples of a prompt computes it; the others take over its partial block and states, too."""
+"""KV-6, RL-5: one of several samples of a prompt computes it; the others take over its blocks and states."""
 
 from __future__ import annotations
 
