@@ -276,7 +276,7 @@ def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_
     def fail(_: object) -> None:
         raise MemoryError("planted")
 
-    monkeypatch.setattr(disk._memory, "read_block", fail)
+    monkeypatch.setattr(disk.memory, "read_block", fail)
     serve(driver, make_prompt(140, seed=7))
     slow.may_go_on.set()
     assert driver.records[number].generated_tokens == tokens
