@@ -97,7 +97,7 @@ class FakeDisk:
 
 
 class FakeMemory:
-    """What blocks and slots hold; in an arena a write to one destroys the other that lies there."""
+    """Contents of blocks and slots; in an arena a write to one destroys the other that lies there."""
 
     def __init__(self, layout: SlabLayout | None) -> None:
         self.layout = layout
@@ -177,7 +177,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
 
     def copy(self, entry: CachedEntry, used: float) -> tuple[object, list[Content]]:
-        """What is evicted must be there, right, and never be of later use to the wrong request."""
+        """Check entries as they are evicted: each must be there, right, and never be of later use to the wrong request."""
         found = self.memory.slots.get(entry.slot) if entry.block is None else self.memory.blocks.get(entry.block)
         assert found == self.contents[entry.block_hash], "what goes to disk is not what belongs to its hash"
         return entry, [found]

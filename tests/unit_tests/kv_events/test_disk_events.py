@@ -62,7 +62,7 @@ def names(blocks: Iterable[int]) -> set[int]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("every", [1, 4])
 def test_random_lives_of_both_media(seed: int, every: int):
-    """What a client knows after each look, and what a late one is told, are the contents of memory and disk."""
+    """A client knows the contents of memory and disk after each look, and so does one that comes late."""
     rng, changes, index = random.Random(seed), Changes(), Index()
     announcer, mirror = DiskAnnouncer(changes.disk, ROOT), Mirror(SIZE, has_states=False)
     memory, disk = 0, set[int]()  # memory has the first blocks of the chain; on disk any may be missing
@@ -139,7 +139,7 @@ def test_our_router_leaves_them_out():
 
 
 def test_the_last_changes_are_published_at_the_end():
-    """What the end of a process writes to disk reaches subscribers and clients that ask for replays before it."""
+    """Entries that the end of a process writes to disk reach subscribers and clients that ask for replays before it."""
     publisher = Publisher(KvEventsConfig(HOST, "kv-events", HOST, 10))
     publisher.start(Mirror(SIZE, has_states=False))
     asker = asker_of(publisher.blocks.replay_endpoint)

@@ -1,4 +1,4 @@
-"""What is said of entries on disk: which skipped tokens they saved, their events, and what audits find in files."""
+"""Counts and events of entries on disk: which skipped tokens they saved, their events, and what audits find in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache hands to the tier below memory: which entries, when, and where their bytes lie."""
+"""Entries that the cache gives to the tier below memory: which ones, when, and where their bytes lie."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class World:
 
 
 def test_loads_go_before_writes_and_take_their_time():
-    """What waits to be written is loaded without the disk; a write that is under way ends first."""
+    """Entries that wait to be written are loaded without the disk; a write that is under way ends first."""
     world = World()
     for number in range(3):
         world.write(number, used=number)
