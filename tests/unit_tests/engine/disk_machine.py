@@ -177,7 +177,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
 
     def copy(self, entry: CachedEntry, used: float) -> tuple[object, list[Content]]:
-        """Check entries as they are evicted: each must be there, right, and never be of later use to the wrong request."""
+        """Check entries as they are evicted: each must be there and right."""
         found = self.memory.slots.get(entry.slot) if entry.block is None else self.memory.blocks.get(entry.block)
         assert found == self.contents[entry.block_hash], "what goes to disk is not what belongs to its hash"
         return entry, [found]

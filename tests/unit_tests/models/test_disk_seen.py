@@ -1,4 +1,4 @@
-"""Counts and events of entries on disk: which skipped tokens they saved, their events, and what audits find in files."""
+"""Counts and events of entries on disk: skipped tokens that they saved, and what audits find."""
 
 from __future__ import annotations
 

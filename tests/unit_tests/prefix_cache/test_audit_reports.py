@@ -59,7 +59,7 @@ def test_values_that_json_lacks(tmp_path):
 
 
 def test_a_directory_of_others_is_refused(tmp_path, caplog):
-    """A directory that cannot be used is refused at the start with a remedy; later, a report that cannot be written is logged and costs nothing else."""
+    """A directory that cannot be used is refused at the start; later, a report that fails costs nothing else."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
