@@ -167,8 +167,9 @@ class Replica:
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
-        for chunk in in_flight.chunks:
-            chunk.request.versions.compute(chunk.request.generated_count, in_flight.weights_version)
+        forked = [fork.request for fork in in_flight.plan.forks]
+        for request in [*(chunk.request for chunk in in_flight.chunks), *forked]:
+            request.versions.compute(request.generated_count, in_flight.weights_version)
         ended = self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._output.ended += [request for request in ended if request.submission.audit is None]
         self.audit.note_time(plan.chunks, time.perf_counter() - planned)

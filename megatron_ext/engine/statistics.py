@@ -114,7 +114,6 @@ class EngineStatistics:
                 "blocks_cached": use.blocks_cached,
                 "blocks_evictable": use.blocks_evictable,
                 "blocks_in_use": use.blocks_in_use,
-                "bytes_cached": self.cached_bytes,
                 "slots_total": use.slots_total,
                 "slots_used": use.slots_used,
                 "hits": counters.hits,

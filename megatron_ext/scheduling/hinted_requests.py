@@ -51,6 +51,19 @@ def note_published(request: Request, own: Sequence[BlockId], complete: int, cach
     cache.hints.publish(request.request_id, params.cache_salt, params.cache_hints, table, known)
 
 
+def note_loaded(salt: str | None, table: Sequence[BlockId], known: int, cache: PrefixCache) -> None:
+    """Take note of blocks that came back from disk, which belong to all requests of their tenant.
+
+    Args:
+        salt: Cache salt of the tenant.
+        table: Blocks of the prefix, from its start.
+        known: Number of them that were in memory before.
+        cache: Cache that has them.
+    """
+    if cache.hints is not None:
+        cache.hints.publish(-1, salt, None, table, known)
+
+
 def note_end(request: Request, cache: PrefixCache) -> None:
     """Take note that a request has ended and released its blocks."""
     if cache.hints is not None:

@@ -143,7 +143,8 @@ FIELDS: dict[str, FieldText] = {
     "model_path": FieldText("Directory of the new weights, below `--weights-root`", "step-2000"),
     "in_flight": FieldText("What becomes of requests in flight", "finish", "recompute"),
     "weights_version": FieldText("Number of the new weights; by default one more than the last", 17),
-    "level": FieldText("1 gives back the memory of the pools; weights stay", 1, 1),
+    "level": FieldText("0 or keep; offload: to host memory; 1 or drop. Weights stay", "offload", "drop"),
+    "max_seconds": FieldText("Seconds after which generation resumes by itself", 60, 600),
     # Parameters of paths and queries
     "since": FieldText("Only samples after this moment: seconds since 1970 by the server's clock", 1760000000.0, 0),
     # Accepted without effect

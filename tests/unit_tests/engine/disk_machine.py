@@ -306,7 +306,10 @@ class DiskMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk.entries)
     @rule(action=st.sampled_from(["suspend", "weights_changed", "reset_prefix_cache"]))
     def forget(self, action: str) -> None:
-        getattr(self.scheduler, action)()
+        if action == "weights_changed":
+            self.scheduler.weights_changed(restarts=True)
+        else:
+            getattr(self.scheduler, action)()
         if action == "suspend":
             self.memory.blocks.clear()
             self.memory.slots.clear()

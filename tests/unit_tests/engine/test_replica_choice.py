@@ -145,7 +145,7 @@ class TestKnowledge:
         world.step()
         getattr(world.core, change)()
         world.check()
-        if change == "suspend":  # the request computes all of its prompt again
+        if change != "reset_prefix_cache":  # the request computes all of its prompt again
             world.core.resume()
             assert world.add([*tokens, 2], 1) == 0
         else:

@@ -135,7 +135,8 @@ def test_tokens_come_back_once_a_step(child):
         count = {(kind, place.rpartition(":")[2]): number for kind, _, place, number in told["notes"]}
         fetched = count["asynchronous copy to the host", "fetch"]
         assert fetched > 6
-        assert fetched + count.get((TO_HOST, "_by_request"), 0) == told["steps"]
+        dropped = int(name == "new weights")  # launched before the weights changed, and computed again
+        assert fetched + count.get((TO_HOST, "_by_request"), 0) == told["steps"] + dropped
         assert count["asynchronous copy to the device", "send"] == fetched
         assert name != "programs with all wishes" or fetched == told["steps"], "a step was computed eagerly"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.config.in_flight import InFlight
 from megatron_ext.memory import budget
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import Status
@@ -167,15 +168,20 @@ class TestSources:
         assert driver.records[0].status is Status.ABORTED
         assert [driver.records[i].computed_prefill_token_count for i in range(1, 4)] == [55, 0, 0]
 
-    @pytest.mark.parametrize("change", ["weights_changed", "reset_prefix_cache"])
-    def test_one_that_began_before(self, start, change):
-        """EX-4: nothing is taken over from a prefill that began before the weights changed, or the cache was reset."""
+    @pytest.mark.parametrize("in_flight", [None, InFlight.CONTINUE, InFlight.RECOMPUTE])
+    def test_one_that_began_before(self, start, in_flight):
+        """EX-4: nothing is taken over from a prefill that began before the weights changed, or the cache was reset.
+
+        A prefill that begins again is as good as any.
+        """
         driver, oracle = start(max_tokens=20)
         add_samples(driver, range(3))
         driver.step()
-        getattr(driver.engine.core, change)()
+        core = driver.engine.core
+        core.reset_prefix_cache() if in_flight is None else core.weights_changed(in_flight)
         check(driver, oracle, range(3))
-        assert [driver.records[i].computed_prefill_token_count for i in range(3)] == [55, 55, 0]
+        second = 0 if in_flight is InFlight.RECOMPUTE else 55
+        assert [driver.records[i].computed_prefill_token_count for i in range(3)] == [55, second, 0]
 
     def test_requests_of_no_group_share_blocks_only(self, start):
         driver, oracle = start()

@@ -10,6 +10,7 @@ import pytest
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner import input_writer
 from megatron_ext.scheduling import step
+from megatron_ext.scheduling.publication import publish_blocks
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.spec_decode import drafts
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
@@ -110,7 +111,7 @@ def _publishes_a_block_early(patch: pytest.MonkeyPatch) -> None:
     def published(self: Scheduler, request: object, *args: object, **kwargs: object) -> None:
         request.sequence.computed_end = len(request.tokens)
         if len(request.block_table) * self.limits.block_size >= len(request.tokens):
-            self._publish(request)
+            publish_blocks(request, self.limits.block_size, self.cache, self.pending_blocks, self.queues.waiting)
         end(self, request, *args, **kwargs)
 
     patch.setattr(Scheduler, "_end", published)

@@ -21,6 +21,7 @@ from megatron_ext.parallel import command_recorder, worker
 from megatron_ext.parallel.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
@@ -48,10 +49,17 @@ PARAMS = st.builds(
 
 
 def checked_plan(
-    queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: DraftBudget
+    queues: Queues,
+    limits: SchedulerLimits,
+    cache: PrefixCache,
+    pending: PendingBlocks,
+    offer: DraftBudget,
+    disk_loads: DiskLoads,
 ) -> StepPlan:
     """SP-5: no request pauses, is preempted, waits or computes less for drafts; no cached block is evicted for one."""
-    plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NO_DRAFT_BUDGET))
+    plan, plain = (
+        planner.plan_step(queues, limits, cache, pending, one, disk_loads) for one in (offer, NO_DRAFT_BUDGET)
+    )
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
     assert set(cut) == set(plain.chunks), "a rank computes other chunks"  # those with drafts come after decodes
     for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):

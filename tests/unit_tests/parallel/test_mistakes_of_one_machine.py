@@ -80,7 +80,7 @@ class GatheredContext(ParallelContext):
     def __init__(self, *others: object) -> None:
         self._others = others
 
-    def _gather(self, one: object) -> list[object]:
+    def gather(self, one: object) -> list[object]:
         return [one, *self._others]
 
 

@@ -229,8 +229,8 @@ def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_step = planner.plan_step
 
-    def reverse(*args: object) -> StepPlan:
-        plan = plan_step(*args)
+    def reverse(*args: object, **others: object) -> StepPlan:
+        plan = plan_step(*args, **others)
         return StepPlan(**(vars(plan) | {"chunks": plan.chunks[::-1]}))
 
     monkeypatch.setattr(planner, "plan_step", reverse)

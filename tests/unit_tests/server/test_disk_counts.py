@@ -112,7 +112,7 @@ def test_counts_of_a_restart(serve, tmp_path):
     costs = second.engine.scheduler.limits.costs
     snapshots = occupancy["slots_used"] + occupancy["provisional_slots"]
     expected = occupancy["blocks_cached"] * costs.block_bytes + snapshots * costs.state_bytes
-    assert occupancy["bytes_cached"] == second.metric("prefix_cache_bytes") == expected > 0
+    assert second.metric("prefix_cache_bytes") == expected > 0
 
     second.http.post("/reset_prefix_cache")
     assert second.metric("prefix_cache_disk_bytes") == second.metric("prefix_cache_disk_blocks") == 0

@@ -69,7 +69,7 @@ def test_answers_of_simple_routes(tiny):
     assert tiny.http.get("/version").json() == {"version": megatron_ext.__version__}
     assert tiny.http.get("/ping").json() == tiny.http.post("/ping").json() == tiny.http.get("/health").json()
     load = tiny.http.get("/load").json()
-    assert load == {"server_load": 0, "running": 0, "waiting": 0, "paused": 0, "capacity": 8 + 256}
+    assert load == {"status": "ok", "server_load": 0, "running": 0, "waiting": 0, "paused": 0, "capacity": 8 + 256}
 
 
 def test_load_counts_requests_in_progress(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -75,7 +76,8 @@ class Life:
         if living and source.random() < 0.15:
             scheduler.end(source.choice(living), Status.ABORTED)
         if source.random() < 0.04:
-            source.choice([scheduler.suspend, scheduler.reset_prefix_cache, scheduler.weights_changed])()
+            changed = partial(scheduler.weights_changed, restarts=False)
+            source.choice([scheduler.suspend, scheduler.reset_prefix_cache, changed])()
         scheduler.check()
 
     def step(self) -> None:
