@@ -96,12 +96,12 @@ class Hints:
             self._end(self._sessions.get((salt, hints.replaces)))
 
     def publish(
-        self, request_id: int, salt: str | None, hints: CacheHints | None, table: Sequence[BlockId], known: int
+        self, request_id: int | None, salt: str | None, hints: CacheHints | None, table: Sequence[BlockId], known: int
     ) -> None:
         """Take note of a request's published blocks.
 
         Args:
-            request_id: Id of the request.
+            request_id: Id of the request; None for blocks that no request has computed.
             salt: Cache salt of the request.
             hints: Hints of the request.
             table: Published blocks of the request, from its start.

@@ -61,7 +61,7 @@ def note_loaded(salt: str | None, table: Sequence[BlockId], known: int, cache: P
         cache: Cache that has them.
     """
     if cache.hints is not None:
-        cache.hints.publish(-1, salt, None, table, known)
+        cache.hints.publish(None, salt, None, table, known)
 
 
 def note_end(request: Request, cache: PrefixCache) -> None:

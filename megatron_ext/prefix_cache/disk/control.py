@@ -99,7 +99,7 @@ def ask_holder(slot: int, command: str, seconds: float = ANSWER_SECONDS) -> Answ
         seconds: Time for the answer.
 
     Raises:
-        NoAnswerError: There is no socket of this user, or no answer in time.
+        NoAnswerError: The socket is missing or of another user, or the answer is late.
     """
     try:
         place = os.open(CONTROL, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=slot)
