@@ -189,6 +189,17 @@ class TestNextTurn:
         assert second.usage.prompt_tokens_details.cached_tokens == known // 16 * 16
         assert "cause" not in second.choices[0].model_dump()["prefix_cache_explanation"]
 
+    def test_another_question_names_no_cause(self, says, thinker):
+        """The prompts differ in their text, not in thinking."""
+        thinker.reset_cache()
+        server = says(f"<think>\n{THINKING}\n</think>\n\n{ANSWER}")
+        ask(server, QUESTION, tools=[WEATHER])
+        other = [*QUESTION[:-1], {"role": "user", "content": "Rome? " + QUESTION[-1]["content"]}]
+        _, _, second = ask(server, other, tools=[WEATHER], explain_prefix_cache=True)
+        explanation = second.choices[0].model_dump()["prefix_cache_explanation"]
+        assert explanation["agreeing"] > 0
+        assert "cause" not in explanation
+
 
 def test_a_budget_needs_a_model_that_thinks(embedded):
     body = {"messages": QUESTION, "max_tokens": 1, "thinking_budget_tokens": 5}
