@@ -81,8 +81,8 @@ class DiskLoads:
 
     Args:
         limits: Limits of the scheduler.
-        cache: Its cache.
-        queues: Its queues.
+        cache: Cache of the scheduler.
+        queues: Queues of the scheduler.
 
     Attributes:
         is_due: Whether a load can be placed or given up, so that the next step must be planned; set by the one who

@@ -54,7 +54,7 @@ class Explanation:
     Attributes:
         reason: Value of `Why` or of `Reason`.
         skipped: Tokens that the request skipped.
-        from_disk: Those of them that entries put back from disk have saved.
+        from_disk: Skipped tokens that entries put back from disk have saved.
         matched: Tokens in cached blocks that the request shares.
         most: Maximum number of tokens that a prompt of this length can skip.
         agreeing: Tokens that agree with the nearest cached prefix of the same salt, or with the earlier request that

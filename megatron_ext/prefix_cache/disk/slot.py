@@ -58,7 +58,7 @@ class SlotDirectory:
 
     Attributes:
         handle: Handle of the slot's directory.
-        path: Its path.
+        path: Path of the slot.
         number: Number of the slot.
     """
 

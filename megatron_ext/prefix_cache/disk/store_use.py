@@ -119,12 +119,12 @@ class StoreTally:
 
     Attributes:
         entries: Entries of the store's identity, by kind.
-        pages: Their pages.
+        pages: Pages of these entries.
         written: Entries written.
-        written_bytes: Their bytes.
+        written_bytes: Bytes of entries written.
         write_seconds: Time of writes and commits.
         read: Entries read.
-        read_bytes: Their bytes.
+        read_bytes: Bytes of entries read.
         read_seconds: Time of reads.
     """
 

@@ -73,7 +73,7 @@ class TierLoad:
     Attributes:
         size: Bytes to read.
         deadline: Time after which it is given up.
-        loaded: Its end; None while it is under way.
+        loaded: End of the load; None while it is under way.
     """
 
     size: int
