@@ -123,7 +123,7 @@ class StoreThread:
     def clear(self) -> None:
         """Forget all, and wait until the medium has forgotten it."""
         with self._changed:
-            self._drop_queues()
+            self._drop_data()
         self.run(self._store.clear)
         with self._changed:
             self._gone.clear()
@@ -163,8 +163,7 @@ class StoreThread:
         except futures.TimeoutError:
             raise TimeoutError("the disk does not answer") from None
 
-    def _drop_queues(self) -> None:
-        self._jobs.clear()
+    def _drop_data(self) -> None:
         self._loads.clear()
         self._writes.clear()
         self._waiting_bytes = 0
@@ -211,7 +210,7 @@ class StoreThread:
             self._is_off = True
             self._gone.clear()  # all is
             self._loaded += [Loaded(number, None, 0.0) for number in self._loads]
-            self._drop_queues()
+            self._drop_data()  # jobs stay: callers wait for them
             self._changed.notify_all()
 
     def _next(self) -> Job | None:

@@ -218,6 +218,29 @@ def test_a_failure_of_the_directory_ends_loads_and_is_told_once(store, monkeypat
     assert len(store) == 0
 
 
+@pytest.mark.parametrize(
+    "forget", [StoreThread.clear, lambda thread: thread.remove([chain(1)[0].key])], ids=["clear", "remove"]
+)
+def test_a_failure_of_the_directory_holds_up_no_caller(store, monkeypatch, forget):
+    """EX-11, DC-3: what is to be forgotten is asked for while the write that fails is under way."""
+    thread = StoreThread(store)
+    asking, has_begun = threading.Thread(target=forget, args=(thread,), daemon=True), threading.Event()
+
+    def fail(*_: object) -> None:
+        asking.start()
+        while not thread._jobs:
+            pass
+        has_begun.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DataFile, "write", fail)
+    give(thread, chain(1)[0])
+    assert has_begun.wait(PATIENCE)
+    asking.join(60.0)
+    assert not asking.is_alive(), "the caller waits for ever"
+    assert thread.stop(PATIENCE)
+
+
 def test_snapshots_and_blocks_are_counted_as_they_come_and_go(store):
     """DC-6: the counts of a store that changes all the time cost nothing to read."""
     thread = StoreThread(store)
