@@ -179,7 +179,10 @@ class StoreThread:
             self._stop_at = time.monotonic() + seconds
             self._changed.notify_all()
         self._thread.join(seconds + STOP_SECONDS)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._store.observers.remove(self)
+        return True
 
     def hurry(self) -> None:
         """Leave out what waits to be written, once the thread is being stopped; for any thread and signal handlers."""

@@ -10,7 +10,7 @@ leave only grows (`lru`: a time, `flops`: the age), so the one that left memory 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +119,9 @@ class DiskTier:
         copy: Returns an entry that is being evicted with a copy of its bytes.
         clock: Present time, seconds since the epoch.
         load_seconds: Seconds after which a load is given up; 0 loads nothing.
+
+    Attributes:
+        is_off: True once nothing is taken or loaded any more.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class DiskTier:
         self._held: dict[EntryKey, HeldEntry] = {}
         self._last_used = 0.0
         self._numbers = 0
-        self._is_off = False
+        self.is_off = False
         self.loads: dict[int, TierLoad] = {}
         self.estimates = LoadEstimates()
         self.counts = TierCounts()
@@ -155,13 +158,13 @@ class DiskTier:
 
     def turn_off(self) -> None:
         """Take and load nothing from now on."""
-        self._is_off = True
+        self.is_off = True
         self.forget_loads()
         self._held.clear()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
         """Have entries written; those on disk count as used now."""
-        if self._is_off:
+        if self.is_off:
             return
         held: list[EntryKey] = []
         for entry in entries:
@@ -183,19 +186,7 @@ class DiskTier:
         Entries whose origin is not known go, too.
         """
         self.forget_loads()
-        parents: dict[BlockHash, BlockHash | None] = {key.block_hash: one.parent for key, one in self._held.items()}
-        parents |= {one: index.parent_hash(one) for one in index.block_hashes()}
-        sound: dict[BlockHash | None, bool] = {None: True, block_hash: False}
-        for one in list(parents):
-            chain: list[BlockHash] = []
-            at: BlockHash | None = one
-            while at not in sound and at in parents:
-                assert at is not None, "the start of a sequence is sound"
-                chain.append(at)
-                at = parents[at]
-            sound |= dict.fromkeys(chain, sound.get(at, False))
-        block = EntryKey(EntryKind.BLOCK, block_hash)
-        wrong = [key for key in self._held if not sound[key.block_hash] and not (states_only and key == block)]
+        wrong = untrusted(self._held, block_hash, index, states_only=states_only)
         for key in wrong:
             del self._held[key]
         self.drops[QUARANTINED] += len(wrong)
@@ -217,7 +208,7 @@ class DiskTier:
             matched: Blocks from its start that are in memory.
             most: Blocks from its start that it could skip at most.
         """
-        if self._is_off or not self._load_seconds or not self._held:
+        if self.is_off or not self._load_seconds or not self._held:
             return None
         end = min(matched, most)
         while end < most and EntryKey(EntryKind.BLOCK, block_hashes[end]) in self._held:
@@ -275,7 +266,7 @@ class DiskTier:
     def _note_gone(self, event: Gone) -> None:
         if event.keys is None:
             self._held.clear()
-            self._is_off = True
+            self.is_off = True
         for key in event.keys or ():
             self._held.pop(key, None)
 
@@ -335,4 +326,30 @@ class DiskTier:
     def check(self) -> None:
         """Assert that loads are within their bounds, and complete ones are not empty."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
-        assert not (self._is_off and self._held), "a tier that is off holds entries"
+        assert not (self.is_off and self._held), "a tier that is off holds entries"
+
+
+def untrusted(
+    held: Mapping[EntryKey, HeldEntry], block_hash: BlockHash, index: BlockIndex, *, states_only: bool
+) -> list[EntryKey]:
+    """Return the entries on disk that a wrong one, or what may have been computed from it, make useless.
+
+    Args:
+        held: Entries on disk.
+        block_hash: See `LowerTier.quarantine`, also for the next two.
+        index: Blocks in memory, which lie between entries on disk.
+        states_only: Whether only the snapshot is wrong.
+    """
+    parents: dict[BlockHash, BlockHash | None] = {key.block_hash: one.parent for key, one in held.items()}
+    parents |= {one: index.parent_hash(one) for one in index.block_hashes()}
+    sound: dict[BlockHash | None, bool] = {None: True, block_hash: False}
+    for one in list(parents):
+        chain: list[BlockHash] = []
+        at: BlockHash | None = one
+        while at not in sound and at in parents:
+            assert at is not None, "the start of a sequence is sound"
+            chain.append(at)
+            at = parents[at]
+        sound |= dict.fromkeys(chain, sound.get(at, False))
+    block = EntryKey(EntryKind.BLOCK, block_hash)
+    return [key for key in held if not sound[key.block_hash] and not (states_only and key == block)]

@@ -29,8 +29,8 @@ from megatron_ext.prefix_cache.disk.put_back import Place, put_back
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_control import control_of
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.store_use import DiskUse
-from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
+from megatron_ext.prefix_cache.disk.store_use import QUARANTINED, DiskUse
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry, untrusted
 from megatron_ext.prefix_cache.disk.tier_storage import Content
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
@@ -91,6 +91,7 @@ class WarmRestart:
         assert cache.cached_token_ids is not None, "entries have their tokens"
         self._cache, self._tokens = cache, cache.cached_token_ids
         cache.add_observer(self)
+        cache.lower_tier = self
 
     def _run_command(self, work: Callable[[], Answer]) -> Answer:
         with self._using:
@@ -184,12 +185,12 @@ class WarmRestart:
         )
         self.tier = DiskTier(self._thread, sizes, self._copy, time.time, self._load_seconds)
         self.tier.hold(held)
-        self._cache.lower_tier = self
         return self.tier
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
-        """Pass evicted entries on; an error ends the use of the tier, since an eviction cannot fail."""
-        assert self.tier is not None, "the tier is live"
+        """Pass evicted entries on to a live tier; an error ends its use, since an eviction cannot fail."""
+        if self.tier is None:
+            return
         try:
             self.tier.on_evicted(entries)
         except Exception:
@@ -197,9 +198,25 @@ class WarmRestart:
             self.tier.turn_off()
 
     def quarantine(self, block_hash: BlockHash, index: BlockIndex, *, states_only: bool) -> None:
-        """Pass a quarantine on; see `LowerTier`."""
-        assert self.tier is not None, "the tier is live"
-        self.tier.quarantine(block_hash, index, states_only=states_only)
+        """Forget a wrong entry and what was computed from it, on the medium too when this returns; see `LowerTier`."""
+        if self._is_closed:
+            return
+        if self.tier is not None and not self.tier.is_off:
+            self.tier.quarantine(block_hash, index, states_only=states_only)
+            return
+
+        def forget() -> None:
+            held = {one.entry.key: held_entry(one) for one in self._store.entries()}
+            wrong = untrusted(held, block_hash, index, states_only=states_only)
+            self._store.forget(wrong)
+            self._store.drops[QUARANTINED] += len(wrong)
+
+        if self._thread is None:
+            with self._using:
+                forget()
+        else:
+            self._thread.forget_writes()
+            self._thread.run(forget)
 
     def _copy(self, entry: CachedEntry, used: float) -> Content:
         return copy_entry(entry, self._tokens, self.memory, used)
