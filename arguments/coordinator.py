@@ -1,4 +1,4 @@
-"""Command line of `tools/run_coordinator.py`: its own flags, and those of the replicas that it launches."""
+"""Command line of `megatron-ext coordinate`: its own flags, and those of the replicas that it launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ COORDINATOR = FlagGroup(
             is_repeated=True,
         ),
         Flag(
-            "launch", "Number of replicas to start on this machine, with the flags of run_server.py that are also given"
+            "launch",
+            "Number of replicas to start on this machine, with the flags of megatron-ext serve that are also given",
         ),
         Flag(
             "replicas_end_with_coordinator",
@@ -77,9 +78,9 @@ def build_coordinator_parser(prog: str | None = None) -> CommandLine:
     """Return the parser of the coordinator's own flags. It raises `ConfigError` where argparse would exit."""
     parser = CommandLine(
         prog=prog,
-        description="OpenAI server in front of replicas of run_server.py that sends each request to a replica with "
-        "its prefix cached.",
-        epilog="Other flags are those of run_server.py, for the replicas of --launch. "
+        description="OpenAI server in front of replicas (megatron-ext serve) that sends each request to one with its "
+        "prefix cached.",
+        epilog="Other flags are those of megatron-ext serve, for the replicas of --launch. "
         "Exit codes: 0 stopped by a signal, 2 bad usage.",
         allow_abbrev=False,
     )
@@ -90,7 +91,7 @@ def build_coordinator_parser(prog: str | None = None) -> CommandLine:
 
 
 def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> CoordinatorSettings:
-    """Parse an argument list; flags of the replicas are parsed as `run_server.py` will.
+    """Parse an argument list; flags of the replicas are parsed as `megatron-ext serve` will.
 
     Raises:
         ConfigError: For any error that can be detected before a file is opened or a process started.
@@ -107,7 +108,7 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
     if not config.launch:
         if others:
             raise ConfigError(
-                unrecognized(others, parser.known, ()) + "; flags of run_server.py need --launch, which starts it"
+                unrecognized(others, parser.known, ()) + "; flags of megatron-ext serve need --launch, which starts it"
             )
         return CoordinatorSettings(config)
     flags = (*others, *_passed_on(values))

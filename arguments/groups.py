@@ -291,6 +291,10 @@ CACHE = FlagGroup(
             "Explain for each request why it skipped no more: where it diverged from the cache, or what was evicted",
         ),
         Flag(
+            "prefix_cache_log_probs",
+            "Keep the log-probs of prompt tokens with their cached blocks, so that requests for them skip like others",
+        ),
+        Flag(
             "audit_interval",
             "Compute every N-th hit once more without the cache, when there is time, and compare what was cached; "
             "0: never",

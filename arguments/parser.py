@@ -77,7 +77,7 @@ def build_parser(prog: str | None = None) -> CommandLine:
 
 
 def build_server_parser(prog: str | None = None) -> CommandLine:
-    """Return the parser of `run_server.py`, with errors as in `build_parser`."""
+    """Return the parser of `megatron-ext serve`, with errors as in `build_parser`."""
     return _build(
         SERVER_GROUPS,
         SERVER_TABLE,
@@ -153,7 +153,7 @@ def _settings(given: ParsedFlags) -> InferenceSettings:
 
 
 def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> ServerSettings:
-    """Parse an argument list of `run_server.py`; otherwise as `parse_arguments`."""
+    """Parse an argument list of `megatron-ext serve`; otherwise as `parse_arguments`."""
     given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
     values = given.values
     settings = ServerSettings(
@@ -175,7 +175,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
     if settings.batching.moe_enable_routing_replay:
         raise ConfigError(
             "--moe-enable-routing-replay is refused: answers of the server have no routing indices; leave it out, or "
-            "use tools/run_inference.py, which writes them"
+            "use megatron-ext run, which writes them"
         )
     _check_model(settings)
     return settings

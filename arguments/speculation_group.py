@@ -11,7 +11,8 @@ SPECULATION = FlagGroup(
     (
         Flag(
             "speculative_method",
-            "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), or a smaller model",
+            "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), a smaller model, or the "
+            "model's own layer of multi-token prediction (mtp)",
             choices=tuple(method.value for method in SpeculativeMethod),
         ),
         Flag("num_speculative_tokens", "Maximum number of drafts of a request that a step verifies; 0: off"),

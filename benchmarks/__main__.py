@@ -27,14 +27,20 @@ from benchmarks.cases import CASES, Case, Figure, Page, Rows, empty_page
 from benchmarks.goals import GOALS
 from benchmarks.machine import cpu_name, instruction_sets
 from benchmarks.summary import MACHINE, other_tokens, standard_table
-from benchmarks.tables import table
+from megatron_ext.bench.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")
 MODULES = {  # in the order in which their cases run
     "standard": ("peers.ours", "peers.transformers_script", "peers.vllm_engine", "peers.llama_cpp"),
-    "latency": ("latency.prefixes", "latency.steps", "latency.restart"),
-    "throughput": ("throughput.kinds", "throughput.speculation", "throughput.ranks", "throughput.threads"),
+    "latency": ("latency.prefixes", "latency.steps", "latency.restart", "latency.disk_tier"),
+    "throughput": (
+        "throughput.kinds",
+        "throughput.speculation",
+        "throughput.ranks",
+        "throughput.threads",
+        "throughput.rollouts",
+    ),
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),

@@ -149,21 +149,28 @@ TINY = ModelConfig(
     mamba_num_groups=2,
     vocab_size=96,
 )
-NEMOTRON_SHAPED = ModelConfig(
-    hybrid_override_pattern=SMALL.pattern,
-    hidden_size=SMALL.hidden,
-    ffn_hidden_size=SMALL.mlp,
-    num_attention_heads=SMALL.heads,
-    num_query_groups=SMALL.kv_heads,
-    kv_channels=SMALL.head_dim,
-    mamba_num_heads=SMALL.mamba_heads,
-    mamba_head_dim=SMALL.mamba_head_dim,
-    mamba_state_dim=SMALL.state,
-    mamba_num_groups=SMALL.groups,
-    squared_relu=True,
-    vocab_size=SMALL.vocabulary,
-    max_position_embeddings=16_384,
-)
+
+
+def shaped(shape: Shape) -> ModelConfig:
+    """Return the configuration of a model of this shape."""
+    return ModelConfig(
+        hybrid_override_pattern=shape.pattern,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        mamba_num_heads=shape.mamba_heads,
+        mamba_head_dim=shape.mamba_head_dim,
+        mamba_state_dim=shape.state,
+        mamba_num_groups=shape.groups,
+        squared_relu=True,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=16_384,
+    )
+
+
+NEMOTRON_SHAPED = shaped(SMALL)
 
 
 def random_model(config: ModelConfig, **options: object) -> LoadedModel:

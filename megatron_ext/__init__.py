@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_ext.api.inference_args import settings_from_args as settings_from_args
     from megatron_ext.api.loading import follow_engine as follow_engine
     from megatron_ext.api.loading import load_engine as load_engine
+    from megatron_ext.api.loading import load_follower as load_follower
     from megatron_ext.api.stream import RequestStream as RequestStream
     from megatron_ext.api.stream import StreamPart as StreamPart
     from megatron_ext.config import RequestParams as RequestParams
@@ -62,6 +63,7 @@ _HOMES = {
     "attach_engine": "api.attaching",
     "follow_engine": "api.loading",
     "load_engine": "api.loading",
+    "load_follower": "api.loading",
     "settings_from_args": "api.inference_args",
 }
 __all__ = ["__version__", *_HOMES]

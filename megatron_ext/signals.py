@@ -2,7 +2,7 @@
 
 A signal raises `Interrupted` at once where nothing is lost by that; elsewhere the signal is noted, and the code polls
 `is_asked`. Launchers and terminals send several signals for one request (torchrun sends SIGTERM after a SIGINT of the
-terminal), so signals within a second of the first count as one. A later signal kills.
+terminal), so signals within a second of the first count as one. A later signal kills, or ends what may be cut short.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -62,6 +63,7 @@ class Interruption:
         self._is_held = False
         self._has_raised = False
         self._since = 0.0
+        self._cut_short: Callable[[], None] | None = None
         self._before: dict[int, Any] = {}
         self._ignored = ignored
 
@@ -125,6 +127,19 @@ class Interruption:
         self._is_held = False
         self._raise_if_asked()
 
+    @contextmanager
+    def cutting_short(self, end: Callable[[], None]) -> Iterator[None]:
+        """Let a second signal call `end` in place of killing, once, while the block runs.
+
+        Args:
+            end: Ends the work of the block early.
+        """
+        self._cut_short = end
+        try:
+            yield
+        finally:
+            self._cut_short = None
+
     def ignore_all(self) -> None:
         """Ignore all signals at the very end of a process, so that they cannot change the exit code."""
         for number in self._before:
@@ -141,6 +156,9 @@ class Interruption:
             if not self._is_held:
                 self._has_raised = True
                 raise Interrupted(number, self._message)
+        elif now - self._since >= ONE_WISH and self._cut_short is not None:
+            end, self._cut_short, self._since = self._cut_short, None, now
+            end()
         elif now - self._since >= ONE_WISH:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -1,36 +1,11 @@
 #!/usr/bin/env python
-"""Simulate the scheduler and its prefix cache on recorded or generated requests: the tokens that it would skip.
-
-Run: `python tools/simulate_cache.py --generate agents --memory-gib 4,8,16 --policy lru,flops`. No model is loaded.
-"""
+"""Simulate the prefix cache; see the command `megatron-ext simulate`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
-from rich.console import Console
-
-from megatron_ext.errors import ConfigError
-from megatron_ext.simulation.command import simulate
-
-DONE, BAD_USAGE = 0, 2
-_WIDTH = 140  # columns of a table in a file
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, and report errors for the user as one line on standard error.
-
-    Returns:
-        Exit code: 0 done, 2 bad usage.
-    """
-    try:
-        simulate(argv, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
-    except ConfigError as error:
-        print(f"simulate_cache.py: error: {error}", file=sys.stderr)
-        return BAD_USAGE
-    return DONE
-
+from megatron_ext.commands.simulate import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(program="simulate_cache.py"))

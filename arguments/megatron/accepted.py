@@ -9,7 +9,7 @@ BATCHING = "--inference-dynamic-batching"
 _EAGER = "affects speed only; `--cuda-graph-impl` decides whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
 _ONE_ENGINE = (
-    "the first rank always chooses the replica of a request here, in its own process; tools/run_coordinator.py routes "
+    "the first rank always chooses the replica of a request here, in its own process; megatron-ext coordinate routes "
     "between several servers"
 )
 
@@ -92,13 +92,6 @@ NUMBERS = group(
     "nothing is sent to Weights & Biases; a server's /metrics has the numbers, and its log",
     bare="--inference-wandb-logging --no-inference-wandb-logging --inference-text-gen-server-logging",
 )
-SPECULATION = group(
-    "multi-token prediction",
-    Effect.ACCEPTED,
-    "weights of multi-token prediction are not read; --speculative-method drafts without them",
-    bare="--mtp-use-repeated-layer",
-    one="--mtp-num-layers",
-)
 MEMORY = MegatronGroup(
     "memory",
     Effect.ACCEPTED,
@@ -139,7 +132,6 @@ ACCEPTED = (
     COORDINATOR,
     POOLS,
     ROUTER,
-    SPECULATION,
     CHECKPOINTS,
     TRAINING,
     LOGGING,

@@ -46,8 +46,8 @@ STATIC = group(
 SERVING = group(
     "several engines behind one address",
     Effect.REFUSED,
-    "tools/run_server.py runs one engine for prefill and decode; leave it out, and use "
-    "tools/run_coordinator.py to route between servers",
+    "megatron-ext serve runs one engine for prefill and decode; leave it out, and use "
+    "megatron-ext coordinate to route between servers",
     one="--inference-shards --disagg-* --frontend --coordinator-schedule-output-path",
 )
 PARSERS = group(

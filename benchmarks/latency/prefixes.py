@@ -14,7 +14,7 @@ from benchmarks.measuring import medians
 from benchmarks.models import OFF, Engine, engine, pair, prompts
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.work import Timed, serve
-from benchmarks.serving.figures import percentile
+from megatron_ext.bench.figures import percentile
 from megatron_ext.config import CacheConfig, RequestParams, batching
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.scheduling.record import RequestRecord

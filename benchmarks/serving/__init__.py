@@ -1,1 +1,1 @@
-"""Serving: figures of one's own model or of any server, and of this server under many streams."""
+"""Server under many streams, and text by token."""

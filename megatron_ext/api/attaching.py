@@ -86,8 +86,10 @@ def _refuse_model_settings(settings: InferenceSettings) -> None:
 def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> AttachedEngine | EngineFollower:
     from megatron_ext.api.attached import AttachedEngine, EngineFollower
     from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, existing_sizes, make_parallel_context
+    from megatron_ext.models.attach.wrappers import is_gpt, unwrapped
     from megatron_ext.models.engine_args import EngineArgs, build_follower
     from megatron_ext.models.generation_defaults import request_defaults
+    from megatron_ext.models.update.shards import ShardWeights
     from megatron_ext.parallel.failure import ending_together
 
     defaults = request_defaults(settings.source, settings.sampling_given)
@@ -99,12 +101,14 @@ def _attach(model: object, tokenizer: object, settings: InferenceSettings) -> At
         if parallel_context is not None:
             parallel_context.releases_ranks = True
         loaded = _on_all_ranks(parallel_context, partial(_shared, model, tokenizer, settings.parallel, undo))
+        in_gpt = is_gpt(unwrapped(model))
+        shards = ShardWeights(loaded.model, parallel_context, source_is_gpt=in_gpt, owns_padding=False)
         with ending_together(settings.parallel.distributed_timeout_minutes):
             if parallel_context is None or parallel_context.is_driver:
                 engine = EngineArgs(settings, parallel_context, loaded=loaded).build_engine()
-                return AttachedEngine(engine, loaded, None, defaults, undo.pop_all().close)
+                return AttachedEngine(engine, loaded, None, defaults, undo.pop_all().close, shards)
             worker = build_follower(settings, parallel_context, loaded, settings.cache)
-            return EngineFollower(worker, undo.pop_all().close)
+            return EngineFollower(worker, shards, undo.pop_all().close)
 
 
 def _shared(model: object, tokenizer: object, parallel: ParallelConfig, undo: contextlib.ExitStack) -> LoadedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial as partial_call
 from types import TracebackType
 from typing import TypeVar, overload
@@ -17,19 +18,21 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.pausing import PauseMode
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.engine.suspending import SuspendLevel
-from megatron_ext.errors import WeightUpdateError
+from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.naming import Naming
 from megatron_ext.models.update.ranks import RankWeights
+from megatron_ext.models.update.shards import ShardOptions, ShardWeights
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.parallel.driver import driver_of
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+Own = TypeVar("Own", bound="LoadedEngine")
 
 
 class LoadedEngine:
@@ -44,6 +47,7 @@ class LoadedEngine:
         naming: Tensor names of the format that the model was loaded from; None for a model of the caller.
         defaults: Parameters of requests without `RequestParams`.
         on_close: Called once, after the engine has been closed.
+        shards: This rank's part of the weights.
         ranks: Updates of the weights of all ranks; None for a world of one.
     """
 
@@ -54,12 +58,13 @@ class LoadedEngine:
         naming: Naming | None,
         defaults: RequestParams,
         on_close: Callable[[], None],
+        shards: ShardWeights,
         ranks: RankWeights | None = None,
     ) -> None:
         assert loaded.config.vocab_size is not None, "a model has been built of it"
         self._engine = engine
         self._loaded = loaded
-        self._naming, self._ranks = naming, ranks
+        self._naming, self._shards, self._ranks = naming, shards, ranks
         grammars = engine.controller.grammars
         self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
         self._client = EngineClient(engine.core)
@@ -84,9 +89,9 @@ class LoadedEngine:
         True
 
         Args:
-            prompts: A text, or token ids (a list, a tensor or an array of integers), or several of those in any
-                mixture.
-            params: Parameters of all prompts, or one for each; None for the engine's defaults.
+            prompts: A text, token ids (a list, a tensor or an array of integers), or the record of a request that ended
+                early, whose output is continued; or several of those in any mixture.
+            params: Parameters of all prompts, or one for each; None for the engine's defaults, or a record's own.
 
         Returns:
             A record for each prompt, in their order. A prompt that can never be served, such as one longer than the
@@ -204,8 +209,8 @@ class LoadedEngine:
         >>> record.generated_tokens
         (0, 0, 0)
 
-        Each record has the versions of the weights that made its tokens (docs/rl.md). Tensors to be converted or moved
-        are prepared first, in additional memory of their size: pass large models in buckets, with `partial`.
+        Each record has the versions of the weights that made its tokens (docs/rl.md). Tensors are converted and moved
+        one by one: the largest bounds the additional memory.
 
         Args:
             named_tensors: A dict, or pairs of name and tensor, such as `model.named_parameters()`.
@@ -229,8 +234,47 @@ class LoadedEngine:
         write = partial_call(self._write_weights, named_tensors, naming, partial=partial, keep_old=keep_old)
         call(self._update_weights, write, chosen, weights_version, not partial).result()
 
+    def update_weights_from_shards(
+        self,
+        named_shards: NamedTensors,
+        *,
+        partial: bool = False,
+        in_flight: str = "recompute",
+        weights_version: int | None = None,
+        keep_old: bool = False,
+    ) -> None:
+        """Write the shards of new weights that each rank has; the programs of all ranks call this together.
+
+        The other ranks call it on their `EngineFollower`, with the same options, which are those of `update_weights`.
+        Each rank gives its own part of each parameter; nothing is sent to other ranks (docs/rl.md).
+
+        Args:
+            named_shards: Local tensors, or `DTensor`s in the engine's layout, by the names of Megatron's model on this
+                rank, such as `model.state_dict()`.
+
+        Raises:
+            ConfigError: A name, shape, type or layout does not fit, or options differ; names the rank. No rank has
+                written anything.
+            WeightUpdateError: See `update_weights`.
+        """
+        if not self._shards.are_handed_over:
+            raise ConfigError(
+                "the other ranks are in follow_engine, and hand over no shards; call load_follower on them instead, or "
+                "give whole tensors to update_weights"
+            )
+        options = ShardOptions(partial, in_flight, weights_version, keep_old)
+        call = self._client.call_when_idle if in_flight == InFlight.FINISH else self._client.call
+        call(self._update_from_shards, named_shards, options).result()
+
+    def _update_from_shards(self, named_shards: NamedTensors, options: ShardOptions) -> None:
+        workers = self._engine.core.workers
+        others = nullcontext() if workers.heartbeat is None else driver_of(workers).handing_over()
+        with others:
+            write = partial_call(self._shards.write, named_shards, options)
+            self._update_weights(write, options.in_flight, options.weights_version, not options.partial)
+
     def _update_weights(
-        self, write: Callable[[], None], in_flight: InFlight, version: int | None, is_complete: bool
+        self, write: Callable[[], None], in_flight: str, version: int | None, is_complete: bool
     ) -> None:
         core = self._engine.core
         core.land()
@@ -239,7 +283,7 @@ class LoadedEngine:
         except WeightUpdateError as error:
             core.weights_failed(error)
             raise
-        core.weights_changed(in_flight, version, is_complete=is_complete)
+        core.weights_changed(InFlight(in_flight), version, is_complete=is_complete)
 
     def _write_weights(self, named_tensors: NamedTensors, naming: Naming, *, partial: bool, keep_old: bool) -> None:
         if self._ranks is None:
@@ -302,8 +346,8 @@ class LoadedEngine:
             max_seconds: Maximum duration in seconds, after which generation resumes by itself, with a log line; None
                 for no limit. Another pause begins it anew.
             mode: "keep": requests keep their memory and continue when generation is resumed. "abort": they end as
-                ABORTED with the finish reason "abort", and their records have the tokens and log-probs so far; sent
-                again with these tokens, such a request resumes from what is cached.
+                ABORTED with the finish reason "abort", and their records have the tokens and log-probs so far;
+                `generate(record)` continues one.
 
         Returns:
             Number of requests that ended.
@@ -342,7 +386,7 @@ class LoadedEngine:
             self._engine.core.resources.free()
             self._on_close()
 
-    def __enter__(self) -> LoadedEngine:
+    def __enter__(self: Own) -> Own:
         """Return the engine itself, which is closed when the block ends."""
         return self
 
@@ -353,4 +397,4 @@ class LoadedEngine:
 
 
 def _pending(prompt: ReadPrompt, params: RequestParams) -> EngineRequest:
-    return EngineRequest(prompt.tokens, params, prompt.text)
+    return EngineRequest(prompt.tokens, params, prompt.text, continued=prompt.continued)

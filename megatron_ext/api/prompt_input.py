@@ -9,6 +9,7 @@ from typing import Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokenization import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
@@ -24,17 +25,24 @@ class TokenArray(Protocol):
         """Return nested lists of Python numbers."""
 
 
-Prompt: TypeAlias = str | Sequence[SupportsIndex] | TokenArray  # a text, or token ids
+Prompt: TypeAlias = str | Sequence[SupportsIndex] | TokenArray | RequestRecord  # a text, token ids, or to continue
 Prompts: TypeAlias = Prompt | Iterable[Prompt]  # one, or several
 ParamsForAll: TypeAlias = RequestParams | Sequence[RequestParams] | None  # for all, or one for each; None: defaults
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """Prompt to submit: token ids, and the text that they were tokenized from, if any."""
+    """Prompt to submit.
+
+    Attributes:
+        tokens: Token ids.
+        text: Text that they were tokenized from, if any.
+        continued: Record whose output is to be continued; None for a new output.
+    """
 
     tokens: tuple[int, ...]
     text: str | None
+    continued: RequestRecord | None = None
 
 
 class PromptReader:
@@ -61,8 +69,8 @@ class PromptReader:
         Raises:
             ConfigError: A prompt is invalid; the error names the prompt and the reason.
         """
-        several = _listed(prompts)
-        return list(zip(self._read_each(several), self._params_of_each(params, len(several)), strict=True))
+        read = self._read_each(_listed(prompts))
+        return list(zip(read, self._params_of_each(params, read), strict=True))
 
     def read_one(self, prompt: Prompt, params: RequestParams | None) -> tuple[ReadPrompt, RequestParams]:
         """Return one prompt.
@@ -73,13 +81,16 @@ class PromptReader:
         several = _listed(prompt)
         if len(several) != 1 or (several[0] is not prompt and not _is_array(prompt)):
             raise ConfigError(f"{_shown(prompt)} is not one prompt; give a text or token ids, several to generate()")
-        return self._read(several[0], "the prompt"), self._checked(params)
+        read = self._read(several[0], "the prompt")
+        return read, self._checked(params, read)
 
     def _read_each(self, prompts: Sequence[object]) -> list[ReadPrompt]:
         return [self._read(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def _read(self, prompt: object, where: str) -> ReadPrompt:
         text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, RequestRecord):
+            return ReadPrompt(prompt.prompt_tokens, prompt.prompt_text, prompt)
         try:
             tokens = self._tokens(prompt) if text is None else self._tokenized(text)
             self.vocabulary.check_prompt(tokens)
@@ -108,18 +119,21 @@ class PromptReader:
             raise ConfigError(f"{_shown(wrong)} is not a token id; give whole numbers")
         return tuple(map(operator.index, ids))
 
-    def _params_of_each(self, params: ParamsForAll, count: int) -> list[RequestParams]:
+    def _params_of_each(self, params: ParamsForAll, prompts: Sequence[ReadPrompt]) -> list[RequestParams]:
         if params is None or isinstance(params, RequestParams):
-            return [self._checked(params)] * count
+            return [self._checked(params, prompt) for prompt in prompts]
         if not isinstance(params, Sequence) or isinstance(params, str):
             return [self._checked(params)]  # raises
-        if len(params) != count:
-            raise ConfigError(f"{len(params)} RequestParams for {count} prompts; give one for all, or one for each")
+        if len(params) != len(prompts):
+            raise ConfigError(
+                f"{len(params)} RequestParams for {len(prompts)} prompts; give one for all, or one for each"
+            )
         return [self._checked(one) for one in params]
 
-    def _checked(self, params: object) -> RequestParams:
+    def _checked(self, params: object, prompt: ReadPrompt | None = None) -> RequestParams:
         if params is None:
-            params = self._defaults
+            continued = None if prompt is None else prompt.continued
+            params = self._defaults if continued is None else continued.params or self._defaults
         if not isinstance(params, RequestParams):
             raise ConfigError(
                 f"{_with_type(params)}; give RequestParams(...), as in RequestParams(num_tokens_to_generate=30)"
@@ -134,7 +148,7 @@ def _listed(prompts: object) -> list[object]:
     Raises:
         ConfigError: The value is neither a prompt nor a list of prompts.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | RequestRecord):
         return [prompts]
     items = prompts.tolist() if _is_array(prompts) else prompts
     if isinstance(items, bytes | bytearray | dict) or not isinstance(items, Iterable):

@@ -152,6 +152,7 @@ class CacheConfig:
     snapshot_mode: str = SnapshotMode.KERNEL.value
     provisional_slots: int | None = None  # for opportunistic checkpoints; 0: none; default: all free slots
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
+    prefix_cache_log_probs: bool = False  # keeps those of prompts with their blocks
     audit_interval: int = 0  # hits from one that is computed again and compared to the next; 0: none
     audit_dir: str | None = None  # of reports of what was wrong; default: beside the cache on disk
     prefix_cache_dir: str | None = None  # contents between processes; docs/persistence.md
@@ -218,6 +219,11 @@ class CacheConfig:
     def is_durable(self) -> bool:
         """True if the contents of the cache are kept between processes."""
         return self.enable_prefix_caching and self.prefix_cache_dir is not None
+
+    @property
+    def keeps_log_probs(self) -> bool:
+        """True if the log-probs of prompts are kept with their blocks."""
+        return self.enable_prefix_caching and self.prefix_cache_log_probs
 
     @property
     def is_aligned(self) -> bool:

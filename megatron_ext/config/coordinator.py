@@ -18,7 +18,7 @@ LONGEST_WAIT = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True)
 class CoordinatorConfig(AccessConfig):
-    """Settings of `tools/run_coordinator.py`. Times are in seconds."""
+    """Settings of `megatron-ext coordinate`. Times are in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
@@ -93,7 +93,7 @@ class CoordinatorSettings:
 
     Attributes:
         coordinator: The coordinator's own settings.
-        replica_flags: Flags of `tools/run_server.py` for each launched replica.
+        replica_flags: Flags of `megatron-ext serve` for each launched replica.
         replica_world: Ranks of each launched replica.
         has_private_events: Whether launched replicas publish KV events to the coordinator alone, not where their flags
             say.

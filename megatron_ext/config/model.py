@@ -13,6 +13,7 @@ from megatron_ext.config.model_checks import (
     check_multipliers,
     check_norms,
     check_positions,
+    check_prediction,
     check_window,
 )
 from megatron_ext.config.model_fields import ModelFields
@@ -40,6 +41,7 @@ class ModelConfig(ModelFields):
             kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
         )
         check_attention(self)
+        check_prediction(self)
         check_window(self)
         check_positions(self)
         if self.is_hybrid:

@@ -17,6 +17,8 @@ from megatron_ext.config.model_fields import (
 from megatron_ext.errors import ConfigError
 
 MAX_EXPERTS = 2**18  # of all layers together; far more than any model has
+PREDICTION_LETTERS = "M*-E"  # of layers of multi-token prediction
+MAX_PREDICTION_LAYERS = 64  # of all depths together
 
 
 def check_norms(config: ModelFields) -> None:
@@ -139,9 +141,40 @@ def check_mlp(config: ModelFields) -> None:
     )
 
 
+def check_prediction(config: ModelFields) -> None:
+    """Require layers of multi-token prediction whose letters are known, and that the trunk's settings describe."""
+    depths, given = config.mtp_num_layers, config.mtp_hybrid_override_pattern
+    if depths is None:
+        require(
+            given is None and not config.mtp_use_repeated_layer,
+            "--mtp-hybrid-override-pattern and --mtp-use-repeated-layer need --mtp-num-layers",
+        )
+        return
+    pattern, trunk = config.mtp_pattern, config.hybrid_override_pattern
+    require(
+        bool(pattern),
+        f"--mtp-num-layers {depths} needs --mtp-hybrid-override-pattern, since {trunk!r} is not a GPT's pattern",
+    )
+    unknown = sorted(set(pattern) - set(PREDICTION_LETTERS))
+    require(
+        not unknown,
+        f"--mtp-hybrid-override-pattern {pattern!r} has the letter {''.join(unknown)!r}; supported are "
+        f"{', '.join(PREDICTION_LETTERS)}",
+    )
+    require(
+        "M" not in pattern or config.is_hybrid,
+        f"--mtp-hybrid-override-pattern {pattern!r} has recurrent layers, and {trunk!r} has none",
+    )
+    layers = len(pattern) * config.mtp_layer_count
+    require(
+        layers <= MAX_PREDICTION_LAYERS,
+        f"{layers} layers of multi-token prediction are too many; at most {MAX_PREDICTION_LAYERS} would do",
+    )
+
+
 def check_moe(config: ModelFields) -> None:
     """Require experts and a router that are consistent with each other and with the pattern."""
-    pattern = config.hybrid_override_pattern
+    pattern = config.hybrid_override_pattern + config.mtp_pattern * config.mtp_layer_count
     experts, chosen = config.num_experts, config.moe_router_topk
     if "E" not in pattern:
         require(

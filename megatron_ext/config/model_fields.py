@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import bounded, flag
 from megatron_ext.config.layers.letters import is_recurrent
+from megatron_ext.config.layers.pattern import is_gpt_pattern
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 LEARNED_POSITIONS = "learned_absolute"
@@ -143,6 +144,13 @@ class ModelFields:
     vocab_size: int | None = None  # default: the tokenizer's
     spec: tuple[str, str] | None = None  # (module, name) of a stack spec; default: ours
 
+    # Multi-token prediction, with megatron-core's names
+    mtp_num_layers: int | None = flag(None, "Depths of multi-token prediction; default: none")
+    mtp_use_repeated_layer: bool = flag(False, "Use one layer of multi-token prediction for all depths")
+    mtp_hybrid_override_pattern: str | None = flag(
+        None, "Pattern of a layer of multi-token prediction; default: the last layer of a GPT"
+    )
+
     # Layers
 
     @property
@@ -153,12 +161,28 @@ class ModelFields:
     @property
     def is_moe(self) -> bool:
         """True if any layer is a mixture of experts."""
-        return "E" in self.hybrid_override_pattern
+        return "E" in self.hybrid_override_pattern + self.mtp_pattern
 
     @property
     def is_hybrid(self) -> bool:
         """True if any layer carries a recurrent state."""
         return any(map(is_recurrent, self.hybrid_override_pattern))
+
+    # Multi-token prediction
+
+    @property
+    def mtp_pattern(self) -> str:
+        """Letters of one layer of multi-token prediction; empty without any."""
+        if self.mtp_num_layers is None:
+            return ""
+        if self.mtp_hybrid_override_pattern is not None:
+            return self.mtp_hybrid_override_pattern
+        return self.hybrid_override_pattern[-2:] if is_gpt_pattern(self.hybrid_override_pattern) else ""
+
+    @property
+    def mtp_layer_count(self) -> int:
+        """Layers of multi-token prediction that have weights of their own."""
+        return 1 if self.mtp_num_layers and self.mtp_use_repeated_layer else self.mtp_num_layers or 0
 
     # Recurrent layers
 

@@ -29,7 +29,7 @@ MAX_SYNTHETIC_PROMPTS = 2**20
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of `tools/run_inference.py`: prompts, their arrival, and output."""
+    """Settings of `megatron-ext run`: prompts, their arrival, and output."""
 
     prompts: tuple[str, ...] = ()
     prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
@@ -143,7 +143,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ServerConfig(AccessConfig):
-    """Settings of `tools/run_server.py`: address, access, and limits."""
+    """Settings of `megatron-ext serve`: address, access, and limits."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one

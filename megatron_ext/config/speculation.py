@@ -17,6 +17,7 @@ class SpeculativeMethod(str, enum.Enum):
 
     NGRAM = "ngram"  # continuation of the same tokens earlier in the request's prompt and output
     DRAFT_MODEL = "draft_model"  # a smaller model with the same tokenizer
+    MTP = "mtp"  # the model's own layer of multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class SpeculationConfig:
     def has_draft_model(self) -> bool:
         """True if a draft model proposes the drafts."""
         return self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
+
+    @property
+    def has_prediction(self) -> bool:
+        """True if the model's own layer of multi-token prediction proposes the drafts."""
+        return self.speculative_method == SpeculativeMethod.MTP.value
 
 
 NO_SPECULATION = SpeculationConfig()

@@ -59,6 +59,8 @@ def print_kv_cache_config(
     if drafts is not None:
         states = f", {drafts.states:,} states of {drafts.state_bytes:,} bytes" if drafts.states else ""
         table.add_row("draft model", f"{blocks} of {drafts.block_bytes:,} bytes{states}, in the same budget")
+    if geometry.log_prob_bytes:
+        table.add_row("prompt log-probs", f"{geometry.log_prob_bytes:,} bytes with each block, in the same budget")
     if request_state_bytes:
         table.add_row("states of one request", f"at most {request_state_bytes:,} bytes, its snapshots included")
     shortest = geometry.shortest_prompt_that_can_hit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 
 from megatron_ext.config import ParallelConfig, StartNotes
 from megatron_ext.parallel.layout import Layout, plan_layout
@@ -48,7 +49,14 @@ def check_machine(parallel: ParallelConfig) -> Layout:
     world = world_of_environment()
     if parallel.distributed_backend == "nccl" and not torch.cuda.is_available() and world.is_first:
         logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; using gloo")
-    return plan_layout(parallel, world.size, is_launched=world.is_launched, program=sys.argv[0])
+    return plan_layout(parallel, world.size, is_launched=world.is_launched, program=program_of(sys.argv))
+
+
+def program_of(argv: Sequence[str]) -> str:
+    """Return what torchrun starts to start this program once more: a script, or this package with a command."""
+    if Path(argv[0]).name in ("megatron-ext", "__main__.py"):
+        return " ".join(["-m", "megatron_ext", *argv[1:2]])
+    return argv[0]
 
 
 def say_start(start: StartNotes) -> None:

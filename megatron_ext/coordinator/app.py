@@ -10,11 +10,11 @@ from fastapi import FastAPI
 import megatron_ext
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launcher.launch import Launcher
-from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy
+from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy, weights
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import include_routers, install_middleware
 
-ROUTERS = (generation.router, proxy.router, observing.router, broadcast.router)
+ROUTERS = (generation.router, proxy.router, observing.router, broadcast.router, weights.router)
 ADMIN_ROUTERS = (membership.router,)  # with --enable-admin-routes
 OUR_ADMIN_PATHS = ADMIN_PATHS | {"/replicas", "/replicas/join", "/replicas/drain", "/replicas/leave"}
 

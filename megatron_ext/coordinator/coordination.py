@@ -24,6 +24,8 @@ from megatron_ext.coordinator.prompt_tokens import Prompts
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, Headers, fetch, not_json
 from megatron_ext.coordinator.retries import bad_answer, no_replica
 from megatron_ext.coordinator.supervision import Supervisor
+from megatron_ext.coordinator.weights.gate import Gate
+from megatron_ext.coordinator.weights.updates import WeightUpdates
 from megatron_ext.routing.router import ReplicaView, Router
 from megatron_ext.server.api_keys import Keys, load_keys
 
@@ -44,6 +46,7 @@ class ReplicaRow:
     configuration: str | None
     tokenizer: str | None
     weights: str | None
+    weights_version: int | None
     in_flight: int
     load_tokens: int
     blocks: int
@@ -79,13 +82,16 @@ class Coordination:
             *(settings.allowed_event_sources, settings.model),
         )
         self.metrics = FleetMetrics(self.fleet, self.supervisor)
+        self.gate = Gate(self.fleet)
+        self.fleet.on_change = self.gate.look
+        self.updates = WeightUpdates(self.fleet, self.gate, self.cache_cleared, settings.replica_timeout)
         self._prefix_index: dict[str, ApproximatePrefixIndex] = {}
         self._readers: dict[str, EventReader] = {}
         self.fleet.on_join, self.fleet.on_leave = self._joined, self._left
         self.fleet.on_removed = lambda member: self.metrics.forget(member.url)
         needs_tokens = settings.routing.policy != RoutingPolicyName.ROUND_ROBIN.value
         self.prompts = Prompts(self.fleet, needs_tokens=needs_tokens, has_keys=self.keys.are_needed)
-        self.forwarder = Forwarder(self.fleet, self.metrics, self._prefix_index)
+        self.forwarder = Forwarder(self.fleet, self.metrics, self._prefix_index, self.gate)
         file = settings.replicas_file
         self._file = None if file is None else ReplicasFile(file, self.fleet)
         self._watching: asyncio.Task[None] | None = None
@@ -126,6 +132,7 @@ class Coordination:
         """Stop all heartbeats and event readers."""
         if self._watching is not None:
             self._watching.cancel()
+        await self.updates.close()
         await self.fleet.close()
         for reader in self._readers.values():
             reader.close()
@@ -211,6 +218,7 @@ class Coordination:
             configuration=None if beat is None else beat.identity.configuration,
             tokenizer=None if beat is None else beat.identity.tokenizer,
             weights=None if beat is None else beat.weights,
+            weights_version=None if beat is None else beat.weights_version,
             in_flight=len(member.calls),
             load_tokens=0 if view is None else view.load,
             blocks=0 if beat is None else beat.blocks,
@@ -230,7 +238,8 @@ def _problem(member: Member) -> str:
     if member.problem or member.refusal:
         return member.problem or member.refusal
     if member.is_outdated:
-        return OTHER_WEIGHTS
+        failure = member.update.problem
+        return f"{OTHER_WEIGHTS}; the update failed: {failure}" if failure else OTHER_WEIGHTS
     return "" if member.beat is None else member.beat.events_problem
 
 

@@ -22,6 +22,8 @@ from megatron_ext.coordinator.proxied_request import ProxiedRequest
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, CompleteAnswer, not_json
 from megatron_ext.coordinator.retries import Retries
 from megatron_ext.coordinator.routed_request import RoutedRequest
+from megatron_ext.coordinator.weights.gate import Gate
+from megatron_ext.coordinator.weights.sample_groups import SampleGroups, version_gone
 from megatron_ext.routing.router import Decision, Reason
 from megatron_ext.server.anthropic.error_envelope import error_event
 from megatron_ext.server.api_errors import FAULT, ApiError
@@ -45,12 +47,17 @@ class Forwarder:
         fleet: All replicas.
         metrics: Metrics of the coordinator.
         prefix_index: Approximate prefix indexes of replicas without events, by their URLs.
+        gate: Gate of requests while replicas get new weights.
     """
 
-    def __init__(self, fleet: Fleet, metrics: FleetMetrics, prefix_index: dict[str, ApproximatePrefixIndex]) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: FleetMetrics, prefix_index: dict[str, ApproximatePrefixIndex], gate: Gate
+    ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._prefix_index = prefix_index
+        self._gate = gate
+        self._samples = SampleGroups()
         self._numbers = itertools.count()
 
     async def answer(self, routed: RoutedRequest, outcome: Outcome) -> CompleteAnswer | Streamed:
@@ -61,10 +68,11 @@ class Forwarder:
             outcome: Updated with what becomes of the request.
 
         Raises:
-            ApiError: No replica could answer.
+            ApiError: No replica could answer, or none has the weights of the request's group of samples.
         """
         retries = Retries()
         while retries.may_go_on:
+            await self._gate.admit(routed.group, self._samples.version(routed.samples), routed.owner)
             decision = self._choose(routed, retries)
             if decision is None:
                 break
@@ -87,7 +95,9 @@ class Forwarder:
                 proxied.end()
                 raise
             if isinstance(answer, Streamed):
+                proxied.has_answered = True
                 return answer
+            proxied.has_answered = answer.status == 200
             if not answer.is_json:
                 proxied.end()
                 self._refuse(proxied.member, retries, not_json(answer))
@@ -115,17 +125,36 @@ class Forwarder:
         excluded = {*retries.excluded, *self._fleet.groups.outside(routed.group)}
         if routed.owner is not None:
             excluded |= self._fleet.members.keys() - {routed.owner}
+        others, last = self._of_other_versions(routed)
+        excluded |= others
         decision = router.route(prompt, {*excluded, *self._fleet.doubtful()})
         decision = decision or router.route(prompt, excluded)
         owner = routed.owner
         if decision is None and owner is not None and owner not in retries.excluded and self._fleet.is_known(owner):
             decision = Decision(owner, 0, 0, Reason.NOTHING_KNOWN)  # it drains, or is full, and no other can answer
+        if decision is None and last is not None and last not in excluded:
+            decision = Decision(last, 0, 0, Reason.NOTHING_KNOWN)
         if decision is not None:
             self._metrics.decided(decision, time.perf_counter() - started)
         return decision
 
+    def _of_other_versions(self, routed: RoutedRequest) -> tuple[set[str], str | None]:
+        """Return the replicas that do not have the weights of a group of samples, and one that loses them soon.
+
+        Raises:
+            ApiError: No replica has these weights any more.
+        """
+        version = self._samples.version(routed.samples)
+        if version is None:
+            return set(), None
+        known = [member for member in self._fleet.members.values() if member.is_known]
+        others = {member.url for member in known if member.version != version}
+        if len(others) == len(known):
+            raise version_gone(version)
+        return others, next((one.url for one in known if one.url not in others and one.is_draining_for_update), None)
+
     def _begin(self, routed: RoutedRequest, decision: Decision) -> ProxiedRequest:
-        return ProxiedRequest(self._fleet, decision, routed, next(self._numbers))
+        return ProxiedRequest(self._fleet, decision, routed, next(self._numbers), self._samples)
 
     async def _sent(
         self, routed: RoutedRequest, proxied: ProxiedRequest, outcome: Outcome
@@ -174,7 +203,7 @@ class Forwarder:
                 proxied.member.poked.set()
             yield error_event(broken_off(error), routed.path)
         else:
-            self._computed(routed, proxied.member)
+            self._computed(routed, proxied)
             proxied.end(count)
         finally:
             proxied.end()
@@ -182,12 +211,14 @@ class Forwarder:
     def _ended(self, routed: RoutedRequest, proxied: ProxiedRequest, answer: CompleteAnswer) -> None:
         found = _GENERATED.search(answer.body) if answer.status == 200 else None
         if answer.status == 200:
-            self._computed(routed, proxied.member)
+            self._computed(routed, proxied)
         proxied.end(None if found is None else min(int(found[1]), routed.new_tokens))
 
-    def _computed(self, routed: RoutedRequest, member: Member) -> None:
+    def _computed(self, routed: RoutedRequest, proxied: ProxiedRequest) -> None:
         """Add the prompt to the replica's approximate prefix index, if it has one."""
-        if routed.prompt.is_shared and member.is_known and member.url in self._prefix_index:
+        member = proxied.member
+        is_kept = member.is_known and member.version == proxied.version  # an update empties the cache
+        if routed.prompt.is_shared and is_kept and member.url in self._prefix_index:
             self._prefix_index[member.url].answered(routed.prompt)
 
 

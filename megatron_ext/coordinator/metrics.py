@@ -112,6 +112,9 @@ class FleetMetrics(Collector):
         refused = CounterMetricFamily(
             f"{PREFIX}_answers_refused", "Answers of the replica that were not valid", labels=[_REPLICA]
         )
+        weights = GaugeMetricFamily(
+            f"{PREFIX}_weights_version", "Number of the weights that the replica has", labels=[_REPLICA]
+        )
         restarts = CounterMetricFamily(
             f"{PREFIX}_task_restarts", "Tasks of the coordinator that failed and were started again", labels=["task"]
         )
@@ -125,10 +128,12 @@ class FleetMetrics(Collector):
             blocks.add_metric([url], 0 if view is None else view.blocks)
             sent.add_metric([url], member.sent)
             refused.add_metric([url], member.refused)
+            if beat is not None and beat.weights_version is not None:
+                weights.add_metric([url], beat.weights_version)
             if beat is not None and beat.skipped is not None and beat.computed is not None:
                 skipped.add_metric([url], beat.skipped)
                 computed.add_metric([url], beat.computed)
-        yield from (up, flying, load, blocks, sent, refused, restarts, skipped, computed)
+        yield from (up, flying, load, blocks, sent, refused, restarts, weights, skipped, computed)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

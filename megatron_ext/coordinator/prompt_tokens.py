@@ -60,7 +60,13 @@ class Prompts:
         self._has_keys = has_keys
 
     async def routed(
-        self, path: str, content: Mapping[str, object], body: bytes, authorization: bytes | None, caller: Caller
+        self,
+        path: str,
+        content: Mapping[str, object],
+        body: bytes,
+        authorization: bytes | None,
+        caller: Caller,
+        samples: str | None = None,
     ) -> RoutedRequest:
         """Return the routed request of a body. Invalid bodies other than an unknown model are reported by the replica.
 
@@ -70,33 +76,37 @@ class Prompts:
             body: Raw body.
             authorization: Authorization header; None without one.
             caller: Caller by the coordinator's own keys.
+            samples: Group of samples, as the client names it.
 
         Raises:
             ApiError: See `Groups.resolve`.
         """
         group = self._fleet.groups.resolve(content.get("model"))
-        members = self._fleet.groups.members(group, self._fleet.ready())
+        members = self._fleet.groups.members(group, self._fleet.known())  # a request may wait for one of them
         are_keyed = any(member.beat is not None and member.beat.has_keys for member in members)
         salt = _text(content.get("cache_salt"))
         named: Headers = []
         if self._has_keys and not are_keyed and members:  # replicas without keys do not bind salts
-            salt = caller.bind(salt)
+            salt, samples = caller.bind(salt), samples and caller.bind(samples)
             body = json.dumps({**content, "cache_salt": salt}).encode()
             named = [(TENANT_HEADER.encode(), caller.tenant.encode())]
         elif are_keyed:
             scheme, _, key = (authorization or b"").partition(b" ")
             if scheme.lower() == b"bearer":
-                salt = caller_of(key.decode("latin-1")).bind(salt)
+                caller = caller_of(key.decode("latin-1"))
+                salt, samples = caller.bind(salt), samples and caller.bind(samples)
         headers = [JSON, self._fleet.sender, (HEADER, REQUEST_ID.get().encode()), *named]
         headers += [] if authorization is None else [(b"authorization", authorization)]
         owner = self._owner(path, content, group)
-        if self._needs_tokens and len(members) > 1:
-            prompt = await self._prompt(path, content, headers, members if owner is None else [owner], salt)
+        asked = self._fleet.groups.members(group, self._fleet.ready()) or members
+        if self._needs_tokens and len(asked) > 1:
+            prompt = await self._prompt(path, content, headers, asked if owner is None else [owner], salt)
         else:
             prompt = RoutedPrompt.private()
         is_stream, new_tokens = content.get("stream") is True, _new_tokens(content)
         url = None if owner is None else owner.url
-        return RoutedRequest(path, headers, body, is_stream, new_tokens, prompt, group, url)
+        samples = None if samples is None else f"{group or ''}:{samples}"
+        return RoutedRequest(path, headers, body, is_stream, new_tokens, prompt, group, url, samples)
 
     def _owner(self, path: str, content: Mapping[str, object], group: str | None) -> Member | None:
         """Return the replica of the group that has stored what a request continues; None if it continues nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_ext.coordinator.membership.fleet import Fleet
 from megatron_ext.coordinator.replica_client import Call
 from megatron_ext.coordinator.routed_request import RoutedRequest
+from megatron_ext.coordinator.weights.sample_groups import SampleGroups
 from megatron_ext.routing.router import Decision
 
 
@@ -16,15 +17,29 @@ class ProxiedRequest:
         decision: Routing decision.
         routed: Request to be computed.
         number: Unique number of the request.
+        samples: Groups of samples.
+
+    Attributes:
+        member: The replica.
+        version: Version of the replica's weights at the start.
+        call: Call to the replica.
+        has_answered: Whether an answer of the replica has been passed on.
     """
 
-    def __init__(self, fleet: Fleet, decision: Decision, routed: RoutedRequest, number: int) -> None:
+    def __init__(
+        self, fleet: Fleet, decision: Decision, routed: RoutedRequest, number: int, samples: SampleGroups
+    ) -> None:
         fleet.router.began(number, decision, routed.prompt.prompt, routed.new_tokens)
         fleet.in_flight.add(number)
         self._fleet = fleet
         self._number = number
         self.member = member = fleet.members[decision.replica]
+        self.version = member.version
         self.call = Call(member.address)
+        self.has_answered = False
+        self._samples, self._samples_name = samples, routed.samples
+        if routed.samples is not None and self.version is not None:
+            samples.began(routed.samples, self.version)
         self._is_over = False
         member.calls.add(self.call)
         member.sent += 1
@@ -52,6 +67,8 @@ class ProxiedRequest:
         if self._is_routed:
             self._fleet.in_flight.discard(self._number)
             self._fleet.router.ended(self._number, generated)
+        if self._samples_name is not None and self.version is not None:
+            self._samples.ended(self._samples_name, has_answered=self.has_answered)
         self.call.close()
         self.member.calls.discard(self.call)
         self._fleet.ended(self.member)

@@ -64,6 +64,7 @@ class RoutedRequest:
         prompt: Prompt for the router.
         group: Name of the group of replicas; None if there is at most one.
         owner: URL of the only replica that can answer; None if all of the group can.
+        samples: Group of samples, whose answers come from one version of the weights; None without one.
     """
 
     path: str
@@ -74,3 +75,4 @@ class RoutedRequest:
     prompt: RoutedPrompt
     group: str | None = None
     owner: str | None = None
+    samples: str | None = None

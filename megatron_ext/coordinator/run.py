@@ -1,4 +1,4 @@
-"""Coordinator start-up: from settings to a listening coordinator. Implements `tools/run_coordinator.py`."""
+"""Coordinator start-up: from settings to a listening coordinator. Implements the command `coordinate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import uvicorn
 
@@ -23,12 +22,11 @@ from megatron_ext.server.http.listening import AnnouncedServer, announce, bind, 
 logger = logging.getLogger(__name__)
 
 
-def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
+def run_coordinator(settings: CoordinatorSettings) -> None:
     """Listen, launch replicas if requested, and serve until a signal arrives.
 
     Args:
         settings: Settings of the coordinator and its replicas.
-        server_script: Script that `--launch` starts.
 
     Raises:
         ConfigError: The user made a mistake; no request was served.
@@ -44,7 +42,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
         fleet_directory(config.port) if outlives else contextlib.nullcontext() as home,
     ):
         if config.launch:
-            launcher = Launcher(plan_of(settings, server_script, home), supervisor=coordination.supervisor)
+            launcher = Launcher(plan_of(settings, home=home), supervisor=coordination.supervisor)
         run_until_signal(build_coordinator(coordination, announce, launcher), listener)
     if launcher is not None and launcher.failure is not None:
         raise launcher.failure

@@ -235,7 +235,7 @@ class EngineClient:
             for one in requests:
                 tokens, name = self._core.tokenize(one.tokens), next(self._ids)
                 group = groups.setdefault((tokens, one.params.cache_salt), name) if len(requests) > 1 else None
-                one.request = self._core.add(name, tokens, one.params, text=one.text, group=group)
+                one.request = self._core.add(name, tokens, one.params, one.continued, text=one.text, group=group)
                 added.append(one)
         except Exception:
             self._abort(added)

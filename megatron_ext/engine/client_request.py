@@ -29,6 +29,7 @@ class EngineRequest:
         step_error: Error of repeatedly failed steps, if that ended the request.
         request: Request in the engine, once it has been added.
         is_abandoned: True if its caller has left.
+        continued: Record of an earlier request of this prompt, whose output this one continues; None for a new output.
     """
 
     tokens: Sequence[int]
@@ -42,6 +43,7 @@ class EngineRequest:
     step_error: Exception | None = None
     request: Request | None = None
     is_abandoned: bool = False
+    continued: RequestRecord | None = None
     delivered: int = 0  # generated tokens in updates; used by the engine's thread only
 
     def collect(self) -> bool:

@@ -81,9 +81,10 @@ class EngineCore:
     def attach_disk(self, disk: WarmRestart) -> None:
         """Keep the cache in a store, which is closed with the core, or attached to the next one."""
         self.disk, self.workers.has_stores = disk, True
-        tier = disk.go_live()
-        if tier is not None:
-            self.replicas[0].loading = DiskLoading(self.scheduler, tier, disk.memory)
+        self.workers.go_live()
+        tiers = disk.go_live([replica.scheduler.cache for replica in self.replicas[1:]])
+        for replica, (tier, memory) in zip(self.replicas, tiers, strict=False):
+            replica.loading = DiskLoading(replica.scheduler, tier, memory)
 
     # Requests
 
@@ -96,6 +97,7 @@ class EngineCore:
         request_id: int,
         tokens: tuple[int, ...],
         params: RequestParams,
+        continued: RequestRecord | None = None,
         *,
         text: str | None = None,
         turn: int | None = None,
@@ -107,6 +109,7 @@ class EngineCore:
             request_id: Unique among requests that have not been reported.
             tokens: Prompt token ids, from `tokenize`.
             params: Sampling parameters.
+            continued: Record of a request whose output this one continues.
             text: Text of the prompt, for its record.
             turn: Index of the replica, modulo their number; by default the routing policy chooses one.
             group: Number of its group; see `Submission`.
@@ -115,17 +118,17 @@ class EngineCore:
             ConfigError: The id is in use, or the parameters are invalid for this model.
         """
         self.check_free(request_id)
-        request = self._intake.make(request_id, tokens, params, text, group)
+        request = self._intake.make(request_id, tokens, params, text, group, continued)
         error = check_admissible(request, self.scheduler.limits)
         replica = self._replica_of(request, turn) if error is None else self.replicas[0]
         scheduler = replica.scheduler
+        self.output.open(request, scheduler)  # first, since stop words may fail on what is continued
         if error is None:
             scheduler.add(request)
             replica.structured.add(request)
         else:
             request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
             self.output.ended.append(request)
-        self.output.open(request, scheduler)
         return request
 
     def _replica_of(self, request: Request, turn: int | None) -> Replica:
@@ -209,11 +212,13 @@ class EngineCore:
         for replica in self.replicas:  # before the other ranks receive the proposals
             replica.propose()
         is_idle = not any(replica.has_other_work for replica in self.replicas)
-        for replica in self.replicas:
-            replica.prepare(1 / len(self.replicas), is_idle=is_idle)
-        self.workers.begin_step()
         try:
+            for replica in self.replicas:
+                replica.prepare(1 / len(self.replicas), is_idle=is_idle)
+            self.workers.begin_step()
             parts = tuple(replica.compute(self.host_work) for replica in self.replicas)
+            for replica in self.replicas:
+                replica.end_step()
         except Exception as error:
             raised = self.workers.step_error(error)
             if raised is error:

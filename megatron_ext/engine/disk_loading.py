@@ -1,45 +1,28 @@
 """Loading of cached entries from disk for waiting requests: decided here, between two steps, by the rank that drives.
 
 A request whose prefix could be resumed further from disk waits for a load, and others overtake it. Whatever becomes of
-the load is told to the scheduler in commands (`DiskLoads`). The engine's thread copies complete loads to their places.
+the load is told to the scheduler in commands (`DiskLoads`), which other ranks obey (`LoadPlacing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
 
-from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.disk.data_file import Buffer
+from megatron_ext.engine.disk_placing import LoadPlacing
+from megatron_ext.prefix_cache.disk.entry_copies import LoadTarget
 from megatron_ext.prefix_cache.disk.tier import DiskTier
-from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
-from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
-from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.disk_loads import LoadPlaces
-from megatron_ext.scheduling.planner import reads_cache
+from megatron_ext.scheduling.planner import reads_disk
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.snapshot_positions import RunOnDisk
 
 LOOKAHEAD = 16  # waiting requests, from the first, that may begin a load
 MAX_ATTEMPTS = 2  # loads that one request begins while it waits: what was loaded may be evicted before its turn
 IDLE_WAIT = 0.005  # seconds in a step that can compute nothing
 MIN_PREFILL = 16  # tokens in a step whose time says something of prefills
-
-
-class LoadTarget(Protocol):
-    """Memory that loaded entries are written to; see `EntryMemory`."""
-
-    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
-        """Write a block."""
-
-    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
-        """Write a snapshot and name it."""
-
-    def make_changes(self, changes: ArenaChanges) -> None:
-        """Make changes that no step's message has told."""
 
 
 class DiskLoading:
@@ -52,7 +35,8 @@ class DiskLoading:
     """
 
     def __init__(self, scheduler: Scheduler, tier: DiskTier, memory: LoadTarget) -> None:
-        self._scheduler, self._tier, self._memory = scheduler, tier, memory
+        self._scheduler, self._tier = scheduler, tier
+        self._placing = LoadPlacing(scheduler, tier, memory)
         self._attempts: dict[Request, int] = {}
 
     def follow(self) -> None:
@@ -60,16 +44,30 @@ class DiskLoading:
         self._tier.follow()
         self._scheduler.disk_loads.is_due = self._tier.is_due
 
-    def decide(self) -> None:
-        """Place a complete load, give up late ones, and begin others, before a step is planned."""
+    def decide(self, *, may_wait: bool = True) -> None:
+        """Place a complete load, give up late ones, and begin others, before a step is planned.
+
+        Args:
+            may_wait: Whether nothing else waits for the step.
+        """
         self._give_up()
         self._place()
         self._begin()
-        if self._tier.loads and self._is_all_waiting():
+        if may_wait and self._tier.loads and self._is_all_waiting():
             self._tier.wait(IDLE_WAIT)
             self._tier.follow()
             self._give_up()
             self._place()
+        self._note_runs()
+        self._placing.begin_step()
+
+    def end_step(self) -> None:
+        """Agree with other ranks on what they have read, after each step."""
+        self._placing.end_step()
+
+    def turn_off(self) -> None:
+        """Load nothing any more."""
+        self._tier.turn_off()
 
     def _give_up(self) -> None:
         loads = self._scheduler.disk_loads
@@ -87,29 +85,9 @@ class DiskLoading:
 
         Requests are admitted before the next one, which could evict what this one brings.
         """
-        loads, cache = self._scheduler.disk_loads, self._scheduler.cache
-        found = (loads.reserve(number) for number in self._tier.complete())
-        places = next((one for one in found if one is not None), None)
-        if places is None:
-            return
-        try:
-            if cache.changes != NO_CHANGES:
-                self._memory.make_changes(cache.changes)
-                cache.changes_told()
-                cache.changes_made()
-            self._write(places, self._tier.contents(places.number))
-        except BaseException:
-            loads.give_back(places)
-            self._scheduler.suspend()  # what was to be moved may be lost
-            raise
-        self._tier.counts.load_waits += loads.publish(places)
-
-    def _write(self, places: LoadPlaces, contents: Sequence[Sequence[Buffer]]) -> None:
-        """Write the entries that are not in memory by now."""
-        for block, buffers in zip(places.blocks, contents[places.known :], strict=False):
-            self._memory.write_block(block, buffers)
-        if places.slot is not None:
-            self._memory.write_snapshot(places.slot, places.block_hash, contents[-1])
+        for number in self._tier.complete():
+            if self._placing.place(number):
+                return
 
     def _begin(self) -> None:
         """Begin loads for the first waiting requests, where these are quicker than computing."""
@@ -124,7 +102,7 @@ class DiskLoading:
     def _may_load(self, request: Request) -> bool:
         """Return whether a request reads the cache, and waits for nothing else."""
         scheduler = self._scheduler
-        if not reads_cache(request) or request.sequence.unhashed_tokens or request.lacks_mask:
+        if not reads_disk(request) or request.sequence.unhashed_tokens or request.lacks_mask:
             return False
         hashes = request.block_hashes
         matched = len(scheduler.cache.match(hashes))
@@ -151,6 +129,21 @@ class DiskLoading:
         self._attempts[request] = self._attempts.get(request, 0) + 1
         number = tier.begin(run, hashes, request.sequence.tokens, size)
         scheduler.disk_loads.begin(number, request, run.end, has_snapshot=run.has_snapshot)
+
+    def _note_runs(self) -> None:
+        """Tell how far the prefixes of the first waiting requests go on disk, where these may diverge."""
+        scheduler, tier = self._scheduler, self._tier
+        if scheduler.cache.states is None or not len(tier):
+            return
+        for request in islice(scheduler.queues.waiting.line(), LOOKAHEAD):
+            if not reads_disk(request) or request.sequence.unhashed_tokens:
+                continue
+            hashes, before = request.block_hashes, request.sequence.snapshot_plan.on_disk
+            start = request.sequence.snapshot_plan.cached_end(len(scheduler.cache.match(hashes)))
+            end = tier.end_of_blocks(hashes, start)
+            run = RunOnDisk(end, end > 0 and tier.is_continued(hashes[end - 1]))
+            if run != before and (end > start or run.is_continued or before is not None):
+                scheduler.disk_loads.note_run(request, run)
 
     def _is_all_waiting(self) -> bool:
         """Return whether all requests wait for loads."""

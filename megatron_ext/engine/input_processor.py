@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.engine.continuation import check_continuation, restore_output
 from megatron_ext.engine.structured_output import MaskThread
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.text.matcher import TokenMatcher
@@ -68,12 +70,14 @@ class InputProcessor:
         params: RequestParams,
         text: str | None,
         group: int | None = None,
+        continued: RequestRecord | None = None,
     ) -> Request:
-        """Make a request of token ids, with their text if it is known.
+        """Make a request of token ids, with their text if it is known; it may continue the output of another one.
 
         Raises:
             ConfigError: The tokenizer cannot read a bad word, a biased id is not a token, the response format cannot be
-                compiled, a checkpoint lies after the prompt, or there are more drafts than allowed.
+                compiled, a checkpoint lies after the prompt, there are more drafts than allowed, or the other output
+                cannot be continued.
         """
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
@@ -84,20 +88,32 @@ class InputProcessor:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
         if params.logit_bias:
             self._settings.vocabulary.check_biased([token for token, _ in params.logit_bias])
+        if continued is not None:
+            check_continuation(continued, tokens, params, ends)
+            self._settings.vocabulary.check_prompt(continued.generated_tokens)
         submission = Submission(
             request_id=request_id,
             prompt_tokens=tokens,
             params=params,
             arrival=self._next_arrival,
-            seed=params.seed if params.seed is not None else f"{self._settings.seed}/{request_id}",
+            seed=self._seed(request_id, params, continued),
             end_ids=ends,
             prompt_text=text,
             submitted_at=time.monotonic(),
             group=group,
+            generated_tokens=() if continued is None else continued.generated_tokens,
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),
         )
         self._next_arrival += 1
-        return Request(submission)
+        request = Request(submission)
+        if continued is not None:
+            restore_output(request, continued)
+        return request
+
+    def _seed(self, request_id: int, params: RequestParams, continued: RequestRecord | None) -> int | str:
+        if params.seed is not None:
+            return params.seed
+        return f"{self._settings.seed}/{request_id}" if continued is None else continued.seed
 
     def _end_ids(self, params: RequestParams) -> tuple[int, ...]:
         """Return the tokens that end a request: those of a document unless replaced or ignored, and its own."""

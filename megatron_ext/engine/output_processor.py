@@ -72,7 +72,10 @@ class OutputProcessor:
         """Begin to process the output of a request of a scheduler."""
         words = request.params.stop_words
         matcher = StopWordMatcher(words, self._detokenize(request)) if words else None
-        self._outputs[request.request_id] = _Output(request, scheduler, matcher)
+        continued = request.submission.generated_tokens
+        if matcher is not None and continued:
+            matcher.feed(continued, ignore=True)
+        self._outputs[request.request_id] = _Output(request, scheduler, matcher, len(continued))
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
         """Process the output of a step's requests: store scores and match stop words."""
@@ -83,6 +86,8 @@ class OutputProcessor:
                 stopped_at = self._meets_stop_word(output, new) if new and output.stop_words is not None else None
                 _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
+                if request.request_id in result.failures and request.scores.new:  # these were not written
+                    output.scheduler.drop_log_probs(request.scores.new)
                 self.fail(request, error)
                 continue
             output.taken += new
@@ -195,6 +200,9 @@ def _note_scores(request: Request, result: StepResult, new: int) -> None:
     name = request.request_id
     if name in result.failures:
         raise ScoringError(result.failures[name])
+    kept = result.kept_prompt_log_probs.get(name, ())
+    request.output.prompt_log_probs.extend(kept)
+    request.output.prompt_top_n.extend({} for _ in kept)
     for score in result.prompt.get(name, ()):
         request.output.prompt_log_probs.append(score.log_prob)
         request.output.prompt_top_n.append(score.top_n)

@@ -139,7 +139,7 @@ class Replica:
         if drafts := self.structured.allowed_drafts(self._drafts):
             self.scheduler.propose(drafts)
         if self.loading is not None:
-            self.loading.decide()
+            self.loading.decide(may_wait=is_idle or share == 1)
 
     def compute(self, host_work: Callable[[], None]) -> ReplicaStep:
         """Plan, execute and commit one step, after `propose` and `prepare`.
@@ -217,6 +217,11 @@ class Replica:
             self.scheduler.hash_ahead()
             host_work()
 
+    def end_step(self) -> None:
+        """Agree with other ranks on loads from disk, after each step of all replicas."""
+        if self.loading is not None:
+            self.loading.end_step()
+
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop all state of requests that have been reported."""
         self.ahead.forget_discarded()
@@ -238,6 +243,8 @@ class Replica:
             self.ahead.drop()
         self.ahead.weights_version = version
         self.audit.forget()
+        if self.loading is not None:
+            self.loading.turn_off()
         self.scheduler.weights_changed(restarts=restarts)
 
     def suspend(self) -> None:

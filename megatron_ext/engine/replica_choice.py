@@ -43,6 +43,7 @@ class ReplicaChoice:
         self._router = Router(settings)
         self._names = [str(replica) for replica in range(len(schedulers))]
         self._is_caching = schedulers[0].cache.is_enabled
+        self._keeps_log_probs = schedulers[0].limits.keeps_log_probs
         self._flights: dict[int, _Flight] = {}  # by request id
         self._is_outdated = False  # steps were computed since the router was told of tokens
         for replica, scheduler in enumerate(schedulers):
@@ -66,7 +67,8 @@ class ReplicaChoice:
         """
         self._update()
         router, params, tokens = self._router, request.params, request.sequence.tokens
-        is_read = general_reason(params, is_caching=self._is_caching) is None
+        keeps = self._keeps_log_probs
+        is_read = general_reason(params, is_caching=self._is_caching, keeps_log_probs=keeps) is None
         prompt = router.prompt(tokens, params.cache_salt, is_cached=is_read)
         others = [] if replica is None else [name for name in self._names if name != self._names[replica]]
         decision = router.route(prompt, others)

@@ -29,6 +29,7 @@ class StepResult:
         tokens: Token that each chunk yielded, if it yielded one.
         generated: Scores of these tokens, if requested.
         prompt: Scores of prompt tokens, if requested and computed in this step.
+        kept_prompt_log_probs: Log-probs of prompt tokens that were kept with cached blocks; they come before `prompt`.
         failures: Error messages of requests whose scores found no memory.
         target_tokens: Target tokens after each draft of a chunk; the one after the last known token is in `tokens`.
         target_scores: Scores of the target tokens, if requested.
@@ -46,6 +47,7 @@ class StepResult:
     graph_rows: int | None = None
     routing: dict[int, RoutingIndices] = field(default_factory=dict)
     differences: dict[int, Differences] = field(default_factory=dict)
+    kept_prompt_log_probs: dict[int, list[float]] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
         """Return the result for some of the requests only."""
@@ -59,6 +61,7 @@ class StepResult:
             graph_rows=self.graph_rows,
             routing=_only(self.routing, names),
             differences=_only(self.differences, names),
+            kept_prompt_log_probs=_only(self.kept_prompt_log_probs, names),
         )
 
 

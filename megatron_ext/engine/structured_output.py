@@ -171,11 +171,12 @@ class StructuredOutputs:
         self._outputs: dict[int, _Output] = {}
 
     def add(self, request: Request) -> None:
-        """Add a request of the scheduler; the mask of its first token is known."""
+        """Add a request of the scheduler; the mask of the first token of an output is known."""
         if request.params.form is not None:
             start = self._start(request.params.form)
             self._outputs[request.request_id] = _Output(request, start)
-            self._scheduler.allow(request, (start.allowed(request.submission.end_ids),))
+            if not request.generated_count:
+                self._scheduler.allow(request, (start.allowed(request.submission.end_ids),))
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Drop requests that have ended, and cancel their jobs."""

@@ -46,6 +46,13 @@ class Workers(Protocol):
             RankError: A rank cannot be reached.
         """
 
+    def go_live(self) -> None:
+        """Make all ranks use their stores while the engine runs, beside rank 0.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+
     def keep_cache(self) -> bool:
         """Make all ranks write their caches to their stores, beside rank 0; False if they do not follow now."""
 
@@ -85,6 +92,9 @@ class NoWorkers:
         """See `Workers`."""
 
     def open_stores(self) -> None:
+        """See `Workers`."""
+
+    def go_live(self) -> None:
         """See `Workers`."""
 
     def keep_cache(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
+from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
@@ -36,7 +38,9 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
-from megatron_ext.speculation.drafting import Drafting
+from megatron_ext.speculation.drafting import Drafting, DraftPools
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -79,13 +83,19 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
-    memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
+    prediction = PredictionParts(model, config, dtype) if speculation.has_prediction else None
+    parts = draft or prediction
+    memory = NO_DRAFT_MODEL if parts is None else parts.memory(batching)
     given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
     controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
     context = controller.inference_wrapped_model.inference_context
     controller.drafter = drafter
     if speculation.is_on:
-        drafting_model = None if draft is None else build_draft_model(draft, context.plan, batching, packs_weights)
+        drafting_model: DraftPools | None = None
+        if draft is not None:
+            drafting_model = build_draft_model(draft, context.plan, batching, packs_weights)
+        elif prediction is not None:
+            drafting_model = _build_prediction(prediction, context, batching)
         device_type = next(model.parameters()).device.type
         context.drafting = Drafting(speculation, chosen_costs(speculation, device_type), drafting_model)
         controller.drafter = context.drafting
@@ -164,6 +174,14 @@ def build_draft_model(
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
     )
+
+
+def _build_prediction(parts: PredictionParts, context: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine:
+    """Build the drafter of a layer of multi-token prediction; the steps of `context` are eager from now on."""
+    if context.cuda_graph_runner is not None:
+        logger.warning("--speculative-method mtp: every step is eager, since captured ones show no hidden states")
+    context.cuda_graph_runner = context.recorded_steps = None
+    return parts.drafter(context, batching)
 
 
 def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:

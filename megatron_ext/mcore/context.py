@@ -28,6 +28,7 @@ from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.input_writer import StagingRules
 from megatron_ext.runner.model_input import ModelInput, stage_step
 from megatron_ext.runner.recorded_steps import RecordedSteps
+from megatron_ext.runner.step_output import scored_states
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -267,7 +268,7 @@ class InferenceContext(Context):
         hidden states of scored tokens are set aside.
         """
         hidden_states = logits[0]
-        self.scored_states = hidden_states[self.staged.score_tokens] if self.staged.prompt_scores else None
+        self.scored_states = scored_states(hidden_states, self.staged, self.allocated.log_probs)
         return hidden_states[self.staged.sample_tokens]
 
     def rotation(self, angles: Tensor, magnitude: float = 1.0) -> Rotation:
@@ -390,10 +391,7 @@ class InferenceContext(Context):
 
     def add_request(self, *_: object, **__: object) -> None:
         """Raise NotImplementedError: `InferenceEngine.add_request` queues requests, and the scheduler admits them."""
-        raise NotImplementedError(
-            "call add_request(request_id, prompt, sampling_params) of the engine; its scheduler admits requests to the "
-            "context"
-        )
+        raise NotImplementedError("call add_request(request_id, prompt, sampling_params) of the engine instead")
 
     def update_requests(self, *_: object, **__: object) -> None:
         """Raise NotImplementedError: `Scheduler.commit` and `Scheduler.end` do the bookkeeping on the host."""

@@ -115,7 +115,8 @@ class InferenceController(Controller):
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
-            result = choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
+            pool = context.allocated.log_probs
+            result = choose_tokens(logits[0], context.step, self._scored_logits, pool=pool, is_alone=is_alone)
             return dataclasses.replace(result, routing=routing_by_request(recorded, context.step))
 
     def forward(self) -> Tensor | None:

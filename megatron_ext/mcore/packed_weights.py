@@ -194,6 +194,11 @@ def _log(packed: PackedWeights, batching: BatchingConfig) -> None:
         logger.warning("--pack-weights: no weight of the model is packed on this machine; docs/operators.md says which")
 
 
+def has_quantized_weights(model: nn.Module) -> bool:
+    """Return whether a model's weights are quantized, so that nothing can read their values."""
+    return any(layer.packed_by is INT8 for layer in _packable(model))
+
+
 def unpack_weights(model: nn.Module) -> None:
     """Restore the parameters of a model's packed layers; an engine packs them again before its next step."""
     for layer in _packable(model):

@@ -51,10 +51,10 @@ def keep_engine(
     disk = open_part(engine.controller, core.scheduler.cache, model, settings, parallel_context)
     if disk is None:
         return
-    core.attach_disk(disk)
     if parallel_context is not None:
         for number, replica in enumerate(core.replicas[1:], 1):
             put_back(replica.scheduler.cache, NoPart(), parallel_context.cache_ranks(number))
+    core.attach_disk(disk)
 
 
 def opener_of_part(
@@ -87,7 +87,11 @@ def open_part(
         ConfigError: The directory is not for this, or others can write to it; see `take_slot`.
     """
     context = controller.inference_wrapped_model.inference_context
-    ranks = None if parallel_context is None else parallel_context.cache_ranks(parallel_context.here.replica)
+    ranks, others = None, []
+    if parallel_context is not None:
+        ranks = parallel_context.cache_ranks(parallel_context.here.replica)
+        if parallel_context.is_driver:
+            others = [parallel_context.cache_ranks(number) for number in range(1, parallel_context.replicas)]
     try:
         store = _opened(cache_identity(controller, model), settings, parallel_context)
     except DiskUnavailableError as error:
@@ -101,6 +105,7 @@ def open_part(
         settings.prefix_cache_drain_seconds,
         settings.prefix_cache_load_seconds,
         ranks,
+        others,
     )
     restart.load()
     return restart

@@ -192,7 +192,7 @@ def _check_alone() -> None:
     if ranks > 1:
         raise ConfigError(
             f"DynamicInferenceEngine is constructed on {ranks} ranks, and by hand it needs a world of one; use a "
-            "script with MegatronLLM, such as offline_inference.py, or tools/run_inference.py"
+            "script with MegatronLLM, such as offline_inference.py, or megatron-ext run"
         )
 
 

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model_fields import ModelFields
 
-SPAN = 512
-"""Keys of a program of decode attention on CUDA, which leaves a partial sum of each query for each span of keys."""
+DECODE_SPAN, DECODE_GROUP, PREFILL_SPAN = 512, 16, 4096
+"""Keys of a partial sum of attention on CUDA, and spans of a group of a decode's."""
+DECODE_BYTES, DECODE_SLOTS = 64 << 20, 32
+"""Bytes of the partial sums of decodes, or, with many of them, partial sums of each query head."""
+SPLIT_TILES, TILE_ELEMENTS = 192, 128 * 64
+"""Tiles of a prefill whose keys are split, at most, and query elements of a tile."""
 TILE = 64
 """Tokens of a tile of a recurrence on CUDA, which leaves a state for each tile."""
 _FP32 = 4  # bytes
@@ -64,10 +68,21 @@ def activation_bytes(config: ModelFields, step: FullStep, widths: LayerWidths) -
     if config.is_hybrid:
         found += (step.tokens // TILE + 2 * step.requests) * widths.state_elements * widths.itemsize
     if step.is_cuda and any(map(is_attention, letters)):
-        spans = math.ceil(step.longest / SPAN)
-        heads = math.ceil(config.num_attention_heads * widths.share)
-        found += step.requests * heads * spans * (config.head_channels + 2) * _FP32
+        found += _partial_sums(config, step, math.ceil(config.num_attention_heads * widths.share))
     return found + step.requests * (config.vocab_size or 0) * (widths.itemsize + 2 * _FP32)
+
+
+def _partial_sums(config: ModelFields, step: FullStep, heads: int) -> int:
+    """Return the bytes of the partial sums of attention in a step of decodes, or of short prefills, on CUDA."""
+    spans = math.ceil(step.longest / DECODE_SPAN)
+    row = heads * (config.head_channels + 2) * _FP32
+    many = step.requests * min(spans, max(DECODE_SLOTS, math.ceil(spans / DECODE_GROUP))) * row
+    decodes = max(many, min(DECODE_BYTES, step.requests * spans * row))
+    if step.longest <= PREFILL_SPAN:
+        return decodes
+    rows = min(128, TILE_ELEMENTS // (1 << (config.head_channels - 1).bit_length()))
+    tiles = min(SPLIT_TILES, math.ceil(step.tokens * heads / rows) + step.requests * heads)
+    return max(decodes, tiles * math.ceil(step.longest / PREFILL_SPAN) * rows * (config.head_channels + 2) * _FP32)
 
 
 def _elements(letter: str, config: ModelFields, widths: LayerWidths) -> int:

@@ -33,14 +33,14 @@ class ArenaBudget:
         total: Bytes of a fixed split: blocks and the dummy block, snapshots and apart slots.
         block: Bytes of one block.
         record: Bytes of one snapshot as a record; see `StateShape.record_bytes`.
-        draft_block: Bytes of one block in the draft model's pool, which has as many; 0 without a draft model.
+        beside_block: Bytes of one block in pools beside the arena, which have as many: a draft model's, log-probs.
         apart_slots: Slots beside those of snapshots; see `SlabLayout.first_apart_slot`.
     """
 
     total: int
     block: int
     record: int
-    draft_block: int
+    beside_block: int
     apart_slots: int
 
     def slab_bytes(self, blocks: int, snapshots: int) -> int:
@@ -55,8 +55,8 @@ class ArenaBudget:
     def slabs(self, blocks: int, snapshots: int) -> int:
         """Return how many slabs fit, besides the dummy block and the apart slots."""
         layout, size = SlabLayout(1, blocks, snapshots), self.slab_bytes(blocks, snapshots)
-        rest = arena_bytes(layout, size, self.apart_slots) - size + self.draft_block
-        return max(0, self.total - rest) // (size + blocks * self.draft_block)
+        rest = arena_bytes(layout, size, self.apart_slots) - size + self.beside_block
+        return max(0, self.total - rest) // (size + blocks * self.beside_block)
 
     def spare_blocks(self, layout: SlabLayout) -> int:
         """Return how many blocks fit after the slabs, fewer than fill one."""
@@ -64,7 +64,7 @@ class ArenaBudget:
 
         def needed(spare: int) -> int:
             with_spare = replace(layout, spare_blocks=spare)
-            return arena_bytes(with_spare, size, self.apart_slots) + (with_spare.blocks + 1) * self.draft_block
+            return arena_bytes(with_spare, size, self.apart_slots) + (with_spare.blocks + 1) * self.beside_block
 
         return next(spare for spare in reversed(range(layout.blocks_per_slab)) if needed(spare) <= self.total)
 

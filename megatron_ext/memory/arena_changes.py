@@ -30,7 +30,9 @@ def make_changes(pools: Pools, changes: ArenaChanges, restore: Callable[[], None
         snapshots.copy_within(changes.state_copies)
     restore()
     records = snapshots.records
-    writes = [_read(pages, changes.block_copies), _read(records, changes.snapshot_copies)]
+    beside = () if pools.log_probs is None else pools.log_probs.tensors
+    writes = [_read(memory, changes.block_copies) for memory in (pages, *beside)]
+    writes.append(_read(records, changes.snapshot_copies))
     moved = snapshots.names([source for source, _ in changes.snapshot_copies])
     snapshots.open([source for source, _ in changes.snapshot_copies])
     snapshots.forget_slabs(changes.retyped_slabs, {one.slot for one in changes.state_copies})

@@ -24,7 +24,16 @@ SCORING_BYTES = 256 * 1024**2
 
 SHARES_MEMORY = True  # whether blocks and snapshots share an arena by default; see `shares_memory`
 
-_LEFT_OUT = ("draft_states", "draft_model", "slabs", "slab_bytes", "apart_slots")  # fields in JSON only if set
+# Fields in JSON only if set.
+_LEFT_OUT = (
+    "draft_states",
+    "draft_model",
+    "slabs",
+    "slab_bytes",
+    "apart_slots",
+    "log_prob_bytes",
+    "hidden_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class ModelMemory:
     draft: DraftMemory = NO_DRAFT_MODEL
     record_bytes: int = 0  # `state_bytes` as one record; see `StateShape.record_bytes`
     activation_bytes: int = 0  # temporary tensors of a full step
+    log_prob_bytes: int = 0  # of a block's kept log-probs; see `LogProbPool`
 
 
 @dataclass(frozen=True)
@@ -67,20 +77,22 @@ class KVCacheConfig:
     slabs: SlabLayout | None = field(default=None, kw_only=True)
     slab_bytes: int = field(default=0, kw_only=True)
     apart_slots: int = field(default=0, kw_only=True)
+    log_prob_bytes: int = field(default=0, kw_only=True)  # of the log-probs kept with a block
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools: KV blocks with the dummy block, running states, states after drafts, and snapshots.
 
-        The pools of a draft model are included.
+        The pools of a draft model are included, and kept log-probs.
         """
-        drafts = 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
+        beside = (self.blocks + 1) * self.log_prob_bytes
+        beside += 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
         states = self.live_states + self.draft_states - self.apart_slots
         if self.slabs is not None:
             arena = arena_bytes(self.slabs, self.slab_bytes, self.apart_slots)
-            return arena + states * self.state_bytes + drafts
+            return arena + states * self.state_bytes + beside
         states += self.snapshot_slots
-        return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + drafts
+        return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + beside
 
     @property
     def cached_block_bytes(self) -> int:
@@ -94,7 +106,7 @@ class KVCacheConfig:
 
     def shown(self) -> dict[str, object]:
         """Return the fields for JSON; those of speculation and of slabs are left out without them."""
-        return {key: value for key, value in asdict(self).items() if key not in _LEFT_OUT or value}
+        return asdict(self, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v})
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> KVCacheConfig:
@@ -142,6 +154,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
         draft_model=draft_kv_cache_config(model.draft, block_size, batching.effective_max_requests),
+        log_prob_bytes=model.log_prob_bytes,
     )
 
 
@@ -158,10 +171,10 @@ def arena_budget(model: ModelMemory, geometry: KVCacheConfig, batching: Batching
     padded = int(geometry.live_states > batching.effective_max_requests)
     ahead = async_states(geometry.live_states, batching.effective_max_requests)
     apart = geometry.draft_states + padded + ahead
-    draft_block = 0 if geometry.draft_model is None else geometry.draft_model.block_bytes
-    blocks = (geometry.blocks + 1) * (geometry.block_bytes + draft_block)
+    beside = geometry.log_prob_bytes + (0 if geometry.draft_model is None else geometry.draft_model.block_bytes)
+    blocks = (geometry.blocks + 1) * (geometry.block_bytes + beside)
     total = blocks + (geometry.snapshot_slots + apart) * geometry.state_bytes
-    return ArenaBudget(total, geometry.block_bytes, model.record_bytes, draft_block, apart)
+    return ArenaBudget(total, geometry.block_bytes, model.record_bytes, beside, apart)
 
 
 def share(geometry: KVCacheConfig, budget: ArenaBudget, layout: SlabLayout) -> KVCacheConfig:
@@ -239,7 +252,8 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
-    block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
+    kv_block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
+    block_bytes = kv_block_bytes + model.log_prob_bytes
     states = _live_states(model, batching, cache) + batching.effective_max_requests * model.speculative_tokens
     live_bytes = states * model.state_bytes + model.draft.request_bytes(batching.effective_max_requests)
     kv_bytes = int(buffer_gb * GIB) - live_bytes
@@ -254,7 +268,7 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
             f"({batching.effective_max_requests} requests{each}) and {2 * block_bytes} bytes of KV "
             f"(one block and the dummy block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
-    if block_bytes == 0:  # no attention: blocks take no memory, so allow enough for all requests
+    if kv_block_bytes == 0:  # no attention: blocks take no memory to speak of, so allow enough for all requests
         return batching.effective_max_requests * math.ceil(model.max_sequence_length / batching.block_size)
     return kv_bytes // block_bytes - 1
 

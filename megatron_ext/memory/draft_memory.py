@@ -18,14 +18,16 @@ class DraftMemory:
     Attributes:
         kv_bytes_per_token: Bytes of keys and values of one token, in all attention layers.
         state_bytes: Bytes of the states of one sequence, in all recurrent layers.
+        hidden_bytes: Bytes of the target model's hidden states that are kept of one sequence.
     """
 
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
+    hidden_bytes: int = 0
 
     def request_bytes(self, requests: int) -> int:
-        """Return the bytes of the states of `requests` requests."""
-        return STATES_OF_A_REQUEST * requests * self.state_bytes
+        """Return the bytes of the states of `requests` requests, hidden states included."""
+        return requests * (STATES_OF_A_REQUEST * self.state_bytes + self.hidden_bytes)
 
 
 NO_DRAFT_MODEL = DraftMemory()
@@ -39,15 +41,17 @@ class DraftKVCacheConfig:
         block_bytes: Bytes of one block; the pool has as many as the target model's.
         state_bytes: Bytes of one sequence's states.
         states: Number of states in the pool.
+        hidden_bytes: Bytes of the target model's hidden states, of all requests.
     """
 
     block_bytes: int
     state_bytes: int
     states: int
+    hidden_bytes: int = 0
 
     def pool_bytes(self, blocks: int) -> int:
         """Return the bytes of the pools with `blocks` blocks and the dummy block."""
-        return (blocks + 1) * self.block_bytes + self.states * self.state_bytes
+        return (blocks + 1) * self.block_bytes + self.states * self.state_bytes + self.hidden_bytes
 
 
 def draft_kv_cache_config(draft: DraftMemory, block_size: int, requests: int) -> DraftKVCacheConfig | None:
@@ -55,4 +59,5 @@ def draft_kv_cache_config(draft: DraftMemory, block_size: int, requests: int) ->
     if draft == NO_DRAFT_MODEL:
         return None
     states = STATES_OF_A_REQUEST * requests if draft.state_bytes else 0
-    return DraftKVCacheConfig(block_size * draft.kv_bytes_per_token, draft.state_bytes, states)
+    hidden = requests * draft.hidden_bytes
+    return DraftKVCacheConfig(block_size * draft.kv_bytes_per_token, draft.state_bytes, states, hidden)

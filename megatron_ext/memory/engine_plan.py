@@ -35,6 +35,7 @@ from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from megatron_ext.scheduling.snapshots.snapshot_positions import max_snapshots
 
 logger = logging.getLogger(__name__)
+LOG_PROB_BYTES = 4  # of a token's log-prob, fp32
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ModelShape:
         head_channels: Channels of a head.
         dtype: Type of keys and values.
         states: States of one sequence in all recurrent layers; None without recurrent layers.
+        output_channels: Width of the output layer's input; 0 on a stage without that layer.
     """
 
     attention_layers: int
@@ -54,11 +56,17 @@ class ModelShape:
     head_channels: int
     dtype: torch.dtype
     states: StateShape | None
+    output_channels: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return 2 * self.attention_layers * self.kv_heads * self.head_channels * self.dtype.itemsize
+
+    def log_prob_bytes(self, block_size: int) -> int:
+        """Return the bytes of a block's log-probs and of the hidden state at its end; see `LogProbPool`."""
+        channels = self.output_channels
+        return block_size * LOG_PROB_BYTES + channels * self.dtype.itemsize if channels else 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,7 @@ def plan_engine(
         draft=draft,
         record_bytes=shape.states.record_bytes if shape.states else 0,
         activation_bytes=_activation_bytes(shape, config, batching, longest, device_type),
+        log_prob_bytes=shape.log_prob_bytes(batching.block_size) if cache.keeps_log_probs else 0,
     )
     capacities = peers.gather(partial(_capacity, memory, batching, cache, device_type, available_bytes))
     agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
@@ -265,6 +274,7 @@ def _limits(
         explains=cache.explain_prefix_cache,
         audit_interval=cache.audit_interval if cache.enable_prefix_caching else 0,
         is_durable=cache.is_durable,
+        keeps_log_probs=cache.keeps_log_probs,
         opportunistic=OpportunisticRules(max_slots=cache.provisional_slots),
     )
 
@@ -307,8 +317,23 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         slabs=None,
         slab_bytes=0,
         apart_slots=0,
+        log_prob_bytes=0,
     )
-    limits = replace(plan.limits, aligned_chunks=True, max_drafts=0, draft_states=0, async_states=0, slabs=None)
+    limits = replace(
+        plan.limits,
+        aligned_chunks=True,
+        max_drafts=0,
+        draft_states=0,
+        async_states=0,
+        slabs=None,
+        keeps_log_probs=False,
+    )
     return replace(
-        plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
+        plan,
+        shape=shape,
+        geometry=geometry,
+        world=geometry,
+        limits=limits,
+        policy=None,
+        is_hybrid=shape.states is not None,
     )

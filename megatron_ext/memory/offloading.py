@@ -51,4 +51,5 @@ class OffloadedPools:
 
 def _tensors(pools: Pools) -> list[Tensor]:
     states = [one for one in (pools.live_states, pools.snapshots) if one is not None]
-    return [pools.kv, *(tensor for one in states for tensor in (one.conv, one.ssm))]
+    kept = () if pools.log_probs is None else pools.log_probs.tensors
+    return [pools.kv, *kept, *(tensor for one in states for tensor in (one.conv, one.ssm))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from megatron_ext.memory.budget import GIB, KVCacheConfig
 from megatron_ext.memory.engine_plan import EnginePlan, ModelShape
 from megatron_ext.memory.fitting import largest_allocation
 from megatron_ext.memory.host_limits import allocating
+from megatron_ext.memory.log_prob_pool import LogProbPool, allocate_log_probs
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
@@ -25,12 +26,14 @@ class Pools:
         live_states: Running state slots, one per request; None without recurrent layers.
         snapshots: Snapshot slots, followed by those for states after drafts; None without recurrent layers.
         pages: Memory of the blocks of an arena, which they share with snapshots, [blocks, bytes] uint8; else None.
+        log_probs: Log-probs kept with blocks; None if none are kept, or on a stage without the output layer.
     """
 
     kv: Tensor
     live_states: StatePool | None
     snapshots: SnapshotPool | None
     pages: Tensor | None = None
+    log_probs: LogProbPool | None = None
 
 
 def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
@@ -39,10 +42,14 @@ def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
     Raises:
         ConfigError: The allocation failed; the error names settings that would fit.
     """
-    count = plan.geometry.pool_bytes
+    geometry, channels, count = plan.geometry, plan.shape.output_channels, plan.geometry.pool_bytes
     purpose = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"
     with allocating(purpose, lambda: plan.advice(largest_allocation(device, count))):
-        return _allocate(plan, device)
+        pools = _allocate(plan, device)
+        if not geometry.log_prob_bytes:
+            return pools
+        kept = allocate_log_probs(geometry.blocks, geometry.block_size_tokens, channels, plan.shape.dtype, device)
+        return replace(pools, log_probs=kept)
 
 
 def _allocate(plan: EnginePlan, device: torch.device) -> Pools:

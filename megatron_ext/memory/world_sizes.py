@@ -51,6 +51,7 @@ def world_kv_cache_config(ranks: Sequence[KVCacheConfig], replica: Sequence[int]
         "live_states": max(one.live_states for one in parts),
         "draft_states": max(one.draft_states for one in parts),
         "slab_bytes": sum(one.slab_bytes for one in parts),
+        "log_prob_bytes": sum(one.log_prob_bytes for one in parts),
     }
     return WorldKVCacheConfig(
         **of_one,

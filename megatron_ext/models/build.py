@@ -69,6 +69,7 @@ def build_model(
     platform.initialize(parallel)
     share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
     _check_stages(share, spec)
+    _check_prediction(config, spec)
     device = device or platform.device()
     _check_memory(config, dtype, share, torch.device(device))
     with _parameters_allocated(config, dtype, share):
@@ -90,16 +91,26 @@ def build_without_parameters(config: ModelConfig, dtype: torch.dtype, parallel: 
     """
     check_model(parallel, config)
     spec = resolve_spec(config)
+    _check_prediction(config, spec)
     share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _made(config, spec, dtype, False, share)
     return _with_rotary_embedding(model, config)
 
 
+def _is_ours(spec: ModuleSpec) -> bool:
+    return isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
+
+
+def _check_prediction(config: ModelConfig, spec: ModuleSpec) -> None:
+    """Raise if layers of multi-token prediction would be made of a user's specs."""
+    if config.mtp_num_layers and not _is_ours(spec):
+        raise ConfigError("--mtp-num-layers is not supported with --spec; leave one of them out")
+
+
 def _check_stages(share: Share, spec: ModuleSpec) -> None:
     """Raise if a user's stack would need a layer layout: it splits layers only as megatron-core does."""
-    is_ours = isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
-    if share.needs_layer_layout and not is_ours:
+    if share.needs_layer_layout and not _is_ours(spec):
         counts = ", ".join(str(stage.count) for stage in share.stages)
         raise ConfigError(
             f"--spec cannot be used with pipeline stages of {counts} layers; give "
@@ -144,6 +155,7 @@ def _made(
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         hybrid_override_pattern=config.hybrid_override_pattern,
+        prediction=(config.mtp_pattern, config.mtp_layer_count) if config.mtp_num_layers else None,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,

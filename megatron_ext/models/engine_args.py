@@ -15,7 +15,7 @@ from megatron_ext.mcore.assemble import build_engine, build_worker, compile_oper
 from megatron_ext.mcore.warm_restart_setup import write_audit_reports
 from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.load_draft_model import load_draft_model
+from megatron_ext.models.load_draft_model import check_prediction, load_draft_model
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.ranks import RankWeights
@@ -64,8 +64,9 @@ class EngineArgs:
         if settings.routing != RoutingConfig() and (parallel_context is None or parallel_context.replicas == 1):
             logger.warning("there is one replica, so the policy that chooses replicas has no effect")
         with phase("read"):
-            self.loaded = loaded or _load(settings)
+            self.loaded = loaded or load(settings)
             self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
+            check_prediction(settings.speculation, settings.parallel, self.loaded)
             self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
@@ -123,7 +124,7 @@ def follow(
         ConfigError: This rank's part of the model cannot be loaded.
         RankError: A rank has failed or does not answer.
     """
-    loaded = _load(settings)
+    loaded = load(settings)
     for cache in caches or [settings.cache]:
         follower = build_follower(settings, parallel_context, loaded, cache)
         on_ready()
@@ -144,6 +145,7 @@ def build_follower(
     opener = None
     if cache.is_durable:  # before anything packs the weights
         opener = store_opener(loaded, weights_digest(loaded), cache, settings.parallel, parallel_context)
+    weights = rank_weights(settings, parallel_context, loaded)
     worker = build_worker(
         loaded.model,
         loaded.config,
@@ -156,7 +158,7 @@ def build_follower(
         packs_weights=_packs_weights(settings, loaded),
         opener=opener,
     )
-    worker.on_weights = rank_weights(settings, parallel_context, loaded).obey
+    worker.on_weights = weights.obey
     return worker
 
 
@@ -172,8 +174,14 @@ def _packs_weights(settings: EngineSettings, loaded: LoadedModel) -> bool:
     return loaded.packs_weights if given is None else given
 
 
-def _load(settings: EngineSettings) -> LoadedModel:
-    loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
+def load(settings: EngineSettings) -> LoadedModel:
+    """Load this rank's part of the configured model; it is saved if the settings ask for it."""
+    loaded = load_model(
+        settings.source,
+        dict(settings.model_overrides),
+        parallel=settings.parallel,
+        reads_prediction=settings.speculation.has_prediction,
+    )
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
     return loaded

@@ -18,7 +18,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
-from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config
+from megatron_ext.models.huggingface.hf_checkpoint import load_hf_weights, read_hf_config, with_prediction
 from megatron_ext.models.megatron.dist_checkpoint import (
     is_dist_checkpoint,
     load_dist_weights,
@@ -54,7 +54,11 @@ _LAYOUT = {
     "recurrent_layer": "--recurrent-layer",
     **{name: flag for kind in RECURRENT_KINDS.values() for name, flag in kind.layout.items()},
     "vocab_size": "--vocab-size",
+    "mtp_layer_count": "--mtp-num-layers",
+    "mtp_pattern": "--mtp-hybrid-override-pattern",
 }
+_PREDICTION = "mtp_num_layers"
+_WITHOUT_PREDICTION = {_PREDICTION: None, "mtp_use_repeated_layer": False, "mtp_hybrid_override_pattern": None}
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def load_model(
     *,
     parallel: ParallelConfig | None = None,
     device: torch.device | None = None,
+    reads_prediction: bool = False,
 ) -> LoadedModel:
     """Load `--load` or `--load-hf`; without either, the embedded model, or random weights for other settings.
 
@@ -86,6 +91,8 @@ def load_model(
         overrides: `ModelConfig` fields from flags or a YAML file; they win over the checkpoint's configuration.
         parallel: Parallel sizes; every rank calls this. None for those of Megatron's groups.
         device: Default: the current CUDA device, else the CPU.
+        reads_prediction: Whether a checkpoint's layers of multi-token prediction are read in any case; else they are if
+            they are to be saved, or if a flag names them.
 
     Raises:
         ConfigError: A model that the sizes cannot divide, a missing directory or tokenizer, an override that
@@ -106,7 +113,8 @@ def load_model(
     if source.load:
         require_intact(directory)
     trained = training_facts_of(directory) if source.load else None
-    config = checkpoint_config(source, directory, overrides, trained)
+    reads_prediction = reads_prediction or source.save is not None or overrides.get(_PREDICTION) is not None
+    config = checkpoint_config(source, directory, overrides, trained, reads_prediction=reads_prediction)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _require_ids_fit(tokenizer, config, directory)
@@ -199,7 +207,12 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
 
 
 def checkpoint_config(
-    source: SourceConfig, directory: Path, overrides: FieldValues, trained: TrainingFacts | None
+    source: SourceConfig,
+    directory: Path,
+    overrides: FieldValues,
+    trained: TrainingFacts | None,
+    *,
+    reads_prediction: bool,
 ) -> ModelConfig:
     """Return a checkpoint's configuration with the overrides.
 
@@ -208,6 +221,7 @@ def checkpoint_config(
         directory: Directory of its files.
         overrides: As for `load_model`.
         trained: Training facts of a checkpoint of Megatron-LM.
+        reads_prediction: Whether its layers of multi-token prediction are part of it.
 
     Raises:
         ConfigError: The overrides contradict the stored weights; the configuration is missing or invalid.
@@ -218,6 +232,10 @@ def checkpoint_config(
         saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
         saved = read_header(directory, spec_is_given="spec" in overrides).model
+    if not reads_prediction:
+        saved = with_overrides(saved, _WITHOUT_PREDICTION)
+    elif source.load_hf:
+        saved = with_prediction(saved, directory)
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)
     config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))

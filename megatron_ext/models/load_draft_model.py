@@ -47,6 +47,37 @@ def load_draft_model(
     return DraftParts(draft.model, draft.config, draft.tokenizer, draft.dtype)
 
 
+def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, loaded: LoadedModel) -> None:
+    """Check that a model has the layer that is to draft.
+
+    Args:
+        speculation: Settings with the method.
+        parallel: Parallel sizes of the model.
+        loaded: The model.
+
+    Raises:
+        ConfigError: It has none, or several of their own for several drafts, or there are several ranks.
+    """
+    if not speculation.has_prediction:
+        return
+    if parallel.smallest_world > 1 or torch.distributed.get_world_size() > 1:
+        raise ConfigError(
+            "--speculative-method mtp runs on one rank only; leave the parallel sizes out, or give "
+            "--speculative-method ngram"
+        )
+    layers, drafts = loaded.config.mtp_layer_count, speculation.num_speculative_tokens
+    if not layers:
+        raise ConfigError(
+            f"--speculative-method mtp needs layers of multi-token prediction, and {loaded.name} has none; give "
+            "--speculative-method ngram"
+        )
+    if layers > 1 and drafts > 1:
+        raise ConfigError(
+            f"--num-speculative-tokens {drafts} needs one layer of multi-token prediction for all depths, and "
+            f"{loaded.name} has {layers}; give --num-speculative-tokens 1"
+        )
+
+
 def _check_ranks(speculation: SpeculationConfig, parallel: ParallelConfig) -> None:
     if parallel.smallest_world > 1:
         raise ConfigError(

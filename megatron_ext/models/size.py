@@ -29,14 +29,15 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
     attention = _attention(config) // tensor
     mlp = _mlp(config, config.hidden_size, config.ffn_size) // tensor
     experts = _experts(config, share.parallel) if config.is_moe else 0
+    depths = config.mtp_layer_count if share.is_last else 0
     layers = sum(
         recurrent * is_recurrent(letter)
         + attention * is_attention(letter)
         + mlp * is_mlp(letter)
         + experts * (letter == "E")
-        for letter in share.pattern(config)
+        for letter in share.pattern(config) + config.mtp_pattern * depths
     )
-    return _embeddings(config, share) + layers
+    return _embeddings(config, share) + layers + depths * 2 * config.hidden_size**2 // tensor
 
 
 def _embeddings(config: ModelConfig, share: Share) -> int:

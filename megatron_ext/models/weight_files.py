@@ -169,6 +169,11 @@ def is_file_name(name: str) -> bool:
     return name.isprintable() and name == Path(name).name and name not in ("", "..")
 
 
+def is_prediction(name: str) -> bool:
+    """Return whether a tensor is of multi-token prediction, in any format."""
+    return name.startswith("mtp.")
+
+
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
     """Require that the stored tensors are exactly those of the model.
 

@@ -1,4 +1,4 @@
-"""Offline run: load, submit the prompts, report. Implements `tools/run_inference.py`.
+"""Offline run: load, submit the prompts, report. Implements `megatron-ext run`.
 
 A signal before the first request ends the run at once. While requests run, and while results are written, a signal is
 only noted: requests end as aborted, and results are written as usual. Nothing is printed before they are.
@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from megatron_ext.config import FULL_FORMAT, InferenceSettings
@@ -39,6 +39,7 @@ from megatron_ext.offline.request_entries import RequestEntries
 from megatron_ext.offline.results import full_results, megatron_results, run_results, without_throughput, written
 from megatron_ext.parallel.failure import ending_together
 from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.signals import Interruption
 from megatron_ext.text.vocabulary import Vocabulary
@@ -154,7 +155,7 @@ class _Offline:
         with profiled(engine, self._settings.run.profile):
             client = EngineClient(engine.core, steps_itself=False)
             passes = self._serve(client)
-            client.close()
+            self._close(client, engine.core.disk)
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         lost = engine.statistics().prefix_cache_lost()
@@ -173,7 +174,7 @@ class _Offline:
             passes = self._serve(client, f"cache {'on' if is_on else 'off'} ")
             if not is_on:
                 client.suspend()  # the pools of both runs need not fit at the same time
-            client.close()
+            self._close(client, engine.core.disk)
             results.append(_records(passes))
             if self._interruption.is_asked:
                 self._end_if_asked(passes, self._write(engine, passes), "the comparison was not completed; ")
@@ -184,6 +185,11 @@ class _Offline:
         print_comparison(differences, found, self._loaded.dtype, self._console)
         self._end(problem)
         return not found
+
+    def _close(self, client: EngineClient, disk: WarmRestart | None) -> None:
+        """Close an engine; a second signal ends the writing of its cache to disk, and the results are written."""
+        with nullcontext() if disk is None else self._interruption.cutting_short(disk.stop):
+            client.close()
 
     def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
         """Run the prompts; after each step, ended requests are on disk and on the screen."""

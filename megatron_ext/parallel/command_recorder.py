@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.parallel.commands import (
     Add,
     Allow,
     Command,
+    DropLogProbs,
     End,
     Propose,
     Quarantine,
@@ -40,6 +42,7 @@ class RecordingScheduler(Scheduler):
     ) -> None:
         super().__init__(limits, policy, fingerprint, slots)
         self._commands: list[Command] = []
+        self.disk_loads.record = self.note
 
     def note(self, command: Command) -> None:
         """Record a command that is not a scheduler call."""
@@ -82,6 +85,11 @@ class RecordingScheduler(Scheduler):
         """Reset the prefix cache as `Scheduler` does, and record it."""
         super().reset_prefix_cache()
         self.note(ResetPrefixCache())
+
+    def drop_log_probs(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop kept log-probs as `Scheduler` does, and record it."""
+        super().drop_log_probs(block_hashes)
+        self.note(DropLogProbs(tuple(block_hashes)))
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
         """Drop a wrong entry as `Scheduler` does, and record it."""

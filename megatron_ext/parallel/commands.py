@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.scheduling.disk_loads import LoadCommand
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.submission import Submission
@@ -45,6 +46,13 @@ class Quarantine:
 
 
 @dataclass(frozen=True)
+class DropLogProbs:
+    """Blocks whose log-probs could not be kept; see `Scheduler.drop_log_probs`."""
+
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True)
 class WeightsChanged:
     """Weight change: nothing cached before is matched after; see `Scheduler.weights_changed`."""
 
@@ -69,6 +77,11 @@ class StartAnew:
 @dataclass(frozen=True)
 class OpenStore:
     """Start of the cache's store: ranks open theirs, and put the same entries back."""
+
+
+@dataclass(frozen=True)
+class GoLive:
+    """Start of the tiers below memory: ranks agree on the entries that all of them have, and use their stores."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,11 @@ Command = (
     Add
     | Allow
     | DescribeWeights
+    | DropLogProbs
     | End
+    | GoLive
     | KeepCache
+    | LoadCommand
     | OpenStore
     | Propose
     | Quarantine
@@ -154,6 +170,7 @@ class Action(enum.IntEnum):
     STOP = 3  # orderly shutdown
     RELEASE = 4  # the other ranks return to their callers, until the next batch
     MEET = 5  # every rank waits until all have obeyed the commands
+    HAND_OVER = 6  # the other ranks return to their callers, who hand over shards of new weights
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_ext.engine.workers import Workers
-from megatron_ext.errors import RankError, describe
+from megatron_ext.errors import ConfigError, RankError, WeightUpdateError, describe
 from megatron_ext.parallel.command_recorder import RecordingScheduler
-from megatron_ext.parallel.commands import Action, Batch, Command, KeepCache, OpenStore, Resume, StartAnew
+from megatron_ext.parallel.commands import Action, Batch, Command, GoLive, KeepCache, OpenStore, Resume, StartAnew
 
 
 def _nothing() -> None:
@@ -67,15 +68,38 @@ class Driver:
     def resume(self) -> None:
         """Record the resumption; see `Workers.resume`."""
         self._is_released = False
-        self.has_stores = False
         for scheduler in self._schedulers:
             scheduler.note(Resume())
 
     def tell(self, command: Command) -> None:
-        """Send a command for all replicas at once; see `Workers.tell`."""
+        """Send a command for all replicas at once; see `Workers.tell`.
+
+        Raises:
+            ConfigError: The other ranks have been released.
+        """
+        if self._is_released:
+            raise ConfigError(
+                "the other ranks do not follow while the engine is suspended; call resume() first, or "
+                "update_weights_from_shards on all ranks"
+            )
         for scheduler in self._schedulers:
             scheduler.note(command)
         self._tell(Action.IDLE)
+
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Return the other ranks to their callers, who hand over shards together with this rank; then take them back.
+
+        They obey commands again from the end of the block on, before they return once more. Nothing is sent after an
+        error that other ranks do not share.
+        """
+        self._tell(Action.HAND_OVER)
+        try:
+            yield
+        except (ConfigError, WeightUpdateError):
+            self._tell(Action.RELEASE)
+            raise
+        self._tell(Action.RELEASE)
 
     def meet(self) -> None:
         """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`."""
@@ -90,6 +114,10 @@ class Driver:
     def open_stores(self) -> None:
         """Send the command; see `Workers.open_stores`."""
         self.tell(OpenStore())
+
+    def go_live(self) -> None:
+        """Send the command; see `Workers.go_live`."""
+        self.tell(GoLive())
 
     def keep_cache(self) -> bool:
         """Send the command, if the workers follow; see `Workers.keep_cache`."""

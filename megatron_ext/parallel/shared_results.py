@@ -21,6 +21,7 @@ Scores = tuple[
     dict[int, str],
     dict[int, tuple[Score, ...]],
     dict[int, RoutingIndices],
+    dict[int, list[float]],
 ]
 
 
@@ -57,10 +58,17 @@ class Results:
         if self._group.size() == 1:
             return given
         tokens, target_tokens = self._share_tokens(yielding, given) if yielding else ({}, {})
-        scores: Scores = given.generated, given.prompt, given.failures, given.target_scores, given.routing
+        scores: Scores = (
+            given.generated,
+            given.prompt,
+            given.failures,
+            given.target_scores,
+            given.routing,
+            given.kept_prompt_log_probs,
+        )
         if self._source != _LEADER and (self._has_routing or _wants_scores(step)):
             scores = self._hand_over(scores)
-        generated, prompt, failures, target_scores, routing = scores
+        generated, prompt, failures, target_scores, routing, kept = scores
         return StepResult(
             tokens,
             generated,
@@ -69,6 +77,7 @@ class Results:
             target_tokens=target_tokens,
             target_scores=target_scores,
             routing=routing,
+            kept_prompt_log_probs=kept,
         )
 
     def merge(self, step: ScheduledStep, own: Mapping[int, Differences]) -> dict[int, Differences]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from megatron_ext.engine.disk_placing import LoadPlacing
 from megatron_ext.engine.executor import Executor
 from megatron_ext.parallel.commands import (
     Action,
@@ -13,7 +14,9 @@ from megatron_ext.parallel.commands import (
     Batch,
     Command,
     DescribeWeights,
+    DropLogProbs,
     End,
+    GoLive,
     KeepCache,
     OpenStore,
     Propose,
@@ -29,6 +32,7 @@ from megatron_ext.parallel.commands import (
 )
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
+from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -44,6 +48,9 @@ class Memory(Protocol):
 
     def free(self) -> None:
         """Free the pools if they are allocated; their contents are lost."""
+
+
+_RETURNING = (Action.STOP, Action.RELEASE, Action.HAND_OVER)
 
 
 def _nothing() -> None:
@@ -71,6 +78,7 @@ class Worker:
         open_store: Opens the store of this rank's part of a cache, and puts back what it has; None if it cannot be
             used, or the ranks' caches have no stores.
         on_weights: Obeys commands for the weights of this rank; set before the first one.
+        is_suspended: True while the pools are freed, so that nothing is sent until the resumption.
     """
 
     on_weights: Callable[[WeightsCommand], None]
@@ -88,6 +96,7 @@ class Worker:
         self.open_store: Callable[[PrefixCache], WarmRestart | None] = _no_store
         self._meet = meet
         self._disk: WarmRestart | None = None
+        self._placing: LoadPlacing | None = None  # once the store is live
         self._receive = receive
         self.step_count = 0
         self._make_scheduler = make_scheduler
@@ -95,10 +104,10 @@ class Worker:
         self._memory = memory
         self._start_anew()
 
-    def follow(self) -> bool:
-        """Follow rank 0's batches until the stop action, or until this rank is released; return whether it was stop."""
+    def follow(self) -> Action:
+        """Follow rank 0's batches until an action that returns to the caller: stop, release or hand-over."""
         action = Action.IDLE
-        while action not in (Action.STOP, Action.RELEASE):
+        while action not in _RETURNING:
             batch = self._receive()
             self.obey(batch.of(self.replica))
             action = batch.action
@@ -108,7 +117,7 @@ class Worker:
                 self._meet()
         if action is Action.STOP and self._disk is not None:
             self._disk.close()
-        return action is Action.STOP
+        return action
 
     def free(self) -> None:
         """Free the pools of a rank that follows no more, and close the store."""
@@ -135,8 +144,10 @@ class Worker:
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
             self._memory.free()
+            self.is_suspended = True
         elif isinstance(command, Resume):
             self._memory.allocate()
+            self.is_suspended = False
         elif isinstance(command, StartAnew):
             self._start_anew()
         else:
@@ -145,6 +156,8 @@ class Worker:
     def _obey_for_cache(self, command: Command) -> None:
         if isinstance(command, Quarantine):
             self.scheduler.quarantine(command.block_hash, states_only=command.states_only)
+        elif isinstance(command, DropLogProbs):
+            self.scheduler.drop_log_probs(command.block_hashes)
         elif isinstance(command, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):
@@ -154,22 +167,50 @@ class Worker:
             self.scheduler.weights_changed(restarts=command.restarts)
         elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
             self.on_weights(command)
+        else:
+            self._obey_for_disk(command)
+
+    def _obey_for_disk(self, command: Command) -> None:
+        if isinstance(command, BeginLoad | NoteRun):
+            self._loads().obey(command, self._requests[command.request_id])
+        elif isinstance(command, PlaceLoad | EndLoad):
+            self._loads().obey(command)
         elif isinstance(command, OpenStore):
             self._disk = self.open_store(self.scheduler.cache)
+        elif isinstance(command, GoLive):
+            self._go_live()
         else:
             assert isinstance(command, KeepCache), f"{command} is not a command"
             if self._disk is not None:
                 self._disk.keep()
 
+    def _loads(self) -> LoadPlacing:
+        assert self._placing is not None, "ranks load what all of them have"
+        return self._placing
+
+    def _go_live(self) -> None:
+        assert self._disk is not None, "rank 0 has a store"
+        for tier, memory in self._disk.go_live():
+            self._placing = LoadPlacing(self.scheduler, tier, memory)
+
     def _start_anew(self) -> None:
         self.scheduler = self._make_scheduler()
+        self._placing = None
         if self._disk is not None:
             self._disk.follow(self.scheduler.cache)
         self._requests: dict[int, Request] = {}  # living requests
         self._memory.allocate()
+        self.is_suspended = False
 
     def step(self) -> None:
         """Plan, execute and commit one step, as `EngineCore.compute` does; a step that raises is not retried."""
+        if self._placing is not None:
+            self._placing.begin_step()
+        self._step()
+        if self._placing is not None:
+            self._placing.end_step()
+
+    def _step(self) -> None:
         plan = self.scheduler.schedule()
         for request, _ in plan.failures:
             del self._requests[request.request_id]

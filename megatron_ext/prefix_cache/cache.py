@@ -17,6 +17,7 @@ from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.hints import Hints
+from megatron_ext.prefix_cache.kept_log_probs import KeptLogProbs
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
 from megatron_ext.prefix_cache.origins import DiskOrigins
@@ -84,6 +85,7 @@ class PrefixCache:
         self.entries = CachedEntries(self._index, self.states, self.border)
         self.ghosts = Ghosts()
         self.divergences = Divergences()
+        self.log_probs = KeptLogProbs()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
         self.hints: Hints | None = None  # once a request has given some
@@ -271,6 +273,7 @@ class PrefixCache:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
         self.origins.drop_blocks(block_hashes)
+        self.log_probs.drop(block_hashes)
         if self.cached_token_ids is not None:
             for block_hash in block_hashes:
                 self.cached_token_ids.drop(block_hash)
@@ -303,6 +306,7 @@ class PrefixCache:
             self.hints.clear()
         self.ghosts.clear()
         self.origins.clear()
+        self.log_probs.clear()
         if self.cached_token_ids is not None:
             self.cached_token_ids.clear()
         if self.observer is not None:
@@ -344,10 +348,10 @@ class PrefixCache:
         if self.border is not None:
             self.border.reuse.on_prompt(block_hashes)
 
-    def note_divergence(self, matched: Sequence[BlockId], start: int) -> None:
-        """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them."""
+    def note_divergence(self, matched: Sequence[BlockId], start: int, *, is_continued: bool = False) -> None:
+        """Record a divergence, if any, of a request; see `Divergences.note_match`."""
         if self.states is not None and matched:
-            self.divergences.note_match(self._index, self.states, matched, start)
+            self.divergences.note_match(self._index, self.states, matched, start, is_continued=is_continued)
 
     def count_hit(self, block: BlockId) -> None:
         """Count a request that has resumed at the end of `block`, or within it."""
@@ -374,6 +378,7 @@ class PrefixCache:
         check_memory(self._index, self.pool, self.states, self.border)
         check_notes(self._index, self.states, self.cached_token_ids, self.ghosts)
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
+        self.log_probs.check(self._index.block_hashes())
         self._policy.check()
         if self.hints is not None:
             self.hints.check(self._policy, () if self.states is None else self.states.visible())

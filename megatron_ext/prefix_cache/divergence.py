@@ -37,13 +37,28 @@ class Divergences:
             commonest = Counter(self._record).most_common(MAX_DEPTHS)  # among equal counts, those noted first
             self.shown = tuple(sorted(commonest))
 
-    def note_match(self, index: BlockIndex, states: StateIndex, matched: Sequence[BlockId], start: int) -> None:
+    def note_match(
+        self,
+        index: BlockIndex,
+        states: StateIndex,
+        matched: Sequence[BlockId],
+        start: int,
+        *,
+        is_continued: bool = False,
+    ) -> None:
         """Record a divergence, if any, of a request that matches these blocks and resumes after `start` of them.
 
         A divergence counts if other cached blocks continue the match, and there is no requested snapshot at its end:
         then an opportunistic snapshot would help, or did.
+
+        Args:
+            index: Blocks in memory.
+            states: Snapshots in memory.
+            matched: Blocks of the request in memory, at least one.
+            start: Number of them after which it resumes.
+            is_continued: Whether blocks on disk continue the match.
         """
-        if not index.children(matched[-1]):
+        if not is_continued and not index.children(matched[-1]):
             return
         if start < len(matched) or states.is_provisional(index.hash_of(matched[-1])):
             self.note(len(matched))

@@ -24,7 +24,7 @@ def build_app(**settings: Setting) -> Application:
 
     Args:
         settings: `model`, a checkpoint's directory or "embedded"; `num_replicas`, `num_cpus`, `num_gpus`,
-            `max_ongoing_requests`; and the flags of `tools/run_server.py` by name, as in `load_engine`.
+            `max_ongoing_requests`; and the flags of `megatron-ext serve` by name, as in `load_engine`.
 
     Raises:
         ConfigError: A setting is unknown, of the wrong type, or cannot work; or Ray is not installed.

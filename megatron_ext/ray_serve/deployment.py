@@ -1,7 +1,7 @@
 """Deployment of Ray Serve whose replicas each own an engine and serve OpenAI's routes.
 
 A replica is an actor with the engine client in its process. It serves the application of `server/app.py`, so routes,
-keys, limits, streams, errors and metrics are those of `tools/run_server.py`; there is no second server. Either Ray's
+keys, limits, streams, errors and metrics are those of `megatron-ext serve`; there is no second server. Either Ray's
 proxy calls the application, or an ingress does, which knows the tokens of a prompt before it is routed: Ray chooses the
 replica of an HTTP request before its body is read.
 """
@@ -69,7 +69,7 @@ class Replica(ReplicaHooks):
     """Replica of one process, or the first rank of one.
 
     Args:
-        words: Command line of `tools/run_server.py`.
+        words: Command line of `megatron-ext serve`.
         ranks: Number of ranks.
         timeout: Seconds without a sign of life after which a part of the replica is dead.
 

@@ -16,7 +16,7 @@ def prepare_process(words: Sequence[str]) -> ServerSettings:
     """Apply the settings that hold for a whole process; call it before torch is imported.
 
     Args:
-        words: Command line of `tools/run_server.py`.
+        words: Command line of `megatron-ext serve`.
 
     Raises:
         ConfigError: The settings are wrong, or do not fit the ranks of the environment.

@@ -53,7 +53,7 @@ class Ranks:
     """Actors of all ranks but the first; this process becomes the first rank.
 
     Args:
-        words: Command line of `tools/run_server.py`.
+        words: Command line of `megatron-ext serve`.
         size: Number of ranks, at least 2.
 
     Raises:

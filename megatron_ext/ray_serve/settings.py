@@ -41,7 +41,7 @@ _SCALING_KINDS: Mapping[str, type[int] | type[float] | type[str]] = {
 _NOT_HERE = {
     "host": "Ray's proxies listen; give `serve start --http-host`",
     "port": "Ray's proxies listen; give `serve start --http-port`",
-    "save": "each replica would write it; save the model with tools/run_inference.py",
+    "save": "each replica would write it; save the model with megatron-ext run",
 }
 
 
@@ -115,7 +115,7 @@ class AppSettings:
 
     Attributes:
         deployment: Resources of the replicas.
-        words: Command line of `tools/run_server.py` with a replica's settings; a replica parses it again, since files
+        words: Command line of `megatron-ext serve` with a replica's settings; a replica parses it again, since files
             that it names are on the replica's machine.
         server: The parsed words.
     """
@@ -163,7 +163,7 @@ def read_app_settings(given: Mapping[str, Setting]) -> AppSettings:
     """Return the settings of arguments.
 
     Args:
-        given: Flags of `tools/run_server.py` by name, with underscores, as typed values or as texts; fields of
+        given: Flags of `megatron-ext serve` by name, with underscores, as typed values or as texts; fields of
             `DeploymentConfig` and `ScalingConfig`; and `model`, the directory of a checkpoint in any format, or
             "embedded".
 
@@ -211,7 +211,7 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
     for name, value in given.items():
         if name not in known:
             meant = closest(name, [*known, *_KINDS, *_SCALING_KINDS, "model"])
-            hint = f"did you mean {meant}?" if meant else "tools/run_server.py --help lists the names"
+            hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help lists the names"
             raise ConfigError(f"{name} is not a setting; {hint}")
         group, flag = known[name]
         require(flag.field not in _NOT_HERE, f"{name}={shown(value)}: {_NOT_HERE.get(flag.field)}")

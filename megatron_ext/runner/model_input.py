@@ -14,8 +14,10 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, packed_chunks, stage_arrays
+from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.input_writer import KEPT, Cuts, StagingRules, cut_chunk, input_arrays
+from megatron_ext.runner.kept_log_probs import KEPT_PLACES, KeptPlaces, kept_places
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
 _LIVE_SLOT: Final = attrgetter("running_slot")
@@ -37,6 +39,8 @@ class PromptScore:
     rows: slice  # into `ModelInput.score_tokens`
     targets: tuple[int, ...]  # the token that each row should predict
     top_n: int
+    kept_blocks: tuple[BlockId, ...] = ()  # whose kept log-probs are read
+    keeps: bool = False  # the log-probs, with the blocks of the tokens
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class ModelInput:
     sampling: tuple[SamplingRow, ...]  # one for each of them
     score_tokens: Tensor  # [k] int64, packed tokens whose logits score the prompt token after them
     prompt_scores: tuple[PromptScore, ...]
+    kept_log_probs: KeptPlaces | None = None  # of log-probs that are kept with blocks
 
 
 def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows | None = None) -> ModelInput:
@@ -79,12 +84,14 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
     missing = -num_tokens % rules.token_rounder
     for name in ("input_ids", "position_ids") if missing else ():
         arrays[name] = np.pad(arrays[name], (0, missing))
-    score_tokens, scores = _choose_scored(prefill, firsts[num_decode:])
+    score_tokens, scores = _choose_scored(prefill, firsts[num_decode:], rules.block_size)
     sampled = _sampled_tokens(chunks, firsts)
     if step.forks:  # from the last logits of their sources
         last = {one.request_id: firsts[i + 1] - 1 for i, one in enumerate(chunks)}
         sampled = np.concatenate([sampled, [last[one.source_id] for one in step.forks]])
     arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
+    keeps = any(one.keeps for one in scores)
+    arrays |= kept_places(prefill, firsts[num_decode:], rules.block_size) if keeps else {}
     staged = stage_arrays(arrays, rules.device)
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
     where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
@@ -104,6 +111,7 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
         ),
         score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
+        kept_log_probs=KeptPlaces(*(staged[name] for name in KEPT_PLACES)) if keeps else None,
     )
 
 
@@ -146,15 +154,20 @@ def _as_slice(slots: Sequence[int]) -> slice | None:
 
 
 def _choose_scored(
-    prefill: Sequence[ScheduledChunk], firsts: Sequence[int] | np.ndarray
+    prefill: Sequence[ScheduledChunk], firsts: Sequence[int] | np.ndarray, block_size: int
 ) -> tuple[list[int], list[PromptScore]]:
-    """Return the packed tokens that score prompt tokens, and the span of each request; `firsts` are chunk starts."""
+    """Return the packed tokens that score prompt tokens, and the span of each request; `firsts` are chunk starts.
+
+    For a position before its chunk, whose hidden state is kept, the chunk's first token is a placeholder.
+    """
     tokens: list[int] = []
     scores: list[PromptScore] = []
     for chunk, first in zip(prefill, firsts, strict=False):
         wanted = chunk.scoring
         if wanted is not None:
             rows = slice(len(tokens), len(tokens) + wanted.end - wanted.start)
-            scores.append(PromptScore(chunk.request_id, rows, wanted.targets, wanted.top_n))
-            tokens += range(int(first) + wanted.start - chunk.start, int(first) + wanted.end - chunk.start)
+            kept = chunk.block_ids[: wanted.kept_end // block_size]
+            scores.append(PromptScore(chunk.request_id, rows, wanted.targets, wanted.top_n, kept, wanted.keeps))
+            places = range(int(first) + wanted.start - chunk.start, int(first) + wanted.end - chunk.start)
+            tokens += places if wanted.start >= chunk.start else (int(first), *places[1:])
     return tokens, scores

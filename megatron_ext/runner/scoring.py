@@ -21,7 +21,11 @@ def rows_at_once(vocabulary: int) -> int:
 
 
 def score_rows(
-    logits_of: Callable[[slice], Tensor], vocabulary: int, targets: Tensor, top_n: Sequence[int]
+    logits_of: Callable[[slice], Tensor],
+    vocabulary: int,
+    targets: Tensor,
+    top_n: Sequence[int],
+    keep: Callable[[Tensor], None] | None = None,
 ) -> tuple[Score, ...]:
     """Score k tokens; a row's scores depend on that row alone.
 
@@ -32,6 +36,7 @@ def score_rows(
         vocabulary: V.
         targets: Token ids, [k] int64.
         top_n: Number of best tokens to list for each row, k numbers.
+        keep: Receives the log-probs [k], on the device; None keeps none.
     """
     max_n, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
     parts = []
@@ -40,7 +45,10 @@ def score_rows(
         parts.append(log_probs_of(logits_of(rows), targets[rows], max_n))
     if not parts:
         return ()
-    chosen = torch.cat([part.chosen for part in parts]).tolist()
+    log_probs = torch.cat([part.chosen for part in parts])
+    if keep is not None:
+        keep(log_probs)
+    chosen = log_probs.tolist()
     best = torch.cat([part.best for part in parts]).tolist()
     listed = torch.cat([part.listed for part in parts]).tolist()
     return tuple(

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import describe
+from megatron_ext.memory.log_prob_pool import LogProbPool
 from megatron_ext.ops.step_metadata import to_device
+from megatron_ext.runner.kept_log_probs import exchange_states, keep_log_probs, read_log_probs
 from megatron_ext.runner.model_input import ModelInput, PromptScore, SamplingRow
 from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.runner.sampler import eager_sampler_input, sample
 from megatron_ext.runner.scoring import score_rows
+
+
+def scored_states(hidden_states: Tensor, step: ModelInput, pool: LogProbPool | None) -> Tensor | None:
+    """Return the output layer's input [k, h] at scored tokens, of which some may be kept; None without scores.
+
+    Args:
+        hidden_states: Input of the output layer at the step's packed tokens, [T, h].
+        step: The step.
+        pool: Log-probs kept with blocks; None if none are kept.
+    """
+    if not step.prompt_scores:
+        return None
+    states = hidden_states[step.score_tokens]
+    if step.kept_log_probs is not None:
+        assert pool is not None, "log-probs are kept"
+        exchange_states(states, hidden_states, step.kept_log_probs, pool)
+    return states
 
 
 def choose_tokens(
@@ -22,6 +43,7 @@ def choose_tokens(
     step: ModelInput,
     scored_logits: Callable[[slice], Tensor],
     *,
+    pool: LogProbPool | None = None,
     is_alone: bool = True,
 ) -> StepResult:
     """Sample and score. A scoring that runs out of memory fails only the request that asked for the scores.
@@ -30,17 +52,33 @@ def choose_tokens(
         logits: [m, V], rows as in `step.sample_tokens`.
         step: The computed step.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
+        pool: Log-probs kept with blocks; None if none are kept.
         is_alone: Whether no other rank takes part in scoring. Another rank would wait for a scoring that this rank has
             given up, so with several ranks running out of memory fails the step.
     """
     failures: dict[int, str] = {}
     tokens = next_tokens(logits, step)  # [m]
     generated = _score_generated(logits, tokens, step.sampling, failures)
-    prompt = {}
+    prompt, kept = {}, {}
     for part in step.prompt_scores:
         with _out_of_memory_fails(part.request_id, failures) if is_alone else contextlib.nullcontext():
-            prompt[part.request_id] = _score_prompt(scored_logits, part, logits)
-    return _by_request(step.sampling, tokens, generated, prompt, failures)
+            if part.kept_blocks:
+                assert pool is not None, "log-probs are kept"
+                kept[part.request_id] = read_log_probs(pool, part.kept_blocks)
+            prompt[part.request_id] = _score_prompt(scored_logits, part, logits, _keeper(part, step, pool))
+    return dataclasses.replace(
+        _by_request(step.sampling, tokens, generated, prompt, failures), kept_prompt_log_probs=kept
+    )
+
+
+def _keeper(part: PromptScore, step: ModelInput, pool: LogProbPool | None) -> Callable[[Tensor], None] | None:
+    """Return what keeps the log-probs of a span of scored tokens with their blocks; None if they are not kept."""
+    if not part.keeps:
+        return None
+    assert pool is not None, "log-probs are kept"
+    assert step.kept_log_probs is not None, "log-probs are kept"
+    places = step.kept_log_probs.log_probs[part.rows]
+    return partial(keep_log_probs, pool, places=places)
 
 
 def next_tokens(logits: Tensor, step: ModelInput) -> Tensor:
@@ -75,14 +113,16 @@ def _by_request(
     return result
 
 
-def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
+def _score_prompt(
+    scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor, keep: Callable[[Tensor], None] | None
+) -> tuple[Score, ...]:
     first, count = part.rows.start, len(part.targets)
     targets = to_device(torch.tensor(part.targets), logits.device)
 
     def logits_of(rows: slice) -> Tensor:
         return scored_logits(slice(first + rows.start, first + min(rows.stop, count)))
 
-    return score_rows(logits_of, logits.shape[-1], targets, [part.top_n] * count)
+    return score_rows(logits_of, logits.shape[-1], targets, [part.top_n] * count, keep)
 
 
 def _score_generated(

@@ -8,13 +8,15 @@ from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.explanation import Explanation, Reason
 
 
-def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:
+def general_reason(params: RequestParams, *, is_caching: bool, keeps_log_probs: bool = False) -> Reason | None:
     """Return why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
     if not params.enable_prefix_caching:
         return Reason.OPTED_OUT
     if not is_caching:
         return Reason.CACHING_OFF
-    return Reason.PROMPT_LOGPROBS if params.wants_prompt_log_probs else None
+    if not params.wants_prompt_log_probs or (keeps_log_probs and not params.top_n_logprobs):
+        return None
+    return Reason.PROMPT_LOGPROBS
 
 
 class PrefillLedger:
@@ -24,12 +26,14 @@ class PrefillLedger:
 
     Args:
         prompt_length: Tokens of the prompt.
+        known_length: Tokens of the prompt and of an output that an earlier request has begun; those are recomputed.
     """
 
-    def __init__(self, prompt_length: int) -> None:
+    def __init__(self, prompt_length: int, known_length: int = 0) -> None:
         self.prompt_length = prompt_length
+        self._known_length = known_length
         self.known_end = 0  # tokens below this position have been skipped or computed before
-        self._matched_end = 0
+        self._matched_end = self._usable_end = 0
         self._block_size = 1
         self._general_reason: Reason | None = None
         self.matched_blocks: int | None = None  # at the first admission
@@ -49,7 +53,14 @@ class PrefillLedger:
         """Prefill tokens computed, for the first time or again."""
         return self.computed + self.recomputed
 
-    def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> int:
+    def admit(
+        self,
+        resume_position: int,
+        matched_blocks: int,
+        block_size: int,
+        general_reason: Reason | None,
+        usable_blocks: int | None = None,
+    ) -> int:
         """Account for the admission of the request into the batch.
 
         Args:
@@ -57,6 +68,7 @@ class PrefillLedger:
             matched_blocks: Cached blocks that the request shares.
             block_size: Tokens of a block.
             general_reason: Reason why the cache is not used at all for this request; None if it is used.
+            usable_blocks: Blocks among them whose log-probs are kept, if the request needs these; None for all.
 
         Returns:
             Number of prompt tokens that are skipped now.
@@ -65,6 +77,7 @@ class PrefillLedger:
             self.matched_blocks = matched_blocks
         self._block_size = block_size
         self._matched_end = matched_blocks * block_size
+        self._usable_end = self._matched_end if usable_blocks is None else usable_blocks * block_size
         self._general_reason = general_reason
         skipped = max(0, min(resume_position, self.prompt_length) - self.known_end)
         self.skipped += skipped
@@ -78,6 +91,7 @@ class PrefillLedger:
             Number of prefill tokens among them: prompt tokens, or tokens computed before.
         """
         again = max(0, min(end, self.known_end) - start)
+        again += max(0, min(end, self._known_length) - max(start, self.known_end, self.prompt_length))
         self.recomputed += again
         first, last = max(start, self.known_end), min(end, self.prompt_length)
         new = max(0, last - first)
@@ -99,7 +113,8 @@ class PrefillLedger:
             return [(self._general_reason, self.prompt_length)]
         whole_blocks_end = self.prompt_length // self._block_size * self._block_size
         return [
-            (Reason.NO_SNAPSHOT, min(self._matched_end, self.prompt_length - 1)),
+            (Reason.NO_SNAPSHOT, min(self._usable_end, self.prompt_length - 1)),
+            (Reason.PROMPT_LOGPROBS, min(self._matched_end, self.prompt_length - 1)),
             (Reason.LAST_TOKEN, self._matched_end),
             (Reason.NOT_CACHED, whole_blocks_end),
             (Reason.PARTIAL_BLOCK, self.prompt_length),

@@ -5,24 +5,37 @@ from __future__ import annotations
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.planner import reads_cache
 
 
 def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
     """Note what an admission uses, before any allocation, so that the snapshot it resumes from goes last."""
-    request, matched = admission.request, admission.matched
+    request = admission.request
     if cache.origins and admission.chunk.start > 0:
         tokens = tokens_from_disk(admission, cache, limits.block_size, request.sequence.ledger.known_end)
         request.sequence.ledger.skipped_from_disk += tokens
         counters.disk_skipped_tokens += tokens
         counters.disk_hits += tokens > 0
-    if request.sequence.ledger.matched_blocks is None and reads_cache(request):
-        cache.note_divergence(matched, limits.blocks_for(admission.chunk.start))
+    is_first = request.sequence.ledger.matched_blocks is None and reads_cache(request)
+    if is_first and not lacks_log_probs(request, len(admission.matched), cache):
+        _note_divergence(admission, cache, limits)
     if admission.restore is not None:
         assert cache.states is not None, "only states are restored"
         cache.states.consume(admission.restore.block_hash)
         request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
+
+
+def _note_divergence(admission: Admission, cache: PrefixCache, limits: SchedulerLimits) -> None:
+    """Note where a request diverges from a cached sequence, if it does, whose end may be on disk."""
+    matched, on_disk = admission.matched, admission.request.sequence.snapshot_plan.on_disk
+    end = 0 if on_disk is None or not on_disk.is_continued else on_disk.end
+    if end > len(matched):
+        cache.divergences.note(end)
+    else:
+        start = limits.blocks_for(admission.chunk.start)
+        cache.note_divergence(matched, start, is_continued=0 < end == len(matched))
 
 
 def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, start: int = 0) -> int:
@@ -46,6 +59,8 @@ def count_lost(admission: Admission, cache: PrefixCache, limits: SchedulerLimits
     """Count the tokens that a first admission computes because cached entries were evicted, and note its prompt."""
     request, matched, start = admission.request, len(admission.matched), admission.chunk.start
     cache.note_prompt(request.block_hashes)
+    if lacks_log_probs(request, matched, cache):
+        return
     lost = cache.ghosts.lost(len(request.tokens), request.block_hashes, matched, start, limits.block_size, cache.states)
     if lost is not NOTHING_LOST:
         counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)

@@ -1,17 +1,19 @@
 """Loads from disk as the scheduler sees them: which requests wait for one, and where its entries are put.
 
-The scheduler decides nothing about loads. It is told when one begins, when its entries are at hand, and when it is
-given up; each of these is a command that every rank obeys alike (`begin`, `reserve` with `publish`, `end`). Until then
-nothing is taken for a load: entries are read into memory of the host. Once they are at hand, blocks for the whole run
-and the slot of the snapshot are taken at once or not at all; they can be matched as soon as they are written, and are
-in no request's way, since they can be evicted again.
+The scheduler decides nothing about loads. It is told when one begins, when its entries are at hand, when it is given
+up, and how far prefixes of waiting requests go on disk; each of these is a command that every rank obeys alike
+(`begin`, `reserve` with `publish`, `end`, `note_run`). Until then nothing is taken for a load: entries are read into
+memory of the host. Once they are at hand, blocks for the whole run and the slot of the snapshot are taken at once or
+not at all; they can be matched as soon as they are written, and are in no request's way, since they can be evicted
+again.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
@@ -21,10 +23,11 @@ from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.hinted_requests import note_loaded
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits
-from megatron_ext.scheduling.planner import reads_cache
+from megatron_ext.scheduling.planner import reads_disk
 from megatron_ext.scheduling.publication import tell_published
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshots.snapshot_positions import RunOnDisk
 
 
 @dataclass
@@ -76,6 +79,45 @@ class LoadPlaces:
     slot: SlotId | None
 
 
+@dataclass(frozen=True)
+class BeginLoad:
+    """Begin of a load that requests may wait for; see `DiskLoads.begin`."""
+
+    number: int
+    request_id: int
+    end: int
+    has_snapshot: bool
+
+
+@dataclass(frozen=True)
+class PlaceLoad:
+    """Placement of a load that all ranks have read, if places for it can be had."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndLoad:
+    """End of a load that is given up."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class NoteRun:
+    """Note of how far the prefix of a waiting request goes on disk; see `DiskLoads.note_run`."""
+
+    request_id: int
+    run: RunOnDisk
+
+
+LoadCommand: TypeAlias = BeginLoad | PlaceLoad | EndLoad | NoteRun
+
+
+def _not_recorded(_: LoadCommand) -> None:
+    """Record nothing: no other rank obeys."""
+
+
 class DiskLoads:
     """Loads of one scheduler.
 
@@ -87,12 +129,14 @@ class DiskLoads:
     Attributes:
         is_due: Whether a load can be placed or given up, so that the next step must be planned; set by the one who
             decides about loads.
+        record: Takes each command, for other ranks to obey.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, queues: Queues) -> None:
         self._limits, self._cache, self._queues = limits, cache, queues
         self._loads: dict[int, DiskLoad] = {}
         self.is_due = False
+        self.record: Callable[[LoadCommand], None] = _not_recorded
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -103,11 +147,12 @@ class DiskLoads:
 
     # Commands
 
-    def begin(self, number: int, request: Request, end: int, *, has_snapshot: bool) -> None:
-        """Let requests wait for a load that lets `request` resume after `end` blocks.
+    def begin(self, number: int, request: Request, end: int, *, has_snapshot: bool) -> int:
+        """Let requests wait for a load that lets `request` resume after `end` blocks; return how many are in memory.
 
         Blocks of the prefix that are in memory count as used now, since the load is of no use without them.
         """
+        self.record(BeginLoad(number, request.request_id, end, has_snapshot))
         chain = request.sequence.chain
         assert chain is not None, "the request reads the cache"
         size = self._limits.block_size
@@ -123,6 +168,7 @@ class DiskLoads:
             request.params.cache_salt,
             {request},
         )
+        return len(matched)
 
     def is_useless(self, number: int) -> bool:
         """Return whether a load is of no use: blocks before it were evicted, or no request waits for it any more."""
@@ -132,6 +178,7 @@ class DiskLoads:
 
     def reserve(self, number: int) -> LoadPlaces | None:
         """Take places for all entries of a load whose bytes are at hand; None if they cannot be had at once."""
+        self.record(PlaceLoad(number))  # failed or not, since it may evict entries and changes their order
         load, cache = self._loads[number], self._cache
         shared = tuple(cache.match(load.block_hashes))
         missing, key = load.end - len(shared), load.block_hashes[-1]
@@ -175,7 +222,7 @@ class DiskLoads:
             cache.origins.add_snapshot(load.block_hashes[-1])
             self._queues.waiting.published(load.block_hashes[-1:])
         cache.release(table, load.block_hashes[-1:] if places.slot is not None else ())
-        return self.end(places.number)
+        return self._end(places.number)
 
     def give_back(self, places: LoadPlaces) -> None:
         """Give back places that were not written."""
@@ -185,7 +232,16 @@ class DiskLoads:
 
     def end(self, number: int) -> int:
         """Let no request wait for a load any more; return the number of requests that have waited."""
+        self.record(EndLoad(number))
+        return self._end(number)
+
+    def _end(self, number: int) -> int:
         return len(self._loads.pop(number).waiting)
+
+    def note_run(self, request: Request, run: RunOnDisk) -> None:
+        """Note how far the prefix of a waiting request goes on disk, so that a snapshot is taken where it diverges."""
+        self.record(NoteRun(request.request_id, run))
+        request.sequence.snapshot_plan.on_disk = run
 
     def clear(self) -> None:
         """End all loads."""
@@ -201,7 +257,7 @@ class DiskLoads:
             request: The request.
             matched: Blocks from its start that are in memory.
         """
-        if not self._loads or not reads_cache(request):
+        if not self._loads or not reads_disk(request):
             return None
         for number, load in self._loads.items():
             if self._helps(load, request, matched):

@@ -12,6 +12,7 @@ from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.admission_counts import tokens_from_disk
 from megatron_ext.scheduling.explanation import Explanation, Why
+from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
 from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
 
@@ -50,13 +51,16 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
     known = cache.cached_token_ids
     age = known.age(request.block_hashes[matched - 1]) if known is not None and matched else None
     blank = Explanation("", start, matched * block_size, most, block_size, age=age)
-    general = general_reason(request.params, is_caching=cache.is_enabled)
+    keeps = request.scores.are_kept
+    general = general_reason(request.params, is_caching=cache.is_enabled, keeps_log_probs=keeps)
     if general is not None:
         return dataclasses.replace(blank, reason=general.value)
     if most == 0 or length < block_size:
         return dataclasses.replace(blank, reason=Why.TOO_SHORT.value)
     if start == most:
         return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
+    if lacks_log_probs(request, matched, cache):
+        return dataclasses.replace(blank, reason=Why.NO_LOG_PROBS.value)
     goal = min(matched * block_size, most)
     if start < goal:
         return _with_divergence(request, cache, _without_states(request, cache, blank, goal), matched)

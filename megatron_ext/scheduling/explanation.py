@@ -13,7 +13,7 @@ class Reason(str, enum.Enum):
 
     OPTED_OUT = "opted_out"
     CACHING_OFF = "caching_off"
-    PROMPT_LOGPROBS = "prompt_logprobs"  # requested, so nothing is skipped
+    PROMPT_LOGPROBS = "prompt_logprobs"  # requested, and not kept with the blocks
     NOT_CACHED = "not_cached"  # no block matched there
     NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
     PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
@@ -25,6 +25,7 @@ class Why(str, enum.Enum):
 
     TOO_SHORT = "too_short"  # the prompt has no block that could be skipped
     SKIPPED_ALL = "skipped_all"  # all that can be skipped of a prompt of this length
+    NO_LOG_PROBS = "no_log_probs"  # the blocks are cached, and their log-probs, which were requested, are not kept
     NO_SLOTS = "no_slots"  # there are no slots for states at all
     SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are cached, their states were evicted
     NO_SNAPSHOT = "no_snapshot"  # the blocks are cached without states at their ends, or with opportunistic ones only
@@ -124,6 +125,8 @@ class Explanation:
         sentences = {
             Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
             Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
+            Why.NO_LOG_PROBS.value: f"{self.matched} tokens are cached, and not all of their log-probs, which were "
+            f"requested; computing began at {self.skipped}",
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
             f"evicted{when} {self._missing_slots_text()}; computing began at {self.skipped}",
@@ -149,6 +152,7 @@ class Explanation:
         """One sentence on how the next such request skips more; None if it cannot."""
         return {
             Why.TOO_SHORT.value: "Nothing needs to change: so short a prompt is computed quickly.",
+            Why.NO_LOG_PROBS.value: "Nothing needs to change: this request leaves log-probs for those after it.",
             Why.NO_SLOTS.value: f"Start the server with memory for snapshots ({_SLOTS_FLAG}).",
             Why.SNAPSHOT_GIVEN_UP.value: f"Send requests with the same beginning closer together, or start the server "
             f"with more memory for snapshots ({_SLOTS_FLAG}).",
@@ -164,7 +168,8 @@ class Explanation:
             "from now on.",
             Reason.OPTED_OUT.value: "Leave out enable_prefix_caching, or set it to true.",
             Reason.CACHING_OFF.value: "Start the server with prefix caching on.",
-            Reason.PROMPT_LOGPROBS.value: "Leave out log-probs of the prompt.",
+            Reason.PROMPT_LOGPROBS.value: "Leave out log-probs of the prompt; with --prefix-cache-log-probs, only "
+            "alternatives to its tokens.",
         }.get(self.reason)
 
     def _divergence_text(self, excerpt: Excerpt | None) -> str:

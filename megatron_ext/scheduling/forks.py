@@ -75,11 +75,11 @@ class ForkPlanner:
         left = dataclasses.replace(budget, blocks=budget.blocks - blocks, requests=budget.requests - 1)
         return Fork(request, chunk, blocks), left
 
-    def is_coming(self, request: Request) -> bool:
-        """Return whether a later step may fork a waiting request, because another one still computes its prompt."""
+    def awaited_source(self, request: Request) -> Request | None:
+        """Return the request that still computes the prompt of a waiting one, which a later step may fork from it."""
         group = request.submission.group
         source = None if group in self._sources else self._computing.get(group)
-        return source is not None and _may_fork(request, source)
+        return source if source is not None and _may_fork(request, source) else None
 
 
 def _may_fork(request: Request, source: Request) -> bool:

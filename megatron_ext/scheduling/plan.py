@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.errors import CapacityError
@@ -32,6 +32,7 @@ class SchedulerLimits:
     enough_prefill_tokens: int | None = None  # a step with this many begins no other prefill; None: no limit
     explains: bool = False  # explain cache use of each request; keeps the token ids of cached blocks
     audit_interval: int = 0  # hits from one audit to the next; 0: none
+    keeps_log_probs: bool = False  # of prompts, with their cached blocks
     is_durable: bool = False  # cached blocks outlive the process, with their token ids
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for cost-aware policies; equal on all ranks
     opportunistic: OpportunisticRules = AS_MANY_AS_FREE  # opportunistic checkpoints of prefills, in free slots
@@ -84,6 +85,7 @@ class Admission:
         chunk: First chunk; starts at the resume position.
         restore: Snapshot of the states at the resume position; None if there is no snapshot to restore.
         opportunistic: Positions of opportunistic checkpoints, in order of priority.
+        usable_blocks: Blocks among `matched` that it need not compute for their log-probs.
     """
 
     request: Request
@@ -92,6 +94,7 @@ class Admission:
     chunk: Chunk
     restore: Restore | None = None
     opportunistic: tuple[int, ...] = ()
+    usable_blocks: int = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,10 @@ class Deferral:
     """
 
     request: Request
-    resource: str  # "blocks", "requests", "tokens", "prefills", "prefix" (a leader computes its next block), or "disk"
+    resource: str  # "blocks", "requests", "tokens", "prefills", "disk"; "prefix" or "prompt": see `wait_for`
     needed: int
     available: int
-    wait_for: int | None = None  # request id of the leader
+    wait_for: int | None = None  # id of the request that computes its next block, or its prompt
     snapshot: SnapshotRequest | None = None  # snapshot for it by the leader (KV-6); None without recurrent layers
     until: int | None = None  # tokens, a block boundary: the prefix is there once the leader has computed them
     load: int | None = None  # number of the load from disk that it waits for

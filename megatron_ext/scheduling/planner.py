@@ -21,6 +21,7 @@ from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
+from megatron_ext.scheduling.kept_log_probs import usable_blocks
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, Fork, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
@@ -206,7 +207,8 @@ def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerL
         end = min(end, audit.resume)
     if not limits.aligned_chunks or request.sequence.chain is None:
         return end
-    stops = prefill_stops(length, shared_end, limits.block_size)
+    cached = request.sequence.snapshot_plan.cached_end(shared_end // limits.block_size)
+    stops = prefill_stops(length, cached * limits.block_size, limits.block_size)
     return cut_aligned(
         start, end, length, [*stops, *(one.position for one in request.sequence.snapshots)], limits.block_size
     )
@@ -302,7 +304,9 @@ def _plan_admissions(
         if load is not None:
             entry.deferrals.append(Deferral(request, "disk", 1, 0, load=load))
             continue
-        if forks.is_coming(request):
+        source = forks.awaited_source(request)
+        if source is not None:
+            entry.deferrals.append(Deferral(request, "prompt", 1, 0, wait_for=source.request_id))
             continue
         has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)
@@ -325,8 +329,15 @@ def _wake_disturbed(
 
 
 def reads_cache(request: Request) -> bool:
-    """Return whether cached blocks may replace computation: not if log-probs of the prompt are requested."""
-    return request.sequence.chain is not None and not request.params.wants_prompt_log_probs
+    """Return whether cached blocks may replace computation: not if log-probs are requested that are not kept."""
+    params = request.params
+    is_scored = params.wants_prompt_log_probs and (params.top_n_logprobs > 0 or not request.scores.are_kept)
+    return request.sequence.chain is not None and not is_scored
+
+
+def reads_disk(request: Request) -> bool:
+    """Return whether entries on disk, which have no log-probs, may replace computation."""
+    return reads_cache(request) and not request.needs_log_probs
 
 
 def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:
@@ -355,8 +366,8 @@ def plan_admission(
     blocks = new_blocks + len(matched) - in_use
     if blocks > budget.blocks:
         return Deferral(request, "blocks", blocks, budget.blocks), budget
-    block_hashes = request.block_hashes[: len(matched)]
-    resume = resume_point(length, block_hashes, limits.block_size, cache.states, cache.depth_of)
+    usable = usable_blocks(request, len(matched), cache)
+    resume = resume_point(length, request.block_hashes[:usable], limits.block_size, cache.states, cache.depth_of)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
@@ -372,7 +383,7 @@ def plan_admission(
         prefill_tokens=budget.prefill_tokens + chunk.length,
         pinned=budget.pinned.union(shared[in_use:]),
     )
-    return Admission(request, shared, new_blocks, chunk, resume.restore), left
+    return Admission(request, shared, new_blocks, chunk, resume.restore, usable_blocks=usable), left
 
 
 def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: PrefixCache) -> int:

@@ -6,6 +6,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.scheduling.hinted_requests import note_published
+from megatron_ext.scheduling.kept_log_probs import note_scored
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.request import Request
@@ -14,7 +15,18 @@ from megatron_ext.scheduling.request import Request
 def publish_blocks(
     request: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks, waiting: WaitingQueue
 ) -> None:
-    """Publish the blocks that a request has completed, unless it was admitted in an earlier cache epoch."""
+    """Publish the blocks that a request has completed, unless it was admitted in an earlier cache epoch.
+
+    Log-probs that it has computed are kept with those of its blocks that others can find from now on.
+    """
+    scored = request.sequence.block_table
+    _publish(request, block_size, cache, pending_blocks, waiting)
+    note_scored(request, scored, cache, block_size)
+
+
+def _publish(
+    request: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks, waiting: WaitingQueue
+) -> None:
     sequence = request.sequence
     first, complete = sequence.published_blocks, sequence.computed_end // block_size
     if sequence.chain is None or complete <= first or sequence.cache_epoch != cache.epoch:

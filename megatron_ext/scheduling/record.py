@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.request_events import Event
 from megatron_ext.scheduling.routing_indices import RoutingIndices
@@ -64,6 +65,8 @@ class RequestRecord:
     """
 
     request_id: int
+    params: RequestParams | None = None
+    seed: int | str = 0  # of its random generator; with the parameters it lets another request continue this one
 
     # Outcome, as in `Outcome`
     status: Status

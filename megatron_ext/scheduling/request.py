@@ -2,6 +2,7 @@
 
 submission   what was requested                                      immutable
 sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
+scores       prompt log-probs that are kept with blocks                  the scheduler
 timeline     events, times, steps                                    the scheduler; the end, by the code that ends it
 versions     versions of the weights that made its tokens            the replica
 output       text cut by a stop word, log-probs                      the output processor
@@ -16,6 +17,7 @@ from collections import abc
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
+from megatron_ext.scheduling.prompt_scores import PromptScores
 from megatron_ext.scheduling.record import Outcome, Output, RequestRecord, Status
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.sequence import Sequence
@@ -29,7 +31,8 @@ class Request:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
-        self.sequence = Sequence(submission.prompt_tokens, submission.seed)
+        self.sequence = Sequence(submission.prompt_tokens, submission.seed, submission.generated_tokens)
+        self.scores = PromptScores()
         self.timeline = Timeline()
         self.versions = TokenVersions()
         self.output = Output()
@@ -126,6 +129,11 @@ class Request:
         return None if self.outcome is None else self.outcome.finish_reason
 
     @property
+    def needs_log_probs(self) -> bool:
+        """True if log-probs of its prompt are still to come, and may be those kept with cached blocks."""
+        return self.scores.are_kept and not self.sequence.generated_count
+
+    @property
     def lacks_mask(self) -> bool:
         """True if the output is structured and the mask of the next token is still being computed."""
         return self.params.form is not None and not self.sequence.masks
@@ -168,7 +176,7 @@ class Request:
 
     def append(self, token: int) -> None:
         """Append a generated token."""
-        if self.generated_count == 0:
+        if self.generated_count == len(self.submission.generated_tokens):
             self.timeline.note(EventType.FIRST_TOKEN)
         if self.params.track_generated_token_events:
             self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
@@ -237,6 +245,8 @@ class Request:
         weights_version, prefix_weights_version = self.versions.runs(0, self.generated_count)
         return RequestRecord(
             request_id=self.request_id,
+            params=self.params,
+            seed=self.submission.seed,
             prompt_text=self.submission.prompt_text,
             prompt_tokens=self.prompt_tokens,
             status=outcome.status,

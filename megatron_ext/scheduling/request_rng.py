@@ -26,6 +26,11 @@ class RequestRng:
             self._next.append(self._generator.random())
         return self._next[ahead]
 
+    def skip(self, count: int) -> None:
+        """Skip the numbers of tokens that were generated before the generator was made."""
+        for _ in range(count):
+            self._generator.random()
+
     def advance(self, count: int = 1) -> None:
         """Go on to the number of the token after those that were generated."""
         if self._next:

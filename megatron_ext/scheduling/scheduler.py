@@ -103,6 +103,7 @@ class Scheduler:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
         if self.cache.is_enabled and request.params.enable_prefix_caching:
             self._keys.start(request.sequence, request.params.cache_salt)
+            request.scores.are_kept = self.limits.keeps_log_probs and request.params.wants_prompt_log_probs
 
     def waits_for_disk(self, request: Request) -> bool:
         """Return whether a waiting request waits for entries on disk."""
@@ -182,9 +183,12 @@ class Scheduler:
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
         note_admission(admission, self.limits, self.cache)
-        reason = general_reason(request.params, is_caching=self.cache.is_enabled)
+        keeps, is_caching = request.scores.are_kept, self.cache.is_enabled
+        reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
         start, size = admission.chunk.start, self.limits.block_size
-        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason)
+        usable = request.scores.blocks = admission.usable_blocks
+        request.scores.resume_position, request.scores.known_end = start, usable * size
+        self.counters.skipped_tokens += sequence.ledger.admit(start, len(matched), size, reason, usable)
         self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         count_hit(admission, self.cache, self.limits, self.counters)
         self.counters.blocks_matched += len(matched)
@@ -322,10 +326,14 @@ class Scheduler:
         self.disk_loads.clear()
         self.cache.reset()
         for request in self.queues:
-            request.sequence.snapshots = []
+            request.sequence.snapshots, request.sequence.snapshot_plan.on_disk = [], None
         for request_id in self.pending_blocks.requests():
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
+
+    def drop_log_probs(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop the kept log-probs of blocks that could not be scored."""
+        self.cache.log_probs.drop(block_hashes)
 
     def quarantine(self, block_hash: BlockHash, *, states_only: bool) -> int:
         """Drop a wrong entry and all computed from it; requests that use it start again. Return the blocks dropped.

@@ -35,6 +35,7 @@ class Sequence:
     Args:
         prompt_tokens: Tokens of the prompt.
         seed: Seed of the numbers that tokens are sampled with.
+        generated_tokens: Tokens that an earlier request has generated.
 
     Attributes:
         tokens: Tokens of prompt and generation, packed for hashing.
@@ -56,9 +57,12 @@ class Sequence:
             draft; empty until they are known.
     """
 
-    def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
+    def __init__(
+        self, prompt_tokens: abc.Sequence[int], seed: int | str, generated_tokens: abc.Sequence[int] = ()
+    ) -> None:
         self.tokens = packed_tokens(prompt_tokens)
         self.prompt_length = len(self.tokens)
+        self.tokens.extend(generated_tokens)
         self.computed_end = 0
         self.shared_end = 0
         self.published_blocks = 0
@@ -70,8 +74,9 @@ class Sequence:
         self.snapshots: list[Snapshot] = []
         self.snapshot_plan = SnapshotPlan()
         self.draft_states: tuple[Snapshot, ...] = ()
-        self.ledger = PrefillLedger(self.prompt_length)
+        self.ledger = PrefillLedger(self.prompt_length, len(self.tokens))
         self.rng = RequestRng(seed)
+        self.rng.skip(len(generated_tokens))
         self.masks: Masks = ()
 
     @property
@@ -134,7 +139,7 @@ class Sequence:
         """
         owned = self.block_table, self.snapshots, self.running_slot
         self.block_table, self.snapshots, self.running_slot, self.restore = (), [], None, None
-        self.snapshot_plan.opportunistic = ()
+        self.snapshot_plan.opportunistic, self.snapshot_plan.on_disk = (), None
         self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -52,12 +52,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Prompt tokens whose log-probs are requested: the logits at positions [start, end) score `targets`."""
+    """Prompt tokens whose log-probs are requested: the logits at positions [start, end) score `targets`.
+
+    Attributes:
+        start: First position; the one before the chunk is scored from the hidden state kept with its block.
+        end: Position after the last one.
+        targets: Tokens after these positions.
+        top_n: Number of best tokens to list.
+        kept_end: Position up to which the log-probs are read that are kept with blocks, before the first chunk.
+        keeps: Whether log-probs are kept with the blocks of the chunk.
+        block_ends: Numbers of the blocks whose last hidden states are kept.
+    """
 
     start: int
     end: int
     targets: tuple[int, ...]
     top_n: int
+    kept_end: int = 0
+    keeps: bool = False
+    block_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class ScheduledChunk:
         start: First position; tokens before it are computed or skipped.
         end: Position after the last token.
         is_decode: True for one generated token on top of a running state.
-        block_ids: Blocks of positions [0, end), in order.
+        block_ids: Blocks of positions [0, end), in order, and of tokens after them whose log-probs are kept.
         shared_end: Position below which KV lies in shared blocks and is not written.
         running_slot: Running state slot of the request.
         restore: Snapshot to copy into that slot first; None if there is no snapshot to copy.
@@ -195,19 +208,21 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
     assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
     is_decode = chunk.is_decode
+    scoring = None if is_decode else _scoring(chunk, block_size)
+    blocks_end = end if scoring is None or not scoring.keeps else max(end, scoring.end + 1, scoring.kept_end)
     return ScheduledChunk(
         request_id=request.submission.request_id,
         token_ids=_token_ids(chunk),
         start=start,
         end=end,
         is_decode=is_decode,
-        block_ids=sequence.block_table[: -(-end // block_size)],  # no copy if this is the whole table
+        block_ids=sequence.block_table[: -(-blocks_end // block_size)],  # no copy if this is the whole table
         shared_end=sequence.shared_end,
         running_slot=sequence.running_slot,
         restore=sequence.restore,
         snapshots=_snapshots(chunk) if sequence.snapshots or chunk.drafts else (),
         sampling=_sampling(request) if chunk.yields_token else None,
-        scoring=None if is_decode else _scoring(chunk),
+        scoring=scoring,
         target_sampling=_target_sampling(chunk) if chunk.drafts else (),
     )
 
@@ -283,16 +298,27 @@ def _greedy(temperature: float, top_k: int, top_p: float, forbidden: tuple[int, 
     return Sampling(temperature, top_k, top_p, None, forbidden, top_n)
 
 
-def _scoring(chunk: Chunk) -> Scoring | None:
-    """Return the chunk's prompt tokens that have no log-prob yet.
+def _scoring(chunk: Chunk, block_size: int) -> Scoring | None:
+    """Return the chunk's prompt tokens that have no log-prob yet, and those whose log-probs are kept.
 
-    A request for prompt log-probs skips no token, and one that starts again before its first token scores all anew.
-    Every scheduler with the same history knows this; the log-probs themselves are not known to all.
+    Unless log-probs are kept, a request for them skips no token. One that starts again before its first token reads and
+    scores all anew. Every scheduler with the same history knows this; the log-probs themselves are not known to all.
     """
-    request = chunk.request
+    request, scores, length = chunk.request, chunk.request.scores, chunk.request.prompt_length
     if not request.params.wants_prompt_log_probs or request.generated_count:
         return None
-    start, end = chunk.start, min(chunk.end, request.prompt_length - 1)
-    if start >= end:
-        return None
-    return Scoring(start, end, request.prompt_tokens[start + 1 : end + 1], request.params.top_n_logprobs)
+    kept_end, is_first = scores.known_end, chunk.start == scores.resume_position
+    resumes_there = is_first and chunk.start == kept_end > 0  # the state before it is that of a position not computed
+    end = min(chunk.end, length - 1)
+    start = min(end, max(kept_end - 1, chunk.start - resumes_there))
+    ends = range(max(chunk.start, kept_end) // block_size, min(chunk.end, length) // block_size)
+    scoring = Scoring(
+        start,
+        end,
+        request.prompt_tokens[start + 1 : end + 1],
+        request.params.top_n_logprobs,
+        kept_end=kept_end if is_first else 0,
+        keeps=scores.are_kept,
+        block_ends=tuple(ends) if scores.are_kept else (),
+    )
+    return scoring if scoring.targets or scoring.kept_end or scoring.block_ends else None

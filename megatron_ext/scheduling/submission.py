@@ -24,6 +24,8 @@ class Submission:
         bad_words: Bad words of the params as token ids, each in all variants of its beginning.
         group: Number that requests of equal prompts and salts share, of which one computes the prompt for all; None for
             a request without such others.
+        generated_tokens: First tokens of the output, which an earlier request has generated; the numbers of the seed
+            that they were sampled with are skipped.
         audit: Cached entries to compare with what the request computes; None for a request of a caller.
         processes_logits: Value of `params.processes_logits`, computed once.
     """
@@ -38,6 +40,7 @@ class Submission:
     submitted_at: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     group: int | None = None
+    generated_tokens: tuple[int, ...] = ()
     audit: AuditTarget | None = None
     processes_logits: bool = field(init=False, compare=False)
 

@@ -20,6 +20,13 @@ class TokenVersions:
         self._last: tuple[int, int] | None = None
         self._starts: list[tuple[int, int, int]] = []  # generated tokens before, version, version of the prefix
 
+    def restore(self, own: Runs, prefix: Runs) -> None:
+        """Set the versions of tokens that an earlier request has generated, by its record."""
+        owns, prefixes = ([version for version, count in runs for _ in range(count)] for runs in (own, prefix))
+        for position, pair in enumerate(zip(owns, prefixes, strict=True)):
+            if not self._starts or self._starts[-1][1:] != pair:
+                self._starts.append((position, *pair))
+
     def admit(self, version: int) -> None:
         """Note that the request begins, or begins again, to compute its tokens with these weights."""
         self._prefix = version

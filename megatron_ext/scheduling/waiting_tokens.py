@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.prefix_cache.matching import resume_point
+from megatron_ext.scheduling.kept_log_probs import usable_blocks
 from megatron_ext.scheduling.planner import reads_cache
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -21,5 +22,5 @@ def _done(request: Request, scheduler: Scheduler) -> int:
     cache, size = scheduler.cache, scheduler.limits.block_size
     if request.computed_end or not reads_cache(request):
         return request.computed_end
-    matched = request.block_hashes[: len(cache.match(request.block_hashes))]
-    return resume_point(len(request.tokens), matched, size, cache.states, cache.depth_of).position
+    usable = usable_blocks(request, len(cache.match(request.block_hashes)), cache)
+    return resume_point(len(request.tokens), request.block_hashes[:usable], size, cache.states, cache.depth_of).position

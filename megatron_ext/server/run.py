@@ -1,4 +1,4 @@
-"""Server start-up: load the model, build the engine, and listen. Implements `tools/run_server.py`."""
+"""Server start-up: load the model, build the engine, and listen. Implements `megatron-ext serve`."""
 
 from __future__ import annotations
 

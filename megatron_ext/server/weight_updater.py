@@ -48,6 +48,11 @@ class WeightsUpdater:
     version: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def is_updating(self) -> bool:
+        """True while an update is under way or waits for requests in flight."""
+        return self._one_at_a_time.locked()
+
     async def update(
         self,
         path: str,

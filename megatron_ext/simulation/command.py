@@ -1,4 +1,4 @@
-"""Command line of `tools/simulate_cache.py`."""
+"""Flags, tables and files of the command `simulate`."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _LONGEST_KEY = 4096  # bytes
 Value = TypeVar("Value")
 
 
-def simulate(argv: Sequence[str] | None, console: Console) -> None:
+def simulate(argv: Sequence[str] | None, program: str, console: Console) -> None:
     """Parse the arguments, simulate, print and write the results.
 
     Raises:
         ConfigError: The arguments are invalid, or a file cannot be read or written.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(program).parse_args(argv)
     if arguments.server is not None:
         _simulate_server(arguments, console)
         return
@@ -230,9 +230,9 @@ def _count(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="simulate_cache.py",
+        prog=program,
         description="Run a trace of requests through the scheduler and the prefix cache in simulated time. Lists "
         "are separated by commas, and all combinations are run; docs/policies.md has examples.",
     )

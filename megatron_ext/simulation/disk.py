@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_ext.engine.disk_loading import DiskLoading
-from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.entry_copies import key_of
+from megatron_ext.prefix_cache.disk.entry_copies import NoMemory, key_of
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES, Extent, pages_of
 from megatron_ext.prefix_cache.disk.store import EVICTION_SHARE
 from megatron_ext.prefix_cache.disk.store_thread import QUEUE_BYTES
@@ -24,8 +23,6 @@ from megatron_ext.prefix_cache.disk.tier_storage import Content, Event, Gone, Lo
 from megatron_ext.prefix_cache.disk.victims import VictimOrder
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
-from megatron_ext.prefix_cache.slabs import ArenaChanges
-from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.scheduler import Scheduler
 
 GIB, GB = 1024**3, 10**9
@@ -217,6 +214,10 @@ class SimulatedStorage:
             if key in self._rows:
                 self._drop(key)
 
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Remove entries."""
+        self.remove(keys)
+
     def load(self, number: int, items: Sequence[LoadItem]) -> None:
         """Queue a load."""
         self._advance()
@@ -252,19 +253,6 @@ class SimulatedStorage:
         self._gone.clear()
 
 
-class _NoMemory:
-    """Memory of a simulation, whose entries have no bytes; see `LoadTarget`."""
-
-    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
-        """Write nothing."""
-
-    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
-        """Write nothing."""
-
-    def make_changes(self, changes: ArenaChanges) -> None:
-        """Change nothing."""
-
-
 class SimulatedDisk:
     """Disk tier of a replay.
 
@@ -288,9 +276,11 @@ class SimulatedDisk:
         costs, cache = scheduler.limits.costs, scheduler.cache
         self._storage = SimulatedStorage(settings, clock, pass_time)
         self._limit_bytes = int(settings.gib * GIB) // PAGE_BYTES * PAGE_BYTES
-        sizes = EntrySizes((costs.block_bytes,), () if cache.states is None else (costs.state_bytes,))
-        self._tier = cache.lower_tier = DiskTier(self._storage, sizes, _described, clock, LOAD_SECONDS)
-        self.loading = DiskLoading(scheduler, self._tier, _NoMemory())
+        sizes = EntrySizes((costs.block_bytes,), None if cache.states is None else (costs.state_bytes,))
+        self._tier = cache.lower_tier = DiskTier(
+            self._storage, sizes, _described, clock, LOAD_SECONDS, wall_clock=clock
+        )
+        self.loading = DiskLoading(scheduler, self._tier, NoMemory())
 
     def use(self) -> DiskUse:
         """Return the counts of the entries on disk."""

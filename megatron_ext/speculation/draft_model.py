@@ -125,6 +125,10 @@ class DraftModelDrafter:
         for request_id in list(self._readers):
             self.forget(request_id)
 
+    def read(self, request_id: int) -> int:
+        """Return the number of tokens of a request that have been read."""
+        return self._readers[request_id].kept if request_id in self._readers else 0
+
     def check(self) -> None:
         """Assert that each block and each slot is free or owned by one request."""
         owned = [block for reader in self._readers.values() for block in reader.blocks]

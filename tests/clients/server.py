@@ -67,9 +67,11 @@ def prescribed_grammar(guidance: Guidance, form: ToolCallFormat, token_of: Calla
 def main(argv: Sequence[str]) -> int:
     """Serve; see `tools/run_server.py`."""
     guided_answers.guided_form, guided_answers.grammar_of = prescribed_form, prescribed_grammar
-    from tools import run_server  # imports the routes, which take the functions of this module, when it starts
+    from megatron_ext.commands import (
+        serve,  # imports the routes, which take the functions of this module, when it starts
+    )
 
-    return run_server.main(argv)
+    return serve.main(argv)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def _run_tool(arguments: list[str], folder: Path, errors: Path) -> None:
     with Path(os.devnull).open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
     os.chdir(folder)
-    from tools.run_inference import main
+    from megatron_ext.commands.run import main
 
     sys.exit(main(arguments))
 
@@ -179,7 +179,7 @@ def _run_rank(arguments: list[str], folder: Path) -> None:
     """Run the tool in a rank's process, as torchrun does."""
     from torch import distributed
 
-    from tools.run_inference import main
+    from megatron_ext.commands.run import main
 
     os.environ |= {"RANK": str(distributed.get_rank()), "WORLD_SIZE": str(distributed.get_world_size())}
     os.chdir(folder)

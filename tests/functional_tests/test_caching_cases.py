@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.commands.run import main
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.functional_tests.cases import Case, find_cases, output_flags, read_results
 from tests.functional_tests.checker import OUTCOME, Results, differences
 from tests.priority import TestPriority
-from tools.run_inference import main
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 

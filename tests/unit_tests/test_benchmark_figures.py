@@ -10,10 +10,10 @@ from benchmarks.cases import VOCABULARY
 from benchmarks.goals import CHAT_TOKENS
 from benchmarks.peers.sizes import CHATS
 from benchmarks.peers.work import chat
-from benchmarks.serving.__main__ import main
-from benchmarks.serving.clients import PendingOutput
-from benchmarks.serving.figures import figures
-from benchmarks.serving.work import KINDS
+from megatron_ext.bench.clients import PendingOutput
+from megatron_ext.bench.command import main
+from megatron_ext.bench.figures import figures
+from megatron_ext.bench.work import KINDS
 from megatron_ext.config import ServerConfig
 from megatron_ext.server.serving import Serving
 from megatron_ext.text.tokenizer import NullTokenizer

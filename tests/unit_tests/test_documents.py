@@ -9,11 +9,11 @@ from pathlib import Path
 
 from arguments.coordinator import build_coordinator_parser
 from arguments.parser import build_parser, build_server_parser
+from megatron_ext.commands.run import main
 from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.snapshots.snapshot_positions import prefill_stops
 from tests.unit_tests.support.source import PACKAGE, ROOT
-from tools.run_inference import main
 
 FILE = re.compile(r"[\w./-]*\w\.(?:py|md|txt|html|sh)\b")
 FOLDER = re.compile(r"(?<![\w/.-])(?:\w+/)+(?![\w*<])")

@@ -13,12 +13,13 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "signals", "threads", "trusted_path"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve"}
+TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve", "bench"}
 ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
-EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
-BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE - EVENTS
+COMMANDS = {"commands"}  # of the console script
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS | COMMANDS
+BELOW_TOOLS = EVERYTHING - COMMANDS - TOOLS - BESIDE - EVENTS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -49,10 +50,13 @@ MAY_IMPORT = {
     "megatron_lm": BELOW_TOOLS | {"console", "api", "apis"},
     "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "ray_serve": BELOW_TOOLS | EVENTS | {"console", "routing", "server"},
+    "bench": {"__init__"},
+    "commands": EVERYTHING | {"__init__"},
+    "__main__": {"commands"},
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
-MAY_USE_THE_COMMAND_LINE = {"api", "ray_serve"}
+MAY_USE_THE_COMMAND_LINE = {"api", "commands", "ray_serve"}
 ABOVE = {"arguments", "tools", "tests", "benchmarks", "examples"}  # what imports the package
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "parallel", "simulation")

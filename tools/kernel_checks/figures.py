@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.ops.triton.kernel_registry import Kernel, all_kernels
+from megatron_ext.ops.triton.kernel_registry import all_kernels
 from tools.kernel_checks.layer_calls import Calls
 from tools.kernel_checks.sizes import Model, Step, steps
 from tools.kernel_checks.virtual_launch import AddressError, MadeBytes, Recorded, measure, recording
@@ -18,6 +19,8 @@ MOST_TRIPS = 256
 """Trips of a program's longest loop, for kernels and steps that have no own limit."""
 TOKENS_OF_A_TRIP = 16
 """Tokens that a recurrence advances by in one trip, at least: it must pass through all tokens of a prefill."""
+FULL_DEVICE = 192
+"""Tiles of a prefill's attention that fill a device: what they do together takes the time, not the longest loop."""
 TRIPS_OF_A_DECODE = 1024
 """Trips of `paged_decode_split`: with many rows their programs fill the device, and few of them share a row's keys."""
 PASSES_OF_A_DRAW = 32
@@ -51,8 +54,11 @@ class Row:
     problems: tuple[str, ...]
 
 
-def most_trips(kernel: Kernel, model: Model, step: Step) -> int:
-    """Return the limit of a program's longest loop: attention's does not depend on the number of cached keys."""
+def most_trips(launch: Recorded, model: Model, step: Step) -> float:
+    """Return the limit of a program's longest loop: attention's depends on the number of cached keys if it must."""
+    kernel = launch.kernel
+    if kernel.name == "paged_prefill" and launch.programs >= FULL_DEVICE and launch.grid[2] == 1:
+        return math.inf
     if kernel.name == "draw_rows":
         return PASSES_OF_A_DRAW * -(-model.vocabulary // 4096)
     if kernel.name == "paged_decode_split":
@@ -90,7 +96,7 @@ def row_of(launch: Recorded, model: Model, step: Step, operator_bytes: int) -> R
     problems = []
     if found.useful < LEAST_USEFUL and found.programs > FEW_PROGRAMS:
         problems.append("useful")
-    if found.trips > most_trips(launch.kernel, model, step):
+    if found.trips > most_trips(launch, model, step):
         problems.append("depth")
     if operator_bytes > max(MOST_BYTES, step.rows * MOST_BYTES_OF_A_TOKEN):
         problems.append("bytes")

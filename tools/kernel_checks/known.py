@@ -1,10 +1,4 @@
 """Limits that kernels break today; the goal is an empty set."""
 
-KNOWN = frozenset(
-    {
-        ("merge_splits", "bytes"),
-        ("paged_decode_split", "bytes"),
-        ("paged_prefill", "depth"),
-    }
-)
+KNOWN: frozenset[tuple[str, str]] = frozenset()
 """(kernel, problem)."""

@@ -44,6 +44,18 @@ def read_pattern(text: str) -> tuple[str, str | None]:
     return pattern.replace(_DELTA_NET, _RECURRENT), "gated_delta_net"
 
 
+def prediction_pattern(text: str) -> tuple[str, int]:
+    """Return the pattern of one layer of multi-token prediction in a pattern of Megatron's, and the number of depths.
+
+    Raises:
+        ConfigError: The depths differ.
+    """
+    depths = text.split(_PREDICTION)[1:]
+    if len(set(depths)) > 1:
+        raise ConfigError(f"pattern {text!r} has layers of multi-token prediction that differ; they must be equal")
+    return (depths[0].replace(_DELTA_NET, _RECURRENT), len(depths)) if depths else ("", 0)
+
+
 def pattern_from_ratios(count: int, attention_ratio: float, mlp_ratio: float) -> str:
     """Return the pattern of a hybrid model that Megatron's former flags describe by fractions of its layers.
 

@@ -42,6 +42,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled each
 LIVED_LONG = 60.0  # seconds; a longer life resets the pauses
 LAST_SECONDS = 10.0  # seconds after a replica's grace period for its requests
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+SERVER = ("-m", "megatron_ext", "serve")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _READY = re.compile(r"^ready: (http://\S+)$")
 _LONGEST_LINE = 1 << 16
@@ -54,8 +55,8 @@ class LaunchPlan:
     """Plan of the replicas to start.
 
     Attributes:
-        script: `tools/run_server.py`.
-        flags: Flags of the script.
+        program: Arguments of the interpreter that make it a server, such as `SERVER`.
+        flags: Flags of the server.
         count: Number of replicas.
         world: Ranks of each replica.
         api_key: API key of the coordinator if it is not in a file; None otherwise.
@@ -66,7 +67,7 @@ class LaunchPlan:
             end with this one.
     """
 
-    script: Path
+    program: tuple[str, ...]
     flags: tuple[str, ...]
     count: int
     world: int = 1
@@ -90,7 +91,7 @@ class LaunchPlan:
         own = ["--host", "127.0.0.1", "--port", "0"]
         if events is not None:
             own += [word for flag, name in SOCKETS.items() for word in (flag, f"ipc://{events / name}")]
-        return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
+        return [sys.executable, *(runner if self.world > 1 else ()), *self.program, *self.flags, *own]
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the environment of the replica with this number, with its own devices."""
@@ -299,12 +300,12 @@ async def _tell(
         heard(text)
 
 
-def plan_of(settings: CoordinatorSettings, script: Path, home: Path | None = None) -> LaunchPlan:
+def plan_of(settings: CoordinatorSettings, program: tuple[str, ...] = SERVER, home: Path | None = None) -> LaunchPlan:
     """Return a plan for this machine.
 
     Args:
         settings: Settings of the coordinator and its replicas.
-        script: `tools/run_server.py`.
+        program: See `LaunchPlan`.
         home: See `LaunchPlan`.
 
     Raises:
@@ -315,7 +316,7 @@ def plan_of(settings: CoordinatorSettings, script: Path, home: Path | None = Non
         with private_directory(home):  # fails before any process is started
             pass
     return LaunchPlan(
-        script,
+        program,
         settings.replica_flags,
         config.launch,
         settings.replica_world,

@@ -7,13 +7,14 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron_ext.config.fleet_limits import STATUS_BYTES
 from megatron_ext.coordinator.membership.groups import Groups
 from megatron_ext.coordinator.membership.heartbeat import OK, PATH, PAUSED, BadHeartbeat, EventPlaces, Heartbeat
 from megatron_ext.coordinator.membership.member import Member, Source, Status
+from megatron_ext.coordinator.membership.versions import Stage, Version
 from megatron_ext.coordinator.replica_client import BadAnswer, CallFailed, fetch
 from megatron_ext.coordinator.supervision import Supervisor, within
 from megatron_ext.routing.router import Router
@@ -56,6 +57,10 @@ class Fleet:
         self.on_join: Callable[[Member], None] = lambda member: None  # added to the router
         self.on_leave: Callable[[Member], None] = lambda member: None  # removed from the router
         self.on_removed: Callable[[Member], None] = lambda member: None  # removed from the fleet
+        # Other weights than in the last heartbeat of the same process, which are given; before they are compared.
+        self.on_other_weights: Callable[[Member, Version], None] = lambda member, before: None
+        self.on_outdated: Callable[[Member], None] = lambda member: None  # at each heartbeat
+        self.on_change: Callable[[], None] = lambda: None  # a replica may take requests, or no longer
         self.sender = (SENDER_HEADER.encode(), uuid.uuid4().hex.encode())  # header of calls to replicas
         self.in_flight: set[int] = set()  # numbers of the requests in the router
         self._interval = min(LONGEST_INTERVAL, timeout / BEATS)
@@ -104,6 +109,7 @@ class Fleet:
 
     def ended(self, member: Member) -> None:
         """Note the end of a call to a replica, which may then leave."""
+        member.update.call_ended.set()
         if member.leaves_when_idle and not member.calls and self.members.get(member.url) is member:
             self.remove(member.url)
 
@@ -113,8 +119,12 @@ class Fleet:
 
     def answering(self) -> list[Member]:
         """Replicas that answer calls other than generation."""
-        kinds = (Status.READY, Status.PAUSED, Status.DRAINING, Status.OUTDATED, Status.ASLEEP, Status.FAILING)
-        return [member for member in self.members.values() if member.status in kinds]
+        silent = (Status.JOINING, Status.REFUSED, Status.SILENT, Status.DEAD)
+        return [member for member in self.members.values() if member.status not in silent]
+
+    def known(self) -> list[Member]:
+        """Replicas in the router, those included that take no requests now."""
+        return [member for member in self.members.values() if member.is_known]
 
     def is_known(self, url: str) -> bool:
         """Return whether a replica is in the router."""
@@ -138,7 +148,7 @@ class Fleet:
 
     async def first_look(self) -> None:
         """Wait until each current replica has been probed once."""
-        await asyncio.gather(*(member.probed.wait() for member in self.members.values()))
+        await _probed(self.members.values())
 
     # Heartbeats
 
@@ -190,13 +200,16 @@ class Fleet:
         self._note_problems(member, beat)
         if member.refusal:
             self._forget(member, "the replica serves another model")
+        is_same = member.beat is not None and member.beat.instance == beat.instance
+        before = member.version
         member.take_beat(beat)
+        if is_same and before is not None and before != member.version:
+            self.on_other_weights(member, before)
         if not (member.is_known or member.refusal or member.stuck):
             self._join(member, beat)
-        for changed in self.groups.weigh():
-            if changed.is_outdated:
-                logger.warning("replica %s drains: %s", changed.url, OTHER_WEIGHTS)
-            self._tell_router(changed)
+        self.weigh()
+        if member.is_outdated:
+            self.on_outdated(member)
         self._tell_router(member)
         if member.is_known:
             others = beat.other_requests, beat.other_prompt_tokens, beat.other_output_tokens
@@ -230,30 +243,48 @@ class Fleet:
         )
         self.on_join(member)
 
-    @contextlib.asynccontextmanager
-    async def weights_update(self) -> AsyncIterator[None]:
-        """Announce an update of the weights: meanwhile replicas of one group may have different ones."""
-        self.groups.updates += 1
+    @contextlib.contextmanager
+    def weights_update(self, members: Iterable[Member]) -> Iterator[None]:
+        """Announce an update of replicas' weights: meanwhile these may have others than their group."""
+        self.groups.updating = frozenset(member.beat.instance for member in members if member.beat is not None)
         try:
             yield
-            await self.look_again()
-            await self.look_again()  # the first may have got an answer that was sent before the update ended
         finally:
-            self.groups.updates -= 1
+            self.groups.updating = frozenset()
+            self.weigh()
 
-    async def look_again(self) -> None:
-        """Probe all replicas now, and wait for their answers."""
-        for member in self.members.values():
+    def weigh(self) -> None:
+        """Compare the replicas' weights: those with other ones than their group get no new requests."""
+        for changed in self.groups.weigh():
+            if changed.is_outdated:
+                logger.warning("replica %s drains: %s", changed.url, OTHER_WEIGHTS)
+            self._tell_router(changed)
+
+    def set_stage(self, member: Member, stage: Stage | None) -> None:
+        """Note how far the update of a replica's weights is; it takes new requests at no stage."""
+        member.update.stage = stage
+        self._tell_router(member)
+
+    async def look_after(self, member: Member) -> None:
+        """Wait for an answer that a replica gives from now on: an earlier one may be under way."""
+        for _ in range(2):
+            await self.look_again((member,))
+
+    async def look_again(self, members: Iterable[Member] | None = None) -> None:
+        """Probe these replicas now, or all, and wait for their answers."""
+        members = list(self.members.values() if members is None else members)
+        for member in members:
             member.probed.clear()
             member.poked.set()
         with contextlib.suppress(asyncio.TimeoutError):
-            await within(2 * LONGEST_PROBE, self.first_look())
+            await within(2 * LONGEST_PROBE, _probed(members))
 
     def _tell_router(self, member: Member) -> None:
         if member.is_known:
-            is_shut = member.is_draining or member.is_outdated
+            is_shut = member.is_draining or member.is_outdated or member.is_updating
             is_open = member.beat is not None and member.beat.status in (OK, PAUSED) and not is_shut
             self.router.drain(member.url, is_draining=not is_open)
+        self.on_change()
 
     async def _sweep(self, member: Member) -> None:
         """Detect missing signs of life; calls in flight that still deliver bytes continue."""
@@ -285,3 +316,8 @@ class Fleet:
             member.is_known = False
             self.in_flight.difference_update(self.router.leave(member.url))
             self.on_leave(member)
+            self.on_change()
+
+
+async def _probed(members: Iterable[Member]) -> None:
+    await asyncio.gather(*(member.probed.wait() for member in members))

@@ -1,8 +1,8 @@
 """Groups of replicas that can answer for each other: equal served name, model configuration and tokenizer.
 
 A group exists while a replica of it is in the router; its identity is that of the first one. Weights are a version
-inside a group: the group's is the one that most of its replicas have, and replicas with another one get no new
-requests, unless an update of the weights has been announced.
+inside a group: that of the coordinator's last update, or else the one that most of its replicas have. Replicas with
+another one get no new requests, unless an update of the weights has been announced.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from megatron_ext.coordinator.membership.heartbeat import Heartbeat, Identity
 from megatron_ext.coordinator.membership.member import Member
+from megatron_ext.coordinator.membership.versions import Target
 from megatron_ext.server.api_errors import ApiError, unknown_model
 
 
@@ -23,13 +24,15 @@ class Groups:
         models: Served names that replicas may have; empty: that of the first replica.
 
     Attributes:
-        updates: Number of announced updates of weights that are under way.
+        updating: Instances of the replicas of an announced update, which may have other weights until it ends.
+        targets: Weights of each group's last update, by its name.
     """
 
     def __init__(self, members: Mapping[str, Member], models: Collection[str] = ()) -> None:
         self._members = members
         self._models = tuple(models)
-        self.updates = 0
+        self.updating: frozenset[str] = frozenset()
+        self.targets: dict[str, Target] = {}
 
     def _known(self) -> list[tuple[Member, Heartbeat]]:
         return [(one, one.beat) for one in self._members.values() if one.is_known and one.beat is not None]
@@ -88,6 +91,11 @@ class Groups:
                 found.setdefault(alias, beat.model)
         return found
 
+    def target(self, beat: Heartbeat) -> Target | None:
+        """Return the weights that a replica is to have by the last update of its group; None without an update."""
+        target = self.targets.get(beat.model)
+        return target if target is not None and target.identity == beat.identity else None
+
     def weigh(self) -> list[Member]:
         """Update which replicas have other weights than their group; return those that changed."""
         changed = []
@@ -96,8 +104,10 @@ class Groups:
             group.sort(key=lambda pair: pair[0].joined_at)
             counts = Counter(beat.weights for _, beat in group)
             version = max(counts, key=counts.__getitem__)  # the first of equals is the one that joined first
+            target = self.target(group[0][1])
             for one, beat in group:
-                is_outdated = beat.weights != version and not self.updates
+                is_other = beat.weights != version if target is None else one.version != target.version
+                is_outdated = is_other and beat.instance not in self.updating
                 if one.is_outdated != is_outdated:
                     one.is_outdated = is_outdated
                     changed.append(one)

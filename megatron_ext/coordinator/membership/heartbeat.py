@@ -138,7 +138,9 @@ class Heartbeat:
     Attributes:
         instance: Identifier of the process; changes with a restart.
         identity: Model that the replica serves.
-        weights: Version of the model's weights.
+        weights: Hash of the model's weights.
+        weights_version: Number of the weights; None if the replica does not say.
+        is_updating: Whether new weights are being read or written.
         status: `OK`, `ASLEEP`, `PAUSED` or `FAILING`.
         has_keys: Whether the replica needs API keys, and binds salts to them.
         block_size: Tokens of a block.
@@ -176,6 +178,8 @@ class Heartbeat:
     events: tuple[EventSource, ...]
     events_problem: str = ""
     root: str = ""
+    weights_version: int | None = None
+    is_updating: bool = False
 
     @property
     def model(self) -> str:
@@ -230,7 +234,9 @@ class Heartbeat:
                 computed=None if tokens is None else tokens.number("computed"),
                 events=events,
                 events_problem=problem,
-                root=fields.text("root", minimum=0) if fields.content.get("root") is not None else "",
+                root=fields.text("root", minimum=0) if fields.has("root") else "",
+                weights_version=fields.number("weights_version") if fields.has("weights_version") else None,
+                is_updating=fields.has("is_updating") and fields.flag("is_updating"),
             )
         except BadHeartbeat as error:
             raise BadHeartbeat(f"GET {PATH} does not return a replica's answer: {error}") from None
@@ -273,6 +279,10 @@ class _Fields:
     def optional(self, name: str) -> _Fields | None:
         found = self.content.get(name)
         return None if found is None else _Fields.of(found, name)
+
+    def has(self, name: str) -> bool:
+        """Return whether a field is given; replicas of earlier versions lack some."""
+        return self.content.get(name) is not None
 
     def items(self, name: str, maximum: int) -> list[object]:
         found = self.content.get(name)

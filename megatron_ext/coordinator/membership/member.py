@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ext.coordinator.membership.heartbeat import ASLEEP, FAILING, PAUSED, Heartbeat
+from megatron_ext.coordinator.membership.versions import Stage, UpdateState, Version
 from megatron_ext.coordinator.replica_client import Address, Call
 
 
@@ -21,6 +22,7 @@ class Status(str, enum.Enum):
     ASLEEP = "asleep"
     PAUSED = "paused"  # computes nothing; requests wait there if no other replica is ready
     FAILING = "failing"  # its last step failed
+    UPDATING = "updating"  # gets new weights, and no new requests
     OUTDATED = "outdated"  # has other weights than its group, and gets no new requests
     REFUSED = "refused"  # of a model that this coordinator does not serve
     SILENT = "silent"  # did not answer the last heartbeat
@@ -58,6 +60,7 @@ class Member:
         calls: Calls in flight.
         probed: Set after the first heartbeat.
         poked: Set to request a heartbeat soon.
+        update: State of the updates of its weights.
     """
 
     url: str
@@ -80,6 +83,7 @@ class Member:
     refused: int = 0  # answers that were not valid
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     poked: asyncio.Event = field(default_factory=asyncio.Event)
+    update: UpdateState = field(default_factory=UpdateState)
 
     @property
     def address(self) -> Address:
@@ -97,6 +101,8 @@ class Member:
             return Status.DEAD
         if self.is_silent:
             return Status.SILENT
+        if self.is_updating:
+            return Status.UPDATING
         if self.beat.status in (ASLEEP, FAILING):
             return Status(self.beat.status)
         if self.is_draining:
@@ -104,6 +110,21 @@ class Member:
         if self.is_outdated:
             return Status.OUTDATED
         return Status.PAUSED if self.beat.status == PAUSED else Status.READY
+
+    @property
+    def is_updating(self) -> bool:
+        """True while the replica gets new weights, from this coordinator or another caller."""
+        return self.update.stage is not None or (self.beat is not None and self.beat.is_updating)
+
+    @property
+    def is_draining_for_update(self) -> bool:
+        """True while requests of the old weights may still end at the replica."""
+        return self.update.stage is Stage.DRAINING
+
+    @property
+    def version(self) -> Version | None:
+        """Version of the weights by the last heartbeat; None before the first."""
+        return None if self.beat is None else Version(self.beat.weights, self.beat.weights_version)
 
     @property
     def is_awaited(self) -> bool:
@@ -115,7 +136,8 @@ class Member:
         last, self.beat = self.beat, beat
         self.is_silent, self.problem = False, ""
         has_stepped = last is None or last.instance != beat.instance or last.steps != beat.steps
-        if has_stepped or beat.status in (ASLEEP, PAUSED) or not self.is_awaited:
+        is_resting = beat.status in (ASLEEP, PAUSED) or self.is_updating  # no step is due
+        if has_stepped or is_resting or not self.is_awaited:
             self.alive_at = time.monotonic()
         if self.stuck is not None and (self.stuck != (beat.instance, beat.steps) or not beat.living):
             self.stuck = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 from fastapi import APIRouter, Request
@@ -20,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter()
 
-_UPDATES_WEIGHTS = "/update_weights_from_disk"
-_EMPTIES = ("/reset_prefix_cache", "/flush_cache", _UPDATES_WEIGHTS, "/sleep")
+_EMPTIES = ("/reset_prefix_cache", "/flush_cache", "/sleep")
 _UNREACHABLE = 502
 
 
@@ -31,10 +29,8 @@ async def ask_all(request: Request, coordination: CoordinationDependency) -> Res
     if body:
         check_content_type(request.headers.get("content-type"))
     path = request.url.path
-    is_update = path == _UPDATES_WEIGHTS
-    async with coordination.fleet.weights_update() if is_update else contextlib.nullcontext():
-        asking = coordination.broadcast(request.method, target_of(request), headers_of(request), body)
-        answers = await while_connected(request.receive, asking)
+    asking = coordination.broadcast(request.method, target_of(request), headers_of(request), body)
+    answers = await while_connected(request.receive, asking)
     if request.method == "POST":
         logger.info("%s: %s", path, ", ".join(f"{url} {_status(answer)}" for url, answer in answers.items()))
     if path in _EMPTIES:
@@ -53,7 +49,6 @@ for method, path in (
     ("POST", "/pause"),
     ("POST", "/resume"),
     ("GET", "/is_paused"),
-    ("POST", _UPDATES_WEIGHTS),
 ):
     router.add_api_route(path, ask_all, methods=[method], name=f"{method} {path}", response_model=None)
 

@@ -10,6 +10,7 @@ from megatron_ext.coordinator.forwarding import Streamed
 from megatron_ext.coordinator.outcome import Outcome
 from megatron_ext.coordinator.prompt_tokens import checked
 from megatron_ext.coordinator.replica_client import CompleteAnswer, Headers
+from megatron_ext.coordinator.weights.sample_groups import GROUP_HEADER, group_name
 from megatron_ext.server.access import note_description
 from megatron_ext.server.anthropic.error_envelope import MESSAGES_PATH
 from megatron_ext.server.api_errors import ApiError
@@ -51,13 +52,14 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
     if body:
         check_content_type(request.headers.get("content-type"))
     content = checked(parse_json(body))
+    samples = group_name(request.headers.get(GROUP_HEADER))
     outcome = Outcome()
     note_description(request.state, outcome.describe)
     authorization = dict(request.scope["headers"]).get(b"authorization")
 
     async def answer() -> CompleteAnswer | Streamed:
         routed = await coordination.prompts.routed(
-            request.url.path, content, body, authorization, request.scope[CALLER]
+            request.url.path, content, body, authorization, request.scope[CALLER], samples
         )
         return await coordination.forwarder.answer(routed, outcome)
 

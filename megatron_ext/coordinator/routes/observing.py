@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 import megatron_ext
 from megatron_ext.coordinator.coordination import CoordinationDependency
+from megatron_ext.coordinator.membership.member import Status
 from megatron_ext.server.http.docs_page import DOCS_HEADERS, docs_page
 from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS
 
@@ -17,11 +18,18 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(coordination: CoordinationDependency) -> JSONResponse:
-    """Return 200 while at least one replica takes requests, 503 otherwise; with the number of replicas by status."""
+    """Return 200 while at least one replica takes requests or gets new weights, 503 otherwise; with counts of replicas.
+
+    Requests wait for replicas that get new weights. `replicas` counts by status, `weights_versions` by weights.
+    """
     fleet = coordination.fleet
     statuses = Counter(member.status.value for member in fleet.members.values())
-    is_healthy = bool(fleet.ready())
-    content = {"status": "ok" if is_healthy else "failing", "replicas": dict(statuses)}
+    is_healthy = bool(fleet.ready()) or Status.UPDATING.value in statuses
+    content = {
+        "status": "ok" if is_healthy else "failing",
+        "replicas": dict(statuses),
+        "weights_versions": coordination.updates.summary(),
+    }
     return JSONResponse(content, 200 if is_healthy else 503)
 
 
@@ -59,6 +67,7 @@ async def replicas(coordination: CoordinationDependency) -> dict[str, object]:
         "version": megatron_ext.__version__,
         "policy": routing.policy,
         "alpha": routing.alpha,
+        "weights_update": coordination.updates.describe(),
         "replicas": coordination.rows(),
     }
 

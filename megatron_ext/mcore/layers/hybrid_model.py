@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.linear import ColumnLinear
+from megatron_ext.mcore.layers.multi_token_prediction import MultiTokenPrediction
 from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.mcore.versions import Model, pattern_arguments
 
@@ -28,10 +29,12 @@ class HybridModel(Model):
         stack_spec: Spec of the layers.
         vocab_size: Entries of the vocabulary, V.
         hybrid_override_pattern: One letter per layer.
+        prediction: Pattern of a layer of multi-token prediction and the number of such layers; None for none.
         more: Upstream's further arguments.
 
     Attributes:
         entries: V; upstream's `vocab_size` counts the rows of all ranks.
+        mtp: Layers of multi-token prediction, on the last stage; upstream's forward does not compute them.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class HybridModel(Model):
         *,
         vocab_size: int,
         hybrid_override_pattern: str,
+        prediction: tuple[str, int] | None = None,
         **more: object,
     ) -> None:
         ranks, pattern = config.tensor_model_parallel_size, hybrid_override_pattern
@@ -56,6 +60,26 @@ class HybridModel(Model):
             self.output_layer.register_forward_hook(self._drop_padding)
 
         self._scale(config)
+        self.mtp: MultiTokenPrediction | None = None
+        if prediction is not None and self.post_process:
+            self.mtp = MultiTokenPrediction(config, stack_spec.submodules, *prediction, self.pg_collection)
+
+    def prediction_logits(self, tokens: Tensor, depths: int) -> list[Tensor]:
+        """Return the logits of whole sequences by multi-token prediction, [b, s - d, V] of each depth d from 1.
+
+        The model is on one stage.
+
+        Args:
+            tokens: Token ids, [b, s].
+            depths: Number of depths; more than the model has layers for repeat the last one.
+        """
+        assert self.mtp is not None, "the caller has looked"
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        angles = self.rotary_pos_emb(tokens.shape[1]) if self.position_embedding_type == "rope" else None
+        trunk = self.decoder(self.embedding(tokens, positions), None, rotary_pos_emb=angles)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        hidden = self.mtp(tokens, trunk, self.embedding, depths, angles)
+        return [self.output_layer(states, weight=weight)[0].transpose(0, 1) for states in hidden]
 
     def _scale(self, config: LayerConfig) -> None:
         """Multiply embeddings and logits by the configured factors."""

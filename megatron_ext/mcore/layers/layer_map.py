@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.config.layers.letters import is_attention, is_recurrent
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.stack import HybridStack
 from megatron_ext.memory.engine_plan import ModelShape
 from megatron_ext.memory.state_pool import StateShape
 
@@ -29,7 +31,11 @@ class LayerPlaces:
 
 def layer_places(model: HybridModel) -> LayerPlaces:
     """Return the pool indices of the layers on this stage."""
-    letters = model.decoder.layer_type_list
+    return places_of(model.decoder.layer_type_list)
+
+
+def places_of(letters: list[str]) -> LayerPlaces:
+    """Return the pool indices of a stack's layers."""
     return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))
 
 
@@ -51,10 +57,18 @@ def model_shape(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype
         batching: Sets the dtypes of states.
         dtype: Dtype of the parameters, of the KV cache, and of convolution states unless `batching` sets another.
     """
-    places = layer_places(model)
+    channels = model.config.hidden_size if model.post_process else 0
+    return replace(stack_shape(model.decoder, model.config, batching, dtype), output_channels=channels)
+
+
+def stack_shape(stack: HybridStack, config: LayerConfig, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
+    """Return the shape of a stack of layers; see `model_shape`."""
+    places = places_of(stack.layer_type_list)
     states = None
     if places.states:
-        conv, ssm = model.decoder.mamba_state_shapes_per_request()
+        shapes = stack.mamba_state_shapes_per_request()
+        assert shapes is not None, "there is a recurrent layer"
+        conv, ssm = shapes
         conv_dtype = batching.conv_states_dtype
         states = StateShape(
             layers=len(places.states),
@@ -65,8 +79,8 @@ def model_shape(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype
         )
     return ModelShape(
         attention_layers=len(places.kv),
-        kv_heads=kv_heads_of_rank(model.config.num_query_groups, model.decoder.tp_group.size()),
-        head_channels=model.config.kv_channels,
+        kv_heads=kv_heads_of_rank(config.num_query_groups, stack.tp_group.size()),
+        head_channels=config.kv_channels,
         dtype=dtype,
         states=states,
     )

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.forward_hooks import forward_hooks
 from megatron_ext.models.attach.wrappers import class_path, is_upstreams
-from megatron_ext.models.megatron.stored_keys import is_prediction
+from megatron_ext.models.weight_files import is_prediction
 
 # Names of megatron-core's classes, in any of its modules.
 _KNOWN = frozenset(

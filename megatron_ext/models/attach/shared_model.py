@@ -107,7 +107,7 @@ def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> 
     """
     names = {}
     for name in _tensors(ours):
-        options = [option for place in places(name, in_gpt) if place.row is None for option in _in_memory(place.key)]
+        options = names_in_memory(name, in_gpt)
         found = next((option for option in options if option in theirs), None)
         if found is None:
             raise ConfigError(f"the model has no {options[0]}, which its configuration asks for; it cannot be attached")
@@ -116,6 +116,16 @@ def _matched(ours: nn.Module, theirs: Mapping[str, Tensor], *, in_gpt: bool) -> 
     if unused:
         raise ConfigError(f"{unused[0]} of the model has no place in the engine's layers; it cannot be attached")
     return names
+
+
+def names_in_memory(name: str, in_gpt: bool) -> list[str]:
+    """Return the possible names of a tensor of ours in a model of Megatron, the likeliest first.
+
+    Args:
+        name: Name in our model on this rank.
+        in_gpt: Whether the model of Megatron is a GPT.
+    """
+    return [option for place in places(name, in_gpt) if place.row is None for option in _in_memory(place.key)]
 
 
 def _in_memory(key: str) -> tuple[str, ...]:

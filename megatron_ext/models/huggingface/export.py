@@ -24,7 +24,7 @@ from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.family_registry import family_of
-from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE
+from megatron_ext.models.huggingface.hf_checkpoint import CONFIG_FILE, with_prediction
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
 from megatron_ext.models.native.scratch import scratch_directory
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
@@ -52,7 +52,8 @@ def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: Mode
     target, example = Path(directory).resolve(), Path(like)
     raw = read_json(example / CONFIG_FILE)
     family = family_of(raw)
-    _require_same(config, family.translate(raw), example)
+    stored = family.translate(raw)
+    _require_same(config, with_prediction(stored, example) if config.mtp_num_layers else stored, example)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{directory} is not overwritten; give a new or empty directory")
     files = WeightFiles(example)

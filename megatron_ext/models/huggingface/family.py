@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.field_table import FieldTable
-from megatron_ext.models.huggingface.fields import Fields, check_architecture
+from megatron_ext.models.huggingface.fields import Fields, check_architecture, check_fixed
 from megatron_ext.models.huggingface.tensors import TensorTable
+
+PREDICTION_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # layers of multi-token prediction
 
 # Fields that most families have in common; a family's constants win.
 _USUAL = {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "none"}
@@ -37,6 +39,8 @@ class Family:
         derived: Computes fields of `ModelConfig` from checked fields; they win over all others.
         experts: Like `derived`, for models with MoE layers; optional.
         text: Extracts the fields of the text model from a file that also has those of other models.
+        prediction: Returns the letters of the layer of multi-token prediction, from checked fields; None for families
+            without.
     """
 
     model_type: str
@@ -48,6 +52,7 @@ class Family:
     derived: Callable[[Fields], Fields] = _nothing
     experts: Callable[[Fields], Fields] = _nothing
     text: Callable[[Fields], Fields] = _all
+    prediction: Callable[[Fields], str] | None = None
 
     def translate(self, raw: Fields) -> ModelConfig:
         """Translate a decoded `config.json` of this family to a `ModelConfig`.
@@ -66,3 +71,17 @@ class Family:
             **(self.experts(fields) if "E" in pattern else {}),
         }
         return ModelConfig(hybrid_override_pattern=pattern, **values)
+
+    def with_prediction(self, config: ModelConfig, raw: Fields) -> ModelConfig:
+        """Return the configuration with the layer of multi-token prediction of a checkpoint that has its tensors.
+
+        One layer serves all depths.
+
+        Raises:
+            ConfigError: The file describes several layers, or one that is not supported.
+        """
+        assert self.prediction is not None, "the caller has looked"
+        fields = self.fields.checked(self.text(raw))
+        check_fixed(fields, dict.fromkeys(PREDICTION_COUNTS, (1,)) | {"mtp_use_dedicated_embeddings": (False,)})
+        pattern = self.prediction(fields)
+        return replace(config, mtp_num_layers=1, mtp_use_repeated_layer=True, mtp_hybrid_override_pattern=pattern)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.huggingface.fields import Fields, layer_count, size_or
 from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
-from megatron_ext.models.huggingface.tensors import Conversion, Source
+from megatron_ext.models.huggingface.tensors import Conversion, PredictionTable, Source
 
 DELTA_NET_SIZES: Mapping[str, str] = {
     name: name
@@ -22,6 +22,14 @@ DELTA_NET_SIZES: Mapping[str, str] = {
         "linear_value_head_dim",
     )
 }
+QWEN_PREDICTION = PredictionTable(
+    {
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "final_layernorm.weight": "mtp.norm.weight",
+    }
+)
 _LETTERS = {"linear_attention": "M", "full_attention": "*"}
 _DEFAULT_ATTENTION_INTERVAL = 4
 

@@ -11,6 +11,7 @@ from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.family_registry import family_of
 from megatron_ext.models.huggingface.fields import Fields
 from megatron_ext.models.huggingface.weight_loader import load_weights
+from megatron_ext.models.weight_files import WeightFiles, is_prediction
 
 CONFIG_FILE = "config.json"
 
@@ -23,6 +24,22 @@ def read_hf_config(directory: Path) -> ModelConfig:
         ConfigError: A field has an unsupported value; the message names it.
     """
     return translate(read_json(directory / CONFIG_FILE))
+
+
+def with_prediction(config: ModelConfig, directory: Path) -> ModelConfig:
+    """Return a checkpoint's configuration with its layer of multi-token prediction, if its files have one.
+
+    Not every `config.json` tells, so the names of the tensors decide.
+
+    Raises:
+        CheckpointError: No weights, or damaged ones.
+        ConfigError: The layer is not supported; the message names the field.
+    """
+    raw = read_json(directory / CONFIG_FILE)
+    family = family_of(raw)
+    if family.prediction is None or not any(map(is_prediction, WeightFiles(directory).names)):
+        return config
+    return family.with_prediction(config, raw)
 
 
 def translate(raw: Fields) -> ModelConfig:

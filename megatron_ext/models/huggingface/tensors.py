@@ -75,6 +75,19 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class PredictionTable:
+    """Names of the only layer of multi-token prediction in a family's checkpoints.
+
+    Attributes:
+        names: Ours below `mtp.layers.0.` -> theirs; `{last}` is the number of the last of its layers.
+        layers: Prefix of its layers, `{}` being their number; they have the tensors of the trunk's.
+    """
+
+    names: Mapping[str, str]
+    layers: str = "mtp.layers.{}"
+
+
+@dataclass(frozen=True)
 class TensorTable:
     """Tensor table of a family's checkpoints. Their names are without prefix.
 
@@ -89,6 +102,7 @@ class TensorTable:
             dimension -> names of the slices (templates of `re.Match.expand`), with `{index}` for the slice's number.
         joined: Tensors that files may store in parts.
         other_names: Regular expressions of whole names -> names in this table (templates of `re.Match.expand`).
+        prediction: Names of multi-token prediction; None for families without.
     """
 
     layers: Mapping[str, LayerTable]
@@ -100,6 +114,7 @@ class TensorTable:
     split: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Joined, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
+    prediction: PredictionTable | None = None
 
     def known_name(self, name: str) -> str:
         """Return the name in this table of a tensor of theirs, without prefix."""
@@ -122,11 +137,28 @@ class TensorTable:
         sources = {EMBEDDING: Source((self.embedding,))}
         for index, letter in enumerate(config.hybrid_override_pattern):
             ours, theirs = f"decoder.layers.{index}", f"layers.{index // self.letters_per_layer}"
-            for name, source in _of_layer(self.layers[letter], config):
-                sources[f"{ours}.{name}"] = replace(source, names=tuple(f"{theirs}.{one}" for one in source.names))
+            sources |= self._layer(letter, config, ours, theirs)
         sources[FINAL_NORM] = Source((self.final_norm,))
         if config.untie_embeddings_and_output_weights:
             sources[OUTPUT] = Source((LM_HEAD,))
+        if self.prediction is not None and config.mtp_num_layers:
+            sources |= self._prediction(self.prediction, config)
+        return sources
+
+    def _layer(self, letter: str, config: ModelConfig, ours: str, theirs: str) -> dict[str, Source]:
+        """Return the sources of one layer, from its prefixes."""
+        return {
+            f"{ours}.{name}": replace(source, names=tuple(f"{theirs}.{one}" for one in source.names))
+            for name, source in _of_layer(self.layers[letter], config)
+        }
+
+    def _prediction(self, table: PredictionTable, config: ModelConfig) -> dict[str, Source]:
+        pattern, prefix = config.mtp_pattern, "mtp.layers.0"
+        last = (len(pattern) - 1) // self.letters_per_layer
+        sources = {f"{prefix}.{name}": Source((one.format(last=last),)) for name, one in table.names.items()}
+        for index, letter in enumerate(pattern):
+            ours = f"{prefix}.mtp_model_layer.layers.{index}"
+            sources |= self._layer(letter, config, ours, table.layers.format(index // self.letters_per_layer))
         return sources
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
             are stored twice and differ.
     """
     files, shards, sources = WeightFiles(directory), model_shards(model), table.sources(config)
-    stored = _stored_names(files, table)
+    stored = _stored_names(files, table, {name for source in sources.values() for name in source.names})
     require_same_names(directory, sources, gathered_names(shard.name for shard in shards.values()))
     _require_stored(files, stored, sources, is_tied=not config.untie_embeddings_and_output_weights)
     with torch.no_grad():
@@ -57,8 +57,8 @@ def _part_name(match: re.Match[str], template: str, index: int) -> str:
     return match.expand(template.replace("{index}", str(index)))
 
 
-def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
-    """Return the tensors to load, split or joined as the table requires.
+def _stored_names(files: WeightFiles, table: TensorTable, wanted: Container[str]) -> Names:
+    """Return the tensors to load, split or joined as the table requires; ignored ones only if they are wanted.
 
     Raises:
         CheckpointError: A tensor under two names.
@@ -75,7 +75,9 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
             raise CheckpointError(f"{files.directory} has both {other} and {name}, two names of one tensor")
     if table.ignored is None:
         return stored
-    return {name: file_name for name, file_name in stored.items() if not re.fullmatch(table.ignored, name)}
+    return {
+        name: file_name for name, file_name in stored.items() if name in wanted or not re.fullmatch(table.ignored, name)
+    }
 
 
 def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:

@@ -41,7 +41,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed, saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
-from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, is_prediction, shards
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
 from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
 from megatron_ext.models.native.directory import (
     BACKEND_FILE,
@@ -54,6 +54,7 @@ from megatron_ext.models.native.directory import (
 )
 from megatron_ext.models.weight_files import (
     FLOATING_TYPES,
+    is_prediction,
     require_same_names,
     require_shape,
 )
@@ -237,15 +238,15 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
     """
     stored = _read_stored(directory)
     common = read_common(directory, stored)
-    if any(map(is_prediction, stored.tensors)) and is_first_rank():
-        logger.warning(
-            "%s: layers of multi-token prediction are not read; --speculative-method drafts without them", directory
-        )
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
     state = as_stored(state, stored.tensors, gpt_layers)
     wanted = [shard for sharded in state.values() for shard in shards(sharded)]
-    require_same_names(directory, _useful_names(stored), gathered_names(shard.key for shard in wanted))
+    names = gathered_names(shard.key for shard in wanted)
+    has_prediction = any(map(is_prediction, names))
+    if not has_prediction and any(map(is_prediction, stored.tensors)) and is_first_rank():
+        logger.info("%s: layers of multi-token prediction are not read; --mtp-num-layers reads them", directory)
+    require_same_names(directory, _useful_names(stored, has_prediction), names)
     is_ours = has_header(directory)
     rows = model.entries if is_ours else padded_vocabulary(_arguments(directory, common), str(directory))
     for shard in wanted:
@@ -266,10 +267,10 @@ def _read_stored(directory: Path) -> StoredState:
     return read_metadata(directory)
 
 
-def _useful_names(stored: StoredState) -> set[str]:
-    """Return the keys that inference uses; an object's key is without its rank's suffix."""
+def _useful_names(stored: StoredState, has_prediction: bool) -> set[str]:
+    """Return the keys that the model uses; an object's key is without its rank's suffix."""
     keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
-    return {key for key in keys if not is_ignored(key)}
+    return {key for key in keys if not is_ignored(key) and (has_prediction or not is_prediction(key))}
 
 
 def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sharded]:

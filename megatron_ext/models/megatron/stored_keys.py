@@ -8,6 +8,7 @@ store the same tensors under other keys:
 - GPT: a layer is an attention and an MLP or experts, so layer n is our layers 2n and 2n + 1. The final norm has another
   name. Often all layers are in one tensor [layers, ...], or [layers, experts, ...], whose key has no number:
   `decoder.layers.mlp.linear_fc2.weight`. A gated delta net in the place of attention is called attention, too.
+- Multi-token prediction of a GPT: both of our layers of a depth are one, `mtp.layers.0.transformer_layer`.
 
 Only the description of the request changes; no tensor is copied.
 """
@@ -24,10 +25,11 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_ext.mcore.checkpoint.checkpoint_files import COMMON_OBJECT
+from megatron_ext.models.weight_files import is_prediction
 
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(decoder|mtp\.layers\.\d+\.mtp_model_layer)\.layers\.(\d+)\.(.+)")
 # Prefixes of a separate norm, and of the same norm fused into the linear layer after it.
 _NORMS = (
     ("norm.", "mixer.in_proj.layer_norm_"),
@@ -40,7 +42,7 @@ _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_laye
 # Training state in a checkpoint: the optimizer's tensors, and objects of these names. The common state is read apart.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state", COMMON_OBJECT))
-_PREDICTION = "mtp."  # layers of multi-token prediction, after the model's
+_OUR_PREDICTION, _GPT_PREDICTION = ".mtp_model_layer", ".transformer_layer"
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; a norm's follow its key's prefix
 
 
@@ -49,17 +51,18 @@ def is_gpt(stored: Iterable[str]) -> bool:
     return any(key.startswith(_GPT_FINAL_NORM) for key in stored)
 
 
+def final_norm_in_gpt(names: Iterable[str]) -> bool | None:
+    """Return whether a final norm among the names is a GPT model's; None without a final norm."""
+    for name in names:
+        if name.startswith((_HYBRID_FINAL_NORM, _GPT_FINAL_NORM)):
+            return name.startswith(_GPT_FINAL_NORM)
+    return None
+
+
 def is_ignored(key: str) -> bool:
-    """Return whether inference ignores a stored tensor or object: training state, scales, drafting layers."""
+    """Return whether inference ignores a stored tensor or object: training state and scales."""
     name = key.split("/shard_")[0]
-    if is_prediction(name):
-        return True
     return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
-
-
-def is_prediction(key: str) -> bool:
-    """Return whether a key belongs to multi-token prediction, which drafts tokens for speculative decoding."""
-    return key.startswith(_PREDICTION)
 
 
 def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:
@@ -112,11 +115,11 @@ def _other_norm(key: str) -> str | None:
     layer = _LAYER.fullmatch(key)
     if layer is None:
         return None
-    number, rest = layer.groups()
+    stack, number, rest = layer.groups()
     for alone, fused in _NORMS:
         for one, other in ((alone, fused), (fused, alone)):
             if rest.startswith(one):
-                return f"decoder.layers.{number}.{other}{rest.removeprefix(one)}"
+                return f"{stack}.layers.{number}.{other}{rest.removeprefix(one)}"
     return None
 
 
@@ -125,12 +128,15 @@ def _gpt_places(key: str) -> Iterator[RankInfo]:
     if layer is None:
         yield RankInfo(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
         return
-    number, rest = int(layer[1]) // 2, layer[2]
+    stack, number, rest = layer[1], int(layer[2]) // 2, layer[3]
     for ours, theirs in _GPT_NAMES:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
-    yield RankInfo(f"decoder.layers.{number}.{rest}")
-    yield RankInfo(f"decoder.layers.{rest}", row=number)
+    if is_prediction(stack):
+        yield RankInfo(f"{stack.removesuffix(_OUR_PREDICTION)}{_GPT_PREDICTION}.{rest}")
+        return
+    yield RankInfo(f"{stack}.layers.{number}.{rest}")
+    yield RankInfo(f"{stack}.layers.{rest}", row=number)
 
 
 def _at(sharded: Sharded, place: RankInfo, layers: int | None) -> Sharded:

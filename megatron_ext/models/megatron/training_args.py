@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, SOFTMAX_TYPES, ModelConfig
 from megatron_ext.config.layers.layer_freq import EVERY_LAYER, moe_letters, windowed_letters
-from megatron_ext.config.layers.pattern import YARN, pattern_from_ratios, read_pattern
+from megatron_ext.config.layers.pattern import YARN, pattern_from_ratios, prediction_pattern, read_pattern
+from megatron_ext.config.model_checks import PREDICTION_LETTERS
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.config_fields import MEGATRONS_MODULES, is_megatrons_spec
 from megatron_ext.models.native.directory import model_config
@@ -136,7 +137,28 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     if "E" in pattern:
         _require_supported_experts(known)
         fields |= known.given(_TAKEN_FOR_EXPERTS)
+    fields |= _prediction(known, pattern, is_gpt)
     return model_config(fields, f"the arguments in {where}")
+
+
+def _prediction(known: _Arguments, pattern: str, is_gpt: bool) -> dict[str, Any]:
+    """Return the fields of multi-token prediction; empty without it, or if it cannot be read.
+
+    A layer of a GPT is like its last one. Megatron before 0.18 says a hybrid's in an argument, later in the pattern.
+    """
+    depths = known.get("mtp_num_layers")
+    if is_gpt:
+        letters = pattern[-2:]
+    else:
+        whole = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern") or ""
+        letters, counted = prediction_pattern(whole)
+        letters, depths = letters or known.get("mtp_hybrid_override_pattern") or "", depths or counted
+    if not depths or not letters or set(letters) - set(PREDICTION_LETTERS):
+        return {}
+    if type(depths) is not int or depths < 0:
+        known.refuse("mtp_num_layers", "a number of layers")
+    fields = {"mtp_num_layers": depths, "mtp_hybrid_override_pattern": letters}
+    return fields | known.given(("mtp_use_repeated_layer",))
 
 
 def _is_yarn(known: _Arguments) -> bool:

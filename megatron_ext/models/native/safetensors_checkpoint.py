@@ -22,7 +22,13 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.native.directory import TokenizerSource, new_checkpoint, read_header, stored_tensor
-from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, require_same_names, require_shape
+from megatron_ext.models.weight_files import (
+    WEIGHTS_FILE,
+    WeightFiles,
+    is_prediction,
+    require_same_names,
+    require_shape,
+)
 
 
 def save_checkpoint(
@@ -77,7 +83,10 @@ def load_weights(model: HybridModel, directory: str | Path) -> None:
     """
     directory = Path(directory)
     files, shards = WeightFiles(directory), model_shards(model)
-    require_same_names(directory, files.names, gathered_names(shard.name for shard in shards.values()))
+    names = gathered_names(shard.name for shard in shards.values())
+    has_prediction = any(map(is_prediction, names))
+    stored = {name for name in files.names if has_prediction or not is_prediction(name)}
+    require_same_names(directory, stored, names)
     with torch.no_grad():
         for name, target in model_tensors(model).items():
             shard = shards[name]

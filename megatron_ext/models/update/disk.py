@@ -19,6 +19,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import CheckpointError, ConfigError, WeightUpdateError, describe
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
+from megatron_ext.mcore.packed_weights import has_quantized_weights
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
@@ -29,7 +30,7 @@ from megatron_ext.models.megatron.dist_checkpoint import (
     training_facts_of,
 )
 from megatron_ext.models.native.directory import has_header
-from megatron_ext.models.update.weight_update import write_back
+from megatron_ext.models.update.weight_update import exchange, write_back
 
 _MAX_FILES = 100_000  # maximum files of a checkpoint
 
@@ -105,7 +106,7 @@ class NewWeights:
 
     Attributes:
         model: Model to write to.
-        tensors: New values by name.
+        tensors: New values by name; the old ones after `write`, unless the weights are quantized.
     """
 
     model: nn.Module
@@ -114,17 +115,29 @@ class NewWeights:
     def write(self) -> int:
         """Copy the weights into the model, between two of its steps. The caller empties the cache.
 
+        The old ones take the place of the new ones, so that they can be put back; quantized ones are given up.
+
         Returns:
             Number of tensors written.
 
         Raises:
-            WeightUpdateError: A write has failed.
+            WeightUpdateError: A write has failed; the old weights are back unless they were quantized.
         """
+        is_exact = self.is_exact
         try:
-            write_back(self.model, self.tensors)
+            (exchange if is_exact else write_back)(self.model, self.tensors)
         except Exception as error:
-            raise WeightUpdateError(describe(error), is_restored=False) from error
+            raise WeightUpdateError(describe(error), is_restored=is_exact) from error
         return len(self.tensors)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the model's weights can be read, as those that are not quantized."""
+        return not has_quantized_weights(self.model)
+
+    def put_back(self) -> None:
+        """Write the old weights back after `write`."""
+        exchange(self.model, self.tensors)
 
 
 def read_new_weights(
@@ -154,7 +167,8 @@ def read_new_weights(
     )
     require_intact(directory)
     trained = training_facts_of(directory) if ours else None
-    config = checkpoint_config(new, directory, overrides, trained)
+    has_prediction = loaded.config.mtp_num_layers is not None
+    config = checkpoint_config(new, directory, overrides, trained, reads_prediction=has_prediction)
     _require_same(loaded.config, config, directory)
     targets = saved_tensors(loaded.model)
     device = next(iter(targets.values())).device

@@ -22,6 +22,7 @@ from megatron_ext.models.huggingface.weight_loader import part_shapes
 from megatron_ext.models.megatron.dist_checkpoint import is_dist_checkpoint, resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
 from megatron_ext.models.update.named_tensors import require_weight
+from megatron_ext.models.weight_files import is_prediction
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]
@@ -42,6 +43,10 @@ class Recipe:
 
 class Naming(Protocol):
     """Names of a checkpoint format."""
+
+    @property
+    def in_gpt(self) -> bool | None:
+        """True for the names of Megatron's GPT model, False for those of its hybrid one; None for other formats."""
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the tensors to write, under the names of `recipes`.
@@ -68,15 +73,28 @@ def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
         directory = resolve_iteration(Path(source.load))
         if is_dist_checkpoint(directory):
             return MegatronNames.of_checkpoint(directory, config)
-    return OwnNames()
+    return OwnNames(has_prediction=bool(config.mtp_num_layers))
 
 
 class OwnNames:
-    """Names of the model itself, as in `model.safetensors` of our checkpoints."""
+    """Names of the model itself, as in `model.safetensors` of our checkpoints.
+
+    Args:
+        has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
+    """
+
+    in_gpt = None
+
+    def __init__(self, has_prediction: bool = True) -> None:
+        self._has_prediction = has_prediction
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the given weights; see `Naming`."""
-        return {name: require_weight(name, tensor) for name, tensor in given.items()}
+        return {
+            name: require_weight(name, tensor)
+            for name, tensor in given.items()
+            if self._has_prediction or not is_prediction(name)
+        }
 
     def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
         """Return one-part recipes; see `Naming`."""
@@ -91,9 +109,12 @@ class HuggingFaceNames:
         config: Configuration of the model.
     """
 
+    in_gpt = None
+
     def __init__(self, table: TensorTable, config: ModelConfig) -> None:
         self._table = table
         self._config = config
+        self._wanted = {name for source in table.sources(config).values() for name in source.names}
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the weights without prefix, with separate experts, without a tied output; see `Naming`."""
@@ -101,7 +122,8 @@ class HuggingFaceNames:
         for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
                 bare = self._table.known_name(part)
-                if self._table.ignored is not None and re.fullmatch(self._table.ignored, bare):
+                ignored = self._table.ignored
+                if ignored is not None and bare not in self._wanted and re.fullmatch(ignored, bare):
                     continue
                 if bare in tensors:
                     raise ConfigError(f"{part} is given twice, with a prefix and without; give one of them")
@@ -160,10 +182,12 @@ class MegatronNames:
     Args:
         in_gpt: Whether the model is a GPT, each of whose layers is two of ours.
         vocabulary: Rows of its embedding, padding included, and those that the model keeps.
+        has_prediction: Whether the model has layers of multi-token prediction; else their weights are ignored.
     """
 
-    def __init__(self, in_gpt: bool, vocabulary: tuple[int, int]) -> None:
-        self._in_gpt = in_gpt
+    def __init__(self, in_gpt: bool, vocabulary: tuple[int, int], has_prediction: bool = True) -> None:
+        self.in_gpt = in_gpt
+        self._has_prediction = has_prediction
         self._padded, self._kept = vocabulary
 
     @classmethod
@@ -171,11 +195,15 @@ class MegatronNames:
         """Return the naming of the model in a checkpoint."""
         stored = read_metadata(directory).tensors
         assert config.vocab_size is not None, "a model has been built of it"
-        return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size))
+        return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size), bool(config.mtp_num_layers))
 
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """Return the weights that inference uses, without the vocabulary's padding; see `Naming`."""
-        tensors = {name: require_weight(name, value) for name, value in given.items() if not is_ignored(name)}
+        tensors = {
+            name: require_weight(name, value)
+            for name, value in given.items()
+            if not is_ignored(name) and (self._has_prediction or not is_prediction(name))
+        }
         for name in (EMBEDDING, OUTPUT):
             if name in tensors and tensors[name].dim() and len(tensors[name]) == self._padded:
                 tensors[name] = tensors[name][: self._kept]
@@ -186,7 +214,7 @@ class MegatronNames:
         return {name: self._recipe(name, shape, given) for name, shape in shapes.items()}
 
     def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:
-        names = [place.key for place in places(name, self._in_gpt) if place.row is None]
+        names = [place.key for place in places(name, self.in_gpt) if place.row is None]
         found = next((one for one in names if one in given), names[0])
         return Recipe({found: shape}, _only)
 

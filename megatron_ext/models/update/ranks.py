@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shapes
+from megatron_ext.models.update.success import require_success
 from megatron_ext.models.update.weight_update import chosen_recipes, kept_copies, recipe_shapes, write_back
 from megatron_ext.parallel.commands import DescribeWeights, ReadWeights, TensorSpec, UpdateWeights, WeightsCommand
 from megatron_ext.parallel.parallel_context import ParallelContext
@@ -27,7 +29,7 @@ class RankWeights:
     """Part of the weights that this rank has, in updates that all ranks make together.
 
     Args:
-        loaded: This rank's part of the model.
+        loaded: This rank's part of the model, whose weights are not packed yet.
         naming: Returns the naming of the format that the model was loaded from.
         read: Reads this rank's part of a checkpoint.
         parallel_context: All ranks.
@@ -45,7 +47,7 @@ class RankWeights:
         self._naming_of = naming
         self._ranks = parallel_context
         self._naming: Naming | None = None
-        self._shards: dict[str, ShardSpec] = {}
+        self._shards = model_shards(loaded.model)  # now, since a quantized model describes nothing
         self._whole_shapes: Shapes = {}
 
     def obey(self, command: WeightsCommand) -> None:
@@ -113,14 +115,16 @@ class RankWeights:
     def _replace(self, directory: Path) -> int:
         read: list[NewWeights] = []
         self._ranks.ask_all(lambda: read.append(self._read(directory)))
+        (new,) = read
+        can_restore = new.is_exact
         error: Exception | None = None
-        count = 0
         try:
-            count = read[0].write()
+            new.write()
         except WeightUpdateError as failure:
             error = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
-        self._require_success(error, {}, is_restorable=False)
-        return count
+        put_back = new.put_back if error is None else _is_back
+        self._require_success(error, put_back if can_restore else None)
+        return len(new.tensors)
 
     def _prepared(self, tell: Callable[[WeightsCommand], None]) -> Naming:
         if self._naming is None:
@@ -131,7 +135,7 @@ class RankWeights:
 
     def _describe(self) -> None:
         """Tell all ranks which parts of which tensors this rank has."""
-        self._naming, self._shards = self._naming_of(), model_shards(self._model)
+        self._naming = self._naming_of()
         own = {shard.name: shard.shape for shard in self._shards.values()}
         self._whole_shapes = {name: shape for one in self._ranks.ask_all(lambda: own) for name, shape in one.items()}
 
@@ -160,16 +164,12 @@ class RankWeights:
                     self._write(bucket.recipes, parts)
             except Exception as failure:
                 error = failure
-        self._require_success(error, old, is_restorable=command.keep_old)
+        self._require_success(error, partial(write_back, self._model, old) if command.keep_old else None)
 
-    def _require_success(self, error: Exception | None, old: Mapping[str, Tensor], *, is_restorable: bool) -> None:
-        """Raise if a rank has failed to write; write the old weights back if there are any."""
+    def _require_success(self, error: Exception | None, put_back: Callable[[], None] | None) -> None:
+        """Raise if a rank has failed to write, after the old weights were put back if they were kept."""
         failures = self._ranks.ask_all(lambda: None if error is None else describe(error))
-        failed = [(rank, one) for rank, one in enumerate(failures) if one is not None]
-        if failed:
-            if is_restorable:
-                write_back(self._model, old)
-            raise WeightUpdateError(f"rank {failed[0][0]}: {failed[0][1]}", is_restored=is_restorable)
+        require_success(failures, put_back, error)
 
     def _checked(self, command: UpdateWeights) -> dict[str, Recipe]:
         assert self._naming is not None, "it was described before"
@@ -191,6 +191,10 @@ class RankWeights:
                 zero_padding(target, shard)
                 for piece in shard.pieces:
                     target[piece.local].copy_(whole[piece.whole])
+
+
+def _is_back() -> None:
+    """Put nothing back: this rank's own failure has done so."""
 
 
 class _Bucket:

@@ -71,8 +71,8 @@ def update_weights(
 ) -> None:
     """Write weights into a model, in the types of its parameters.
 
-    Tensors are converted and moved first, which takes up to the memory of the given tensors. The copies into the model
-    cannot fail after that.
+    All names, shapes and types are checked first. Then each tensor is converted and moved when its turn comes, so that
+    the additional memory is that of the largest one.
 
     Args:
         model: Model whose tensors are written.
@@ -90,20 +90,51 @@ def update_weights(
         tensors = naming.sorted_out(read_named_tensors(given))
         recipes = naming.recipes({name: tuple(target.shape) for name, target in targets.items()}, tensors)
         chosen = chosen_recipes(recipes, {name: tuple(one.shape) for name, one in tensors.items()}, partial=partial)
-        ready = {name: _made(recipe, tensors, targets[name]) for name, recipe in chosen.items()}
-        old = kept_copies(model, ready) if keep_old else {}
+        old = kept_copies(model, chosen) if keep_old else {}
         try:
-            for name, target in writable_tensors(model, ready).items():
-                target.copy_(ready[name])
+            for name, target in writable_tensors(model, chosen).items():
+                target.copy_(_made(chosen[name], tensors, target))
         except Exception as error:
             if keep_old:
                 write_back(model, old)
             raise WeightUpdateError(describe(error), is_restored=keep_old) from error
 
 
+def exchange(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a model, by its own names, and what the model had into the tensors; on an error neither.
+
+    The additional memory is that of the largest tensor.
+
+    Args:
+        model: Model whose weights are not quantized.
+        tensors: Tensors of the shapes and types of the model's.
+    """
+    targets = {name: target for name, target in model_tensors(model).items() if name in tensors}
+    done: list[str] = []
+    with torch.no_grad():
+        try:
+            for name, target in targets.items():
+                done.append(name)
+                _swap(target, tensors[name])
+        except Exception:
+            for name in done[:-1]:
+                _swap(targets[name], tensors[name])
+            raise
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    kept = one.clone()
+    try:
+        one.copy_(other)
+        other.copy_(kept)
+    except Exception:
+        one.copy_(kept)
+        raise
+
+
 def _made(recipe: Recipe, tensors: Mapping[str, Tensor], target: Tensor) -> Tensor:
     parts = [tensors[name].to(target.device) for name in recipe.parts]
-    made = recipe.make(parts).to(target.dtype)
+    made = recipe.make(parts)
     assert made.shape == target.shape, (made.shape, target.shape)
     return made
 

@@ -22,8 +22,12 @@ from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_c
 MAX_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has
 ENOUGH_PROGRAMS, FEWEST_A_TILE = 1024, 4
-"""Programs of a decode's grid: enough for every multiprocessor to have several, or, with many rows, four for each tile
-of rows, which take turns over its spans. Most requests are shorter than the block table is wide."""
+"""Programs of a grid: enough for every multiprocessor to have several, or, with many rows, four for each tile of
+decode rows. They take turns over the spans, since most requests are shorter than the block table is wide."""
+FEW_TILES = 192
+"""Fewer tiles of prefill rows and KV heads leave multiprocessors idle, so their keys are split."""
+PARTIAL_BYTES, FEWEST_SLOTS = 64 << 20, 32
+"""Bytes for partial sums of decodes, or, with many rows, slots of each row. Spans beyond these are merged by groups."""
 
 
 @functools.cache
@@ -75,6 +79,20 @@ class _Call:
             "token_stride": keys.stride(1),
         }
 
+    def spans(self, span: int, queries: int, group: int = 1) -> int:
+        """Return the spans that sequences of at most `queries` queries reach, beginning at a multiple of `group`."""
+        width = self.batch.block_table.shape[1] * self.batch.block_size
+        return max(1, min(-(-width // span), -(-(queries + self.window) // span) + group))
+
+    def partial_sums(self, tiles: int, slots: int, rows: int) -> dict[str, Tensor | int]:
+        """Return room for the partial sums of tiles of rows in each KV head, and its sizes."""
+        shape = tiles, self.key_cache.shape[2], slots, rows
+        return {
+            "sums": torch.empty(*shape, 2, dtype=torch.float32, device=self.q.device),
+            "parts": torch.empty(*shape, self.q.shape[2], dtype=torch.float32, device=self.q.device),
+            "slots": slots,
+        }
+
 
 def paged_attention(
     q: Tensor,
@@ -88,9 +106,9 @@ def paged_attention(
 ) -> Tensor:
     """Compute paged attention, optionally with a `window` and `sinks`.
 
-    The keys of the first `num_decode` sequences, with few queries each, are split among programs, 512 keys to each. For
-    every other sequence a program computes a tile of queries over all keys. The choice depends on `num_decode` alone,
-    and both kernels compute a query from its own keys alone.
+    The first `num_decode` sequences, with few queries each, are computed by spans of 512 keys, every other sequence by
+    tiles of queries and spans of 4,096. The choice depends on `num_decode` alone, and both kernels compute a query from
+    its own keys alone, with the same bits however the spans are distributed among programs.
     """
     lack = _lacks(q, key_cache, value_cache)
     if lack is not None:
@@ -144,49 +162,61 @@ def _aligned(q: Tensor) -> Tensor:
 def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
     """Attend from the queries from `first_token` on."""
     out[first_token:].zero_()  # padding, of a size unknown here
-    batch, few = call.batch, call.batch.num_decode
-    sequences = batch.seqlens_k.numel() - few
+    kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
+    tokens, sequences, heads = len(out) - first_token, batch.seqlens_k.numel() - few, call.key_cache.shape[2]
     if not sequences:
         return
-    chosen = _kernels().MANY[call.shape]
-    rows = dict(chosen.constants)["M"]
-    tiles = tile_count(len(out) - first_token, sequences, call.group_size, rows)
-    arguments = call.arguments() | {
-        "block_table": batch.block_table[few:],
+    chosen = kernels.MANY[call.shape]
+    tiles = tile_count(tokens, sequences, call.group_size, chosen["M"])
+    spans = call.spans(chosen["SPAN"], tokens)
+    slots = spans if spans > 1 and tiles * heads < FEW_TILES else 0
+    arguments: dict[str, Tensor | int] = {
         "cu_seqlens_q": batch.cu_seqlens_q[few:],
         "seqlens_k": batch.seqlens_k[few:],
         "out": out,
         "sinks": call.sinks,
         "num_sequences": sequences,
+        **call.partial_sums(tiles if slots else 0, slots, chosen["M"]),
     }
-    _kernels().paged_prefill.launch((tiles, call.key_cache.shape[2]), chosen, **arguments)
+    turns = max(1, min(slots, ENOUGH_PROGRAMS // (tiles * heads)))
+    first = call.arguments() | {"block_table": batch.block_table[few:]}
+    kernels.paged_prefill.launch((tiles, heads, turns), chosen, **(first | arguments))
+    if slots:
+        sizes = {"max_queries": 0, "tiles": 0, "rows": chosen["M"]}
+        _merge(call, (tokens + sequences, call.q.shape[1]), arguments | sizes, chosen["SPAN"], 1)
 
 
 def _attend_few(call: _Call, out: Tensor) -> None:
     """Attend from the queries of the first `num_decode` sequences."""
-    kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
-    chosen, adding = kernels.FEW[call.shape], kernels.SUMS[call.shape[1]]
-    max_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]
-    tiles = -(-max_queries * call.group_size // kernels.ROWS_OF_SPLIT)
-    spans = max(1, -(-batch.block_table.shape[1] * batch.block_size // kernels.SPAN))
-    tokens = sum(batch.query_lengths[:few])
-    sums = torch.empty(tokens, heads, spans, 2, dtype=torch.float32, device=out.device)
-    parts = torch.empty(tokens, heads, spans, channels, dtype=torch.float32, device=out.device)
-    lengths = {"cu_seqlens_q": batch.cu_seqlens_q, "seqlens_k": batch.seqlens_k, "sums": sums, "parts": parts}
-    rows = few * tiles * call.key_cache.shape[2]
-    grid = (few * tiles, call.key_cache.shape[2], min(spans, max(FEWEST_A_TILE, ENOUGH_PROGRAMS // rows)))
-    kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles, spans=spans)
-    kernels.merge_splits.launch(
-        (few * max_queries, heads),
-        adding,
-        **lengths,
-        out=out,
-        sinks=call.sinks,
-        max_queries=max_queries,
-        spans=spans,
-        window=call.window,
-        head_size=channels,
-    )
+    kernels, batch, few, heads = _kernels(), call.batch, call.batch.num_decode, call.key_cache.shape[2]
+    chosen, lengths = kernels.FEW[call.shape], batch.query_lengths[:few]
+    max_queries, group = max(lengths), chosen["GROUP"]
+    tiles = -(-max_queries * call.group_size // chosen["M"])
+    spans = call.spans(chosen["SPAN"], max_queries, group)
+    rows = min(chosen["M"], max_queries * call.group_size)
+    slot_bytes = few * tiles * heads * rows * (call.q.shape[2] + 2) * 4
+    slots = min(spans, max(FEWEST_SLOTS, -(-spans // group), PARTIAL_BYTES // slot_bytes))
+    arguments: dict[str, Tensor | int] = {
+        "cu_seqlens_q": batch.cu_seqlens_q,
+        "seqlens_k": batch.seqlens_k,
+        "tiles": tiles,
+        "rows": rows,
+        **call.partial_sums(few * tiles, slots, rows),
+    }
+    turns = min(slots, max(FEWEST_A_TILE, ENOUGH_PROGRAMS // (few * tiles * heads)))
+    grid = few * tiles, heads, turns
+    kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | arguments))
+    arguments |= {"out": out, "sinks": call.sinks, "num_sequences": few, "max_queries": max_queries}
+    _merge(call, (few * max_queries, call.q.shape[1]), arguments, chosen["SPAN"], group)
+
+
+def _merge(call: _Call, grid: tuple[int, int], arguments: dict[str, Tensor | int], span: int, group: int) -> None:
+    """Merge partial sums into the output."""
+    from megatron_ext.ops.paged_attention import kernels_merge
+
+    sizes = {"span": span, "group": group, "window": call.window, "head_size": call.q.shape[2]}
+    sizes["group_size"] = call.group_size
+    kernels_merge.merge_splits.launch(grid, kernels_merge.SUMS[call.shape[1]], **arguments, **sizes)
 
 
 BACKEND = reference.AttentionBackend(triton.NAME, triton.takes, paged_attention, has_windows=True)

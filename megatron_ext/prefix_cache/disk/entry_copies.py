@@ -16,8 +16,21 @@ from megatron_ext.prefix_cache.slabs import ArenaChanges
 from megatron_ext.prefix_cache.state_index import SlotId
 
 
-class EntryMemory(Protocol):
-    """Memory of cached blocks and snapshots, as bytes whose order does not depend on how the memory is laid out."""
+class LoadTarget(Protocol):
+    """Memory that loaded entries are written to, as bytes whose order does not depend on how the memory is laid out."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
+        """Write a block."""
+
+    def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
+        """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
+
+    def make_changes(self, changes: ArenaChanges) -> None:
+        """Make changes that no step's message has told, between two steps."""
+
+
+class EntryMemory(LoadTarget, Protocol):
+    """Memory of cached blocks and snapshots."""
 
     def block_buffers(self) -> list[bytearray]:
         """Return buffers for the bytes of a block; none if no layer has keys and values."""
@@ -28,17 +41,21 @@ class EntryMemory(Protocol):
     def read_block(self, block: BlockId) -> list[Buffer]:
         """Return a copy of the bytes of a block."""
 
-    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
-        """Write a block."""
-
     def read_snapshot(self, slot: SlotId) -> list[Buffer]:
         """Return a copy of the bytes of a snapshot."""
 
+
+class NoMemory:
+    """Memory of entries that have no bytes here; see `LoadTarget`."""
+
+    def write_block(self, block: BlockId, buffers: Sequence[Buffer]) -> None:
+        """Write nothing."""
+
     def write_snapshot(self, slot: SlotId, block_hash: BlockHash, buffers: Sequence[Buffer]) -> None:
-        """Write a snapshot to a slot that is undefined, complete in all layers, and name it."""
+        """Write nothing."""
 
     def make_changes(self, changes: ArenaChanges) -> None:
-        """Make changes that no step's message has told, between two steps."""
+        """Change nothing."""
 
 
 def key_of(entry: CachedEntry) -> EntryKey:

@@ -14,6 +14,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.held_entries import HeldEntry
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.state_index import SlotId
 
@@ -61,6 +62,21 @@ class NoPart:
     def fill(self, place: Place) -> bool:
         """Return True: there are no bytes."""
         return True
+
+
+def agreed_entries(part: StoredPart, ranks: Agreement) -> dict[EntryKey, HeldEntry]:
+    """Return the places of the entries that all ranks have, those worth most first.
+
+    Args:
+        part: What this rank has stored.
+        ranks: Ranks that keep the cache.
+    """
+    order = ((entry.key, held_entry(entry)) for entry in part.entries())
+    agreed: dict[EntryKey, HeldEntry] = {}
+    while window := ranks.from_leader(list(islice(order, WINDOW)) if ranks.leads else None):
+        are_held = ranks.least([part.has(key) for key, _ in window])
+        agreed.update(one for one, is_held in zip(window, are_held, strict=True) if is_held)
+    return agreed
 
 
 def put_back(cache: PrefixCache, part: StoredPart, ranks: Agreement) -> int:
@@ -154,3 +170,8 @@ def _published(cache: PrefixCache, places: Sequence[Place], are_sound: Sequence[
         if is_used:
             used.append(place)
     return used
+
+
+def held_entry(entry: NewEntry) -> HeldEntry:
+    """Return the place of an entry in its sequence."""
+    return HeldEntry(None if entry.depth == 1 else entry.parent, entry.depth)

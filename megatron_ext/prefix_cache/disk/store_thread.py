@@ -82,6 +82,13 @@ class StoreThread:
                 self._forget_write(key)
         self.run(lambda: self._store.forget(keys))
 
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Remove entries, those that wait to be written, too."""
+        with self._changed:
+            for key in keys:
+                self._forget_write(key)
+        self._add(lambda: self._store.forget(keys))
+
     def _forget_write(self, key: EntryKey) -> None:
         found = self._writes.pop(key, None)
         if found is not None:
@@ -269,7 +276,7 @@ class StoreThread:
         with self._changed:
             if self._loads.pop(number, None) is not None:
                 found = contents if len(contents) == len(items) else None
-                self._loaded.append(Loaded(number, found, time.perf_counter() - started))
+                self._loaded.append(Loaded(number, found, time.perf_counter() - started, len(contents)))
                 self._changed.notify_all()
 
     def _read(self, item: LoadItem) -> Sequence[Buffer] | None:

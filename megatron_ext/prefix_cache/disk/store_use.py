@@ -21,6 +21,7 @@ EVICTED = "evicted"  # for entries of more worth, or because the budget is small
 OTHER_IDENTITY = "other_identity"  # evicted, and of another model or setting
 LESS_WORTH = "less_worth"  # not taken: only entries of more worth could make room
 QUEUE_FULL = "queue_full"  # not taken: too many bytes wait for the disk
+INCOMPLETE = "incomplete"  # another rank lacks its part, or cannot read it
 QUARANTINED = "quarantined"  # an audit found it wrong, or it was computed from such an entry, or may have been
 REASONS = (
     BAD_ROW,
@@ -32,6 +33,7 @@ REASONS = (
     OTHER_IDENTITY,
     LESS_WORTH,
     QUEUE_FULL,
+    INCOMPLETE,
     QUARANTINED,
 )
 

@@ -1,7 +1,8 @@
 """Disk tier of the prefix cache: which evicted entries go to disk, which come back, and until when they are waited for.
 
-It decides and never waits: the storage works beside it (`TierStorage`), times come from the clock that is given. With
-several ranks only the one that drives decides what is loaded; each has its part of the entries.
+It decides and never waits: the storage works beside it (`TierStorage`), times come from the clocks that are given. With
+several ranks each has a tier with its part of the entries, and only the one that drives decides what is loaded: a load
+is complete when all of them have read their parts, and an entry that one of them lacks is dropped by all (`agree`).
 
 Whatever leaves memory is written. Entries leave memory in the order of its policy, and the priority at which they
 leave only grows (`lru`: a time, `flops`: the age), so the one that left memory first is the first to leave the disk.
@@ -9,18 +10,22 @@ leave only grows (`lru`: a time, `flops`: the age), so the one that left memory 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
+from megatron_ext.prefix_cache.disk.held_entries import HeldEntries, HeldEntry
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
-from megatron_ext.prefix_cache.disk.store_use import QUARANTINED, QUEUE_FULL
-from megatron_ext.prefix_cache.disk.tier_storage import Content, Gone, Loaded, LoadItem, TierStorage
+from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
+from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING, TierCounts, TierLoad
+from megatron_ext.prefix_cache.disk.tier_storage import Content, Gone, LoadItem, TierStorage
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 
@@ -32,21 +37,19 @@ CopyEntry = Callable[[CachedEntry, float], Content]
 
 
 class EntrySizes(NamedTuple):
-    """Bytes of each buffer of an entry."""
+    """Bytes of each buffer of an entry; none where a rank has no layer of that kind.
+
+    Attributes:
+        block: Buffers of a block.
+        snapshot: Buffers of a snapshot; None if the model has no recurrent layers.
+    """
 
     block: tuple[int, ...]
-    snapshot: tuple[int, ...]
+    snapshot: tuple[int, ...] | None
 
     def of(self, key: EntryKey) -> tuple[int, ...]:
         """Return those of an entry of this kind."""
-        return self.snapshot if key.kind is EntryKind.SNAPSHOT else self.block
-
-
-class HeldEntry(NamedTuple):
-    """Place of an entry on disk in its sequence."""
-
-    parent: BlockHash | None
-    depth: int
+        return (self.snapshot or ()) if key.kind is EntryKind.SNAPSHOT else self.block
 
 
 @dataclass(frozen=True)
@@ -57,57 +60,13 @@ class LoadableRun:
         end: Resume point in blocks.
         first: Blocks from the start that are in memory.
         has_snapshot: Whether the snapshot at `end` is to be read.
-        size: Bytes to read.
+        size: Bytes to read, on the rank with the largest part.
     """
 
     end: int
     first: int
     has_snapshot: bool
     size: int
-
-
-@dataclass
-class TierLoad:
-    """Load that is under way, or complete and not placed yet.
-
-    Attributes:
-        size: Bytes to read.
-        deadline: Time after which it is given up.
-        loaded: End of the load; None while it is under way.
-    """
-
-    size: int
-    deadline: float
-    loaded: Loaded | None = None
-
-
-@dataclass
-class TierCounts:
-    """Counts of a disk tier.
-
-    Attributes:
-        evicted: Entries given to the disk as they left memory.
-        loads: Loads begun.
-        loads_placed: Loads that came back to memory.
-        loads_failed: Loads that could not be read.
-        loads_late: Loads given up at their deadline.
-        loads_useless: Loads given up since blocks before them were evicted, or no request waited any more.
-        loads_slower: Loads not begun, since computing was estimated to be quicker.
-        load_waits: Requests that waited for loads which have ended.
-        load_bytes: Bytes of the loads that were read.
-        load_seconds: Seconds of reading them.
-    """
-
-    evicted: int = 0
-    loads: int = 0
-    loads_placed: int = 0
-    loads_failed: int = 0
-    loads_late: int = 0
-    loads_useless: int = 0
-    loads_slower: int = 0
-    load_waits: int = 0
-    load_bytes: int = 0
-    load_seconds: float = 0.0
 
 
 class DiskTier:
@@ -117,8 +76,10 @@ class DiskTier:
         storage: Entries on disk.
         sizes: Bytes of entries.
         copy: Returns an entry that is being evicted with a copy of its bytes.
-        clock: Present time, seconds since the epoch.
+        clock: Present time in seconds, monotonic.
         load_seconds: Seconds after which a load is given up; 0 loads nothing.
+        ranks: Ranks that have parts of the entries; None for a single one.
+        wall_clock: Present time, seconds since the epoch, for entries that another process finds.
 
     Attributes:
         is_off: True once nothing is taken or loaded any more.
@@ -131,10 +92,13 @@ class DiskTier:
         copy: CopyEntry,
         clock: Callable[[], float],
         load_seconds: float,
+        ranks: Agreement | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage, self._sizes, self._copy, self._clock = storage, sizes, copy, clock
-        self._load_seconds = load_seconds
-        self._held: dict[EntryKey, HeldEntry] = {}
+        self._load_seconds, self._wall_clock, self._ranks = load_seconds, wall_clock, ranks
+        self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
+        self._held = HeldEntries()
         self._last_used = 0.0
         self._numbers = 0
         self.is_off = False
@@ -154,12 +118,20 @@ class DiskTier:
 
     def hold(self, entries: Iterable[tuple[EntryKey, HeldEntry]]) -> None:
         """Note entries that were on disk before the tier began."""
-        self._held.update(entries)
+        for key, entry in entries:
+            self._held.add(key, entry)
+
+    def agree_on_sizes(self) -> None:
+        """Estimate times by the rank with the largest parts, since a stage may lack layers; all ranks call it."""
+        if self._ranks is not None:
+            block, snapshot = self._ranks.least([-self._block_bytes, -self._snapshot_bytes])
+            self._block_bytes, self._snapshot_bytes = -block, -snapshot
 
     def turn_off(self) -> None:
-        """Take and load nothing from now on."""
+        """Take and load nothing from now on; what all ranks have read may still be placed."""
         self.is_off = True
-        self.forget_loads()
+        for number in [number for number, load in self.loads.items() if load.progress != READ]:
+            self.forget(number)
         self._held.clear()
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
@@ -169,11 +141,11 @@ class DiskTier:
         held: list[EntryKey] = []
         for entry in entries:
             key = key_of(entry)
-            used = self._last_used = max(self._clock(), self._last_used + TICK)
+            used = self._last_used = max(self._wall_clock(), self._last_used + TICK)
             if key in self._held:
                 held.append(key)
             elif self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=used: self._copy(one, at)):  # type: ignore[misc]
-                self._held[key] = HeldEntry(entry.parent, entry.depth)
+                self._held.add(key, HeldEntry(entry.parent, entry.depth))
                 self.counts.evicted += 1
             else:
                 self.drops[QUEUE_FULL] += 1
@@ -187,8 +159,7 @@ class DiskTier:
         """
         self.forget_loads()
         wrong = untrusted(self._held, block_hash, index, states_only=states_only)
-        for key in wrong:
-            del self._held[key]
+        self._held.drop(wrong)
         self.drops[QUARANTINED] += len(wrong)
         self._storage.remove(wrong)
 
@@ -210,17 +181,30 @@ class DiskTier:
         """
         if self.is_off or not self._load_seconds or not self._held:
             return None
-        end = min(matched, most)
-        while end < most and EntryKey(EntryKind.BLOCK, block_hashes[end]) in self._held:
-            end += 1
-        if self._sizes.snapshot:
+        end = min(self.end_of_blocks(block_hashes, matched), most)
+        has_snapshot = self._sizes.snapshot is not None
+        if has_snapshot:
             while end and EntryKey(EntryKind.SNAPSHOT, block_hashes[end - 1]) not in self._held:
                 end -= 1
-        has_snapshot = bool(self._sizes.snapshot)
         if not end or not (has_snapshot or end > matched):
             return None
-        size = max(0, end - matched) * sum(self._sizes.block) + sum(self._sizes.snapshot)
-        return LoadableRun(end, min(matched, end), has_snapshot, size)
+        return self.run(end, min(matched, end), has_snapshot=has_snapshot)
+
+    def run(self, end: int, first: int, *, has_snapshot: bool) -> LoadableRun:
+        """Return the run of a load; see `LoadableRun`."""
+        size = (end - first) * self._block_bytes + has_snapshot * self._snapshot_bytes
+        return LoadableRun(end, first, has_snapshot, size)
+
+    def end_of_blocks(self, block_hashes: Sequence[BlockHash], start: int) -> int:
+        """Return the end, in blocks, of the run of blocks on disk that begins at block `start` of a sequence."""
+        end = start
+        while end < len(block_hashes) and EntryKey(EntryKind.BLOCK, block_hashes[end]) in self._held:
+            end += 1
+        return end
+
+    def is_continued(self, block_hash: BlockHash) -> bool:
+        """Return whether a block on disk continues the one of this hash."""
+        return self._held.is_continued(block_hash)
 
     def has_room(self, run: LoadableRun) -> bool:
         """Return whether another load may begin now."""
@@ -229,11 +213,20 @@ class DiskTier:
 
     def pays(self, run: LoadableRun, tokens: int) -> bool:
         """Return whether to load a run is quicker than to compute so many tokens, as far as is known."""
-        pays = self.estimates.pays(run.size, sum(one.size for one in self.loads.values() if one.loaded is None), tokens)
+        pays = self.estimates.pays(
+            run.size, sum(one.size for one in self.loads.values() if one.progress == READING), tokens
+        )
         self.counts.loads_slower += not pays
         return pays
 
-    def begin(self, run: LoadableRun, block_hashes: Sequence[BlockHash], tokens: Sequence[int], block_size: int) -> int:
+    def begin(
+        self,
+        run: LoadableRun,
+        block_hashes: Sequence[BlockHash],
+        tokens: Sequence[int],
+        block_size: int,
+        number: int | None = None,
+    ) -> int:
         """Begin to load a run; return the number of the load.
 
         Args:
@@ -241,8 +234,9 @@ class DiskTier:
             block_hashes: Hashes of the request's blocks.
             tokens: Tokens of the request, which those on disk must equal.
             block_size: Tokens of a block.
+            number: Number of the load on the rank that drives; a new one if missing.
         """
-        self._numbers += 1
+        self._numbers = self._numbers + 1 if number is None else number
         places = [(EntryKind.BLOCK, place) for place in range(run.first, run.end)]
         if run.has_snapshot:
             places.append((EntryKind.SNAPSHOT, run.end - 1))
@@ -251,7 +245,8 @@ class DiskTier:
             key = EntryKey(kind, block_hashes[place])
             items.append(LoadItem(key, self._sizes.of(key), tokens[place * block_size : (place + 1) * block_size]))
         self._storage.load(self._numbers, items)
-        self.loads[self._numbers] = TierLoad(run.size, self._clock() + self._load_seconds)
+        deadline = self._clock() + self._load_seconds
+        self.loads[self._numbers] = TierLoad(run.size, deadline, [item.key for item in items])
         self.counts.loads += 1
         return self._numbers
 
@@ -261,33 +256,65 @@ class DiskTier:
             if isinstance(event, Gone):
                 self._note_gone(event)
             elif event.number in self.loads:
-                self._note_loaded(self.loads[event.number], event)
+                load = self.loads[event.number]
+                load.loaded = event
+                if self._ranks is None:
+                    self._note_progress(load, load.own_progress, event.seconds)
+
+    def agree(self, numbers: Sequence[int]) -> None:
+        """Agree with other ranks on the progress of these loads; each makes this call with the same numbers."""
+        if self._ranks is None or not numbers:
+            return
+        own = [self._own_progress(number) for number in numbers]
+        least = self._ranks.least([*(progress for progress, _ in own), *(-nanoseconds for _, nanoseconds in own)])
+        found = least[: len(numbers)]
+        for number, progress, nanoseconds in zip(numbers, found, least[len(numbers) :], strict=True):
+            load = self.loads.get(number)
+            if load is not None and load.progress == READING:
+                self._note_progress(load, progress, -nanoseconds / 1e9)
+                if 0 <= progress < READING:
+                    self._drop_incomplete(load.keys[progress])
+        if OFF in found and not self.is_off:
+            self.turn_off()
+
+    def _own_progress(self, number: int) -> tuple[int, int]:
+        """Return this rank's progress of a load, and nanoseconds of reading."""
+        load = self.loads.get(number)
+        if self.is_off or load is None:  # the second: what an audit has found is a command to other ranks later
+            return OFF if self.is_off else READING, 0
+        return load.own_progress, 0 if load.loaded is None else int(load.loaded.seconds * 1e9)
+
+    def _drop_incomplete(self, key: EntryKey) -> None:
+        """Drop an entry whose part some rank cannot read: it is of no use on the others, and is written anew by all."""
+        if key in self._held:
+            self._held.drop([key])
+            self.drops[INCOMPLETE] += 1
+        self._storage.drop([key])
 
     def _note_gone(self, event: Gone) -> None:
         if event.keys is None:
             self._held.clear()
             self.is_off = True
-        for key in event.keys or ():
-            self._held.pop(key, None)
+        self._held.drop(event.keys or ())
 
-    def _note_loaded(self, load: TierLoad, event: Loaded) -> None:
-        load.loaded = event
-        if event.contents is not None:
-            self.estimates.reading.note(load.size, event.seconds)
+    def _note_progress(self, load: TierLoad, progress: int, seconds: float) -> None:
+        load.progress = progress
+        if progress == READ:
+            self.estimates.reading.note(load.size, seconds)
             self.counts.load_bytes += load.size
-            self.counts.load_seconds += event.seconds
+            self.counts.load_seconds += seconds
 
     @property
     def is_due(self) -> bool:
         """True if a load is complete, has failed, or is late."""
         now = self._clock() if self.loads else 0.0
-        return any(one.loaded is not None or now >= one.deadline for one in self.loads.values())
+        return any(one.progress != READING or now >= one.deadline for one in self.loads.values())
 
     def given_up(self) -> list[int]:
         """Return and forget the loads that have failed, or whose deadline is over."""
         now, found = self._clock(), []
         for number, load in self.loads.items():
-            has_failed = load.loaded is not None and load.loaded.contents is None
+            has_failed = load.progress < READING
             if has_failed or now >= load.deadline:
                 found.append(number)
                 self.counts.loads_failed += has_failed
@@ -298,8 +325,7 @@ class DiskTier:
 
     def complete(self) -> list[int]:
         """Return the loads whose entries can be placed."""
-        loads = self.loads.items()
-        return [number for number, one in loads if one.loaded is not None and one.loaded.contents is not None]
+        return [number for number, one in self.loads.items() if one.progress == READ]
 
     def contents(self, number: int) -> Sequence[Sequence[Buffer]]:
         """Return the buffers of a complete load, those of each entry, and forget it: its entries are placed."""
@@ -327,6 +353,7 @@ class DiskTier:
         """Assert that loads are within their bounds, and complete ones are not empty."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
         assert not (self.is_off and self._held), "a tier that is off holds entries"
+        self._held.check()
 
 
 def untrusted(

@@ -34,11 +34,13 @@ class Loaded:
         number: Number of the load.
         contents: Buffers of each entry, in the order of the items; None if one could not be read.
         seconds: Time that reading took.
+        failed: Place of the first item that could not be read, if there is one.
     """
 
     number: int
     contents: Sequence[Sequence[Buffer]] | None
     seconds: float
+    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class TierStorage(Protocol):
 
     def remove(self, keys: Sequence[EntryKey]) -> None:
         """Remove entries; they are gone from the medium when this returns."""
+
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        """Remove entries some time later, before any of these keys is written again."""
 
     def load(self, number: int, items: Sequence[LoadItem]) -> None:
         """Begin to read entries; `take` returns a `Loaded` with this number, unless it is cancelled before."""

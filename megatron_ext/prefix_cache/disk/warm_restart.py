@@ -1,7 +1,8 @@
 """Warm restart: what the cache holds at the end of a process is written to the store, and put back at the next start.
 
 Between the two the store belongs to a thread: then it is a tier below memory (`go_live`). Several ranks keep parts of
-each entry, and an entry is there when all ranks have it: they agree on what is put back, and write the same entries.
+each entry, and an entry is there when all ranks have it: they agree on what is put back, on what comes back from the
+tier, and write the same entries at the end.
 
 The end is bounded in time. What is worth most is written first, each block after its parents, so that whatever was
 written can be used. What the store has already is not written again, but ranked anew. At the start, as much is put back
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
@@ -23,14 +24,15 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone, LostRanksError
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserver
 from megatron_ext.prefix_cache.disk.control import Answer
-from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry, StoredEntry
-from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, copy_entry
-from megatron_ext.prefix_cache.disk.put_back import Place, put_back
+from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
+from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
+from megatron_ext.prefix_cache.disk.put_back import Place, agreed_entries, held_entry, put_back
+from megatron_ext.prefix_cache.disk.remote_part import tier_of_replica
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_control import control_of
 from megatron_ext.prefix_cache.disk.store_thread import StoreThread
-from megatron_ext.prefix_cache.disk.store_use import QUARANTINED, DiskUse
-from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry, untrusted
+from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, DiskUse
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, untrusted
 from megatron_ext.prefix_cache.disk.tier_storage import Content
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
@@ -47,7 +49,7 @@ class WarmRestart:
     """Store of one cache, between processes; with several ranks, the part of it that one of them keeps.
 
     All methods but `stop` are for the engine's thread, between two steps. Those that ranks do together are `load`,
-    `keep` and `close`.
+    `go_live`, `keep` and `close`.
 
     Args:
         store: Open store, which this closes.
@@ -56,6 +58,7 @@ class WarmRestart:
         drain_seconds: Seconds that the end of the process may take to write.
         load_seconds: Seconds after which a load of the tier is given up.
         ranks: Ranks that keep the cache; by default a single one.
+        others: Ranks of each other replica, on the rank that plans for all.
 
     Attributes:
         memory: The memory.
@@ -72,9 +75,11 @@ class WarmRestart:
         drain_seconds: float,
         load_seconds: float = 0.0,
         ranks: Agreement | None = None,
+        others: Sequence[Agreement] = (),
     ) -> None:
         self._store, self.memory = store, memory
         self._ranks: Agreement = ranks or Alone()
+        self._others = others
         self._drain_seconds, self._load_seconds = drain_seconds, load_seconds
         self._is_current = True  # the identity is that of the weights
         self._is_stopped = self._is_closed = False
@@ -167,25 +172,44 @@ class WarmRestart:
 
     # Between start and end
 
-    def go_live(self) -> DiskTier | None:
-        """Give the store to a thread: from now on evicted entries are written, and come back; return the tier.
+    def go_live(self, other_caches: Sequence[PrefixCache] = ()) -> list[tuple[DiskTier, LoadTarget]]:
+        """Give the store to a thread: from now on evicted entries are written, and come back.
+
+        Args:
+            other_caches: Caches of the other replicas, on the rank that plans for all.
 
         Returns:
-            None with several ranks, whose entries would not come back to all of them at one step.
+            Tiers and memories of the cache, and of each other one; none if the weights were changed.
+
+        Raises:
+            LostRanksError: Another rank has failed.
         """
-        if not isinstance(self._ranks, Alone):
-            logger.info("prefix cache on disk: with several ranks, entries are written at the end only")
-            return None
-        memory, held = self.memory, [(one.entry.key, held_entry(one)) for one in self._store.entries()]
+        if not self._is_current:
+            return []
+        memory, has_states = self.memory, self._cache.states is not None
+        agreed = agreed_entries(self, self._ranks)
         with self._using:
+            self._drop_incomplete(agreed)
             self._thread = StoreThread(self._store)
-        has_states = self._cache.states is not None
         sizes = EntrySizes(
-            tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else ()
+            tuple(map(len, memory.block_buffers())), tuple(map(len, memory.snapshot_buffers())) if has_states else None
         )
-        self.tier = DiskTier(self._thread, sizes, self._copy, time.time, self._load_seconds)
-        self.tier.hold(held)
-        return self.tier
+        ranks = None if isinstance(self._ranks, Alone) else self._ranks
+        self.tier = DiskTier(self._thread, sizes, self._copy, time.monotonic, self._load_seconds, ranks)
+        self.tier.hold(agreed.items())
+        self.tier.agree_on_sizes()
+        others = [
+            (tier_of_replica(cache, ranks, sizes, time.monotonic, self._load_seconds), NoMemory())
+            for cache, ranks in zip(other_caches, self._others, strict=True)
+        ]
+        return [(self.tier, memory), *others]
+
+    def _drop_incomplete(self, agreed: Container[EntryKey]) -> None:
+        """Drop the entries that another rank lacks."""
+        found = [one.entry.key for one in self._store.entries() if one.entry.key not in agreed]
+        if found:
+            self._store.forget(found)
+            self._store.drops[INCOMPLETE] += len(found)
 
     def on_evicted(self, entries: Sequence[CachedEntry]) -> None:
         """Pass evicted entries on to a live tier; an error ends its use, since an eviction cannot fail."""
@@ -206,7 +230,7 @@ class WarmRestart:
             return
 
         def forget() -> None:
-            held = {one.entry.key: held_entry(one) for one in self._store.entries()}
+            held = {one.entry.key: held_entry(one.entry) for one in self._store.entries()}
             wrong = untrusted(held, block_hash, index, states_only=states_only)
             self._store.forget(wrong)
             self._store.drops[QUARANTINED] += len(wrong)
@@ -372,8 +396,3 @@ class WarmRestart:
     def counts(self) -> dict[str, object]:
         """Return the counts of the entries on disk by name."""
         return self.use().shown()
-
-
-def held_entry(stored: StoredEntry) -> HeldEntry:
-    """Return the place of a stored entry in its sequence."""
-    return HeldEntry(None if stored.entry.depth == 1 else stored.entry.parent, stored.entry.depth)

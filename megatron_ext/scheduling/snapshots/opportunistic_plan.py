@@ -89,7 +89,8 @@ def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, c
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
     blocks = place(first, last, free_slots, declared, cache.divergences.shown, limits.opportunistic)
-    return tuple(block * size for block in blocks if block != len(admission.matched))
+    cached_end = request.sequence.snapshot_plan.cached_end(len(admission.matched))
+    return tuple(block * size for block in blocks if block != cached_end)
 
 
 def _passed(chunk: Chunk, positions: Sequence[int], size: int) -> Iterator[SnapshotRequest]:

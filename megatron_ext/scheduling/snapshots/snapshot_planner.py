@@ -32,13 +32,14 @@ def plan_snapshots(
     """
     if cache.states is None:
         return ()
-    matched = {one.request: len(one.matched) * limits.block_size for one in admissions}
+    size = limits.block_size
+    matched = {one.request: len(one.matched) for one in admissions}
     for_followers = [one.snapshot for one in deferrals if one.snapshot is not None]
     of_prefills: list[SnapshotRequest] = []
     of_decodes: list[SnapshotRequest] = []
     for chunk in chunks:
         is_decode = chunk.is_decode
-        if is_decode and chunk.end % limits.block_size != 0:
+        if is_decode and chunk.end % size != 0:
             continue
         if chunk.drafts:  # their acceptance is unknown yet; see `Drafts.commit`
             continue
@@ -48,9 +49,10 @@ def plan_snapshots(
         if sequence.cache_epoch != cache.epoch and chunk.request not in matched:
             continue
         if is_decode:
-            of_decodes.append(_of_decode(chunk, limits.block_size))
+            of_decodes.append(_of_decode(chunk, size))
         else:
-            of_prefills += _of_prefill(chunk, matched.get(chunk.request, sequence.shared_end), limits)
+            cached = sequence.snapshot_plan.cached_end(matched.get(chunk.request, sequence.shared_end // size))
+            of_prefills += _of_prefill(chunk, cached * size, limits)
     return (*for_followers, *of_prefills, *of_decodes)
 
 
@@ -61,11 +63,11 @@ def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
     return SnapshotRequest(request, chunk.end, block_hash, Rank.OPTIONAL, instead_of=before)
 
 
-def _of_prefill(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:
+def _of_prefill(chunk: Chunk, cached_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:
     request, size = chunk.request, limits.block_size
     if limits.aligned_chunks:
         positions = [chunk.end] if chunk.end % size == 0 else []
     else:
-        positions = prefill_positions(chunk.start, chunk.end, len(request.tokens), shared_end, size)
+        positions = prefill_positions(chunk.start, chunk.end, len(request.tokens), cached_end, size)
     for position in positions:
         yield SnapshotRequest(request, position, request.block_hashes[position // size - 1])

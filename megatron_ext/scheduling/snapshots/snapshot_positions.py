@@ -19,6 +19,19 @@ class Snapshot:
     slot: SlotId
 
 
+@dataclass(frozen=True)
+class RunOnDisk:
+    """Blocks of a waiting request that are cached in memory or on disk.
+
+    Attributes:
+        end: Number of blocks from its start.
+        is_continued: Whether other blocks on disk continue them.
+    """
+
+    end: int
+    is_continued: bool
+
+
 @dataclass
 class SnapshotPlan:
     """Snapshots planned for a request along its sequence.
@@ -27,17 +40,26 @@ class SnapshotPlan:
         opportunistic: Positions of opportunistic checkpoints of the whole prompt, in order of priority.
         decode: Block hash of the last snapshot planned in decode; None if no such snapshot exists.
         used: Block hashes of the ordinary snapshots that the request resumed from or takes.
+        on_disk: Run of its blocks that memory and disk had together before its admission; None if memory had all.
     """
 
     opportunistic: tuple[int, ...] = ()
     decode: BlockHash | None = None
     used: list[BlockHash] = field(default_factory=list)
+    on_disk: RunOnDisk | None = None
+
+    def cached_end(self, matched: int) -> int:
+        """Return the end, in blocks, of the cached run of a request that matches so many in memory.
+
+        There it diverges from the sequence that wrote the run, whether the run's end was evicted meanwhile or not.
+        """
+        return matched if self.on_disk is None else max(matched, self.on_disk.end)
 
 
-def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
+def prefill_positions(start: int, end: int, length: int, cached_end: int, block_size: int) -> list[int]:
     """Return block boundaries in (start, end] at which a prefill should leave its states (HY-4), the most useful first.
 
-    The boundaries are: the end of the matched run, because the request that wrote it and this one diverge there, and
+    The boundaries are: the end of the cached run, because the request that wrote it and this one diverge there, and
     others may; the last boundary before the end of the sequence, so that the same prompt can resume; and the end itself
     if it is a boundary, for sequences that continue it.
 
@@ -45,15 +67,15 @@ def prefill_positions(start: int, end: int, length: int, shared_end: int, block_
         start: Position of the first token of the chunk that is computed now.
         end: Position after the last token of the chunk.
         length: Tokens of the whole sequence to prefill.
-        shared_end: Tokens in the run of cached blocks that the request was admitted with.
+        cached_end: Tokens in the run of cached blocks, those on disk included, that the request was admitted with.
         block_size: Tokens of a block.
     """
-    return [position for position in prefill_stops(length, shared_end, block_size) if start < position <= end]
+    return [position for position in prefill_stops(length, cached_end, block_size) if start < position <= end]
 
 
-def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
+def prefill_stops(length: int, cached_end: int, block_size: int) -> list[int]:
     """Return the positions of `prefill_positions` in the whole sequence."""
-    wanted = [shared_end, last_boundary(length, block_size)]
+    wanted = [cached_end, last_boundary(length, block_size)]
     if length % block_size == 0:
         wanted.append(length)
     return list(dict.fromkeys(wanted))

@@ -70,7 +70,7 @@ class JsonLines(Response):
 
 @router.get("/prefix_cache/trace", response_class=JsonLines)
 async def prefix_cache_trace(serving: ServerDependency) -> Response:
-    """Return recent requests as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
+    """Return recent requests as JSON lines for `megatron-ext simulate`: keyed hashes of blocks, no text."""
     recent = serving.requests.recent
     content = await asyncio.to_thread(recent.lines, recent.snapshot())
     return JsonLines(content)

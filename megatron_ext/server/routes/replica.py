@@ -17,9 +17,10 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
     `instance` changes with a restart. `steps` grows while the engine computes: it is the heartbeat that `/health` is
     not, since `/health` is answered without the engine. Replicas of equal `model`, `aliases`, `configuration` and
     `tokenizer` can answer for each other; `root` is the directory of the tokenizer, which load generators send as the
-    model's name; `weights` is the version of the weights. `others` has the requests that the
-    asking coordinator has not sent, their prompt tokens that are yet to be computed, and the sum of their `max_tokens`.
-    Counts are null where `--hide-cache-counts` hides them.
+    model's name; `weights` is a hash of the weights, `weights_version` their number, and `is_updating` tells whether
+    new ones are being read or written. `others` has the requests that the asking coordinator has not sent, their prompt
+    tokens that are yet to be computed, and the sum of their `max_tokens`. Counts are null where `--hide-cache-counts`
+    hides them.
     """
     others, prompt_tokens, output_tokens = serving.requests.load_of_others(sender_of(request))
     requests, state = serving.requests, serving.metrics.state
@@ -32,6 +33,8 @@ async def replica(request: Request, serving: ServerDependency) -> dict[str, obje
         "configuration": serving.identity.configuration,
         "tokenizer": serving.identity.tokenizer,
         "weights": serving.identity.weights,
+        "weights_version": serving.engine.core.weights_version,
+        "is_updating": serving.updater is not None and serving.updater.is_updating,
         "status": requests.status,
         "has_keys": serving.keys is not None and serving.keys.are_needed,
         "block_size": geometry.block_size_tokens,

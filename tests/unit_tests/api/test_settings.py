@@ -66,7 +66,7 @@ def test_each_setting_means_the_same_as_its_flag(group, flag):
         words, value = [flag.option, *[typed] * count], [value] * count
     if not is_of_the_engine(group, flag):
         assert flag.field in OF_THE_RUN
-        with pytest.raises(ConfigError, match=f"^{spelled(flag.option)} is a setting of tools/run_inference.py only"):
+        with pytest.raises(ConfigError, match=f"^{spelled(flag.option)} is a setting of megatron-ext run only"):
             read_settings({spelled(flag.option): value})
         return
     expected = settings_or_error(lambda: parse_arguments(words))
@@ -88,7 +88,7 @@ def test_fields_do_not_hide_flags():
     [
         ({"laod_hf": "x"}, "laod_hf is not a setting of an engine; did you mean load_hf?"),
         ({"max_request": 3}, "did you mean max_requests?"),
-        ({"zzzzzz": 3}, "zzzzzz is not a setting of an engine; tools/run_inference.py --help lists the names"),
+        ({"zzzzzz": 3}, "zzzzzz is not a setting of an engine; megatron-ext run --help lists the names"),
         ({"block_size": "64"}, "block_size '64' is not a whole number"),
         ({"bf16": 1}, "bf16 1 is not true or false"),
         ({"seed": None}, "seed None is not a whole number"),
@@ -97,7 +97,7 @@ def test_fields_do_not_hide_flags():
         ({"temperature": -1.0}, "temperature -1.0 must be zero (greedy) or more"),
         ({"load": "a", "load_hf": "b"}, "--load a and --load-hf b contradict each other; give one of them"),
         ({"block_size": 16, "inference_dynamic_batching_block_size": 16}, "is given twice, as block_size too"),
-        ({"prompts": ["a"]}, "prompts is a setting of tools/run_inference.py only; leave it out"),
+        ({"prompts": ["a"]}, "prompts is a setting of megatron-ext run only; leave it out"),
         ({"load": "/nowhere/at/all"}, "--load /nowhere/at/all does not exist; give the directory of a checkpoint"),
         ({"tokenizer_model": "/nowhere"}, "tokenizer /nowhere does not exist; give a directory or a tokenizer.json"),
         (

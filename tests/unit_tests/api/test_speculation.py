@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from megatron_ext import ConfigError, RequestParams
-from megatron_ext.config import ParallelConfig, SourceConfig
+from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.mcore.hidden_states import KEPT_TOKENS
+from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
-from megatron_ext.models.load_draft_model import check_same_vocabulary, load_draft_model
+from megatron_ext.models.load_draft_model import check_prediction, check_same_vocabulary, load_draft_model
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -58,6 +61,52 @@ def test_a_draft_model(load, plain):
         assert greedy.draft_token_count == greedy.accepted_token_count > 12
         engine.suspend()
         engine.resume()
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory):
+    """A saved model with a layer of multi-token prediction, and one with two of their own."""
+    found = []
+    for repeated in (True, False):
+        config = ModelConfig(
+            hybrid_override_pattern="M*-",
+            hidden_size=64,
+            num_attention_heads=4,
+            mamba_num_groups=2,
+            vocab_size=300,
+            mtp_num_layers=2,
+            mtp_use_repeated_layer=repeated,
+            mtp_hybrid_override_pattern="*-",
+        )
+        found.append(str(tmp_path_factory.mktemp("mtp") / "model"))
+        save_checkpoint(found[-1], build_model(config, device=torch.device("cpu")), config)
+    return found
+
+
+def test_the_model_s_own_layer(load, predicting):
+    """SP-10: it is read for this method; tokens are those without it, by one setting and by another."""
+    source = {"load": predicting[0], "tokenizer_type": "NullTokenizer"}
+    prompts, wishes = [[5, 9, 40] * 20] * 2, [RequestParams(24), RequestParams(24, temperature=1.0, seed=3)]
+    expected = [record.generated_tokens for record in load(**source).generate(prompts, wishes)]
+    for adaptive in (False, True):
+        settings = SETTINGS | {"speculative_adaptive": adaptive}
+        engine = load(speculative_method="mtp", **source, **settings)
+        records = engine.generate(prompts, wishes)
+        assert [record.generated_tokens for record in records] == expected
+        assert records[0].draft_token_count > 0
+        pools = engine._engine.context.plan.geometry.draft_model
+        assert pools.hidden_bytes == engine._engine.context.max_requests * KEPT_TOKENS * 64 * 4
+
+
+def test_a_model_without_such_a_layer_is_refused(load, predicting):
+    """SP-10: with what would do."""
+    settings = {"speculative_method": "mtp", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="needs layers of multi-token prediction, and embedded has none"):
+        load(**settings)
+    with pytest.raises(ConfigError, match=r"needs one layer .* for all depths, and .* has 2; give .*-tokens 1"):
+        load(load=predicting[1], tokenizer_type="NullTokenizer", **settings)
+    with pytest.raises(ConfigError, match="--speculative-method mtp runs on one rank only"):
+        check_prediction(SpeculationConfig(**settings), ParallelConfig(tensor_model_parallel_size=2), None)
 
 
 def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, caplog):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.models.update import ranks
+from megatron_ext.models.update import ranks, weight_update
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.parallel.driver import driver_of
 from tests.unit_tests.support.ranks import run_ranks
@@ -79,6 +79,18 @@ def lack_memory_once() -> None:
     ranks.kept_copies = lacking
 
 
+def fail_to_swap_once() -> None:
+    """Make the next write of a checkpoint fail in its middle."""
+    swap, calls = weight_update._swap, iter(range(10**6))
+
+    def failing(one: torch.Tensor, other: torch.Tensor) -> None:
+        if next(calls) == 5:
+            raise ZeroDivisionError("planted")
+        swap(one, other)
+
+    weight_update._swap = failing
+
+
 def program(sizes: dict) -> object:
     """Outcomes on rank 0: with the old weights, after a refusal, after each update, and after failures on rank 1."""
     ranks.BUCKET_BYTES = 200_000
@@ -132,6 +144,7 @@ def from_directories(folders: tuple[str, str]) -> object:
     """Outcomes on rank 0 after a checkpoint that fits, and the message of one that does not."""
     settings = SETTINGS | {"tensor_model_parallel_size": 2}
     if dist.get_rank():
+        fail_to_swap_once()
         return follow_engine(**settings)
     good, bad = folders
     with load_engine(**settings) as engine:
@@ -140,6 +153,10 @@ def from_directories(folders: tuple[str, str]) -> object:
         old = outcomes(engine)
         with pytest.raises(ConfigError) as refused:
             engine._call(lead, Path(bad), tell)
+        assert_equal(outcomes(engine), old)
+        with pytest.raises(WeightUpdateError, match="rank 1: ZeroDivisionError: planted; the old weights are back"):
+            engine._call(lead, Path(good), tell)
+        engine.weights_changed()
         assert_equal(outcomes(engine), old)
         engine._call(lead, Path(good), tell)
         engine.weights_changed()
@@ -158,6 +175,18 @@ def spread(sizes: dict) -> object:
         params = RequestParams(num_tokens_to_generate=10, return_log_probs=True, ignore_eos=True)
         records = engine.generate([[5, 6, 7, 8], [9] * 40], params)
         return shapes, [(one.generated_tokens, one.generated_log_probs) for one in records]
+
+
+def quantized(sizes: dict) -> object:
+    """Tokens on rank 0 of a model in int8 after whole tensors were written, and after a mistake."""
+    settings = SETTINGS | sizes | {"cpu_weight_quantization": "int8", "distributed_timeout_minutes": 0.5}
+    if dist.is_initialized() and dist.get_rank():
+        return follow_engine(**settings)
+    with load_engine(**settings) as engine:
+        engine.update_weights(new_weights())
+        with pytest.raises(ConfigError):
+            engine.update_weights({NORM: torch.ones(3)}, partial=True)
+        return outcomes(engine)
 
 
 def assert_equal(got: list[tuple], want: list[tuple]) -> None:
@@ -202,7 +231,7 @@ def test_experts(sizes: dict):
 
 @pytest.mark.worlds
 def test_checkpoints(tmp_path):
-    """RL-1: each rank reads its part; a checkpoint that does not fit changes nothing on any."""
+    """RL-1: each rank reads its part; one that does not fit, or a write that fails, leaves the old weights on all."""
     new, folders = new_weights(), (tmp_path / "good", tmp_path / "bad")
     for folder in folders:
         folder.mkdir()
@@ -224,3 +253,12 @@ def test_old_weights_are_restored():
     (before, after, version), _ = run_ranks(restoring, 2, {"tensor_model_parallel_size": 2})
     assert_equal(after, before)
     assert version == 0
+
+
+@pytest.mark.worlds
+def test_quantized_weights():
+    """RL-1: new weights of a model in int8 are quantized anew on all ranks."""
+    found, _ = run_ranks(quantized, 2, {"tensor_model_parallel_size": 2})
+    alone = quantized({})
+    firsts = [[log_probs[0] for _, log_probs in one] for one in (found, alone)]
+    assert firsts[0] == pytest.approx(firsts[1], abs=0.02)  # parts of rows have scales of their own

@@ -30,6 +30,10 @@ OPTIONS = """
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
 --short-conv-kernel-dim
+--mtp-num-layers
+--mtp-use-repeated-layer
+--no-mtp-use-repeated-layer
+--mtp-hybrid-override-pattern
 --qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate --add-qkv-bias --no-add-qkv-bias
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
 --moe-shared-expert-gate --no-moe-shared-expert-gate --moe-latent-size
@@ -68,7 +72,8 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
---explain-prefix-cache --no-explain-prefix-cache --prefix-cache-audit --prefix-cache-audit-dir
+--explain-prefix-cache --no-explain-prefix-cache --prefix-cache-log-probs --no-prefix-cache-log-probs
+--prefix-cache-audit --prefix-cache-audit-dir
 --prefix-cache-dir --prefix-cache-disk-gb
 --prefix-cache-drain-seconds --prefix-cache-load-seconds
 --inference-dynamic-batching-prefix-caching-coordinator-policy

@@ -149,7 +149,7 @@ class TestRemembered:
     @pytest.mark.parametrize(
         ("path", "is_left"),
         [
-            *((path, 0) for path in ("/reset_prefix_cache", "/flush_cache", "/update_weights_from_disk", "/sleep")),
+            *((path, 0) for path in ("/reset_prefix_cache", "/flush_cache", "/sleep")),
             *((path, 10) for path in ("/abort", "/wake_up")),
         ],
     )

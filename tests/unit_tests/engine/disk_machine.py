@@ -65,6 +65,9 @@ class FakeDisk:
         for key in keys:
             self.entries.pop(key, None)
 
+    def drop(self, keys: Sequence[EntryKey]) -> None:
+        self.remove(keys)
+
     def load(self, number: int, items: Sequence[LoadItem]) -> None:
         assert items, "a load of nothing"
         self.loads[number] = [item.key for item in items]
@@ -76,12 +79,21 @@ class FakeDisk:
     def finish(self, number: int, *, is_read: bool) -> None:
         """End a load; one of entries that are gone fails."""
         keys = self.loads.pop(number)
-        is_read = is_read and all(key in self.entries for key in keys)
-        self.events.append(Loaded(number, [[self.entries[key]] for key in keys] if is_read else None, 1.0))
+        found = [[self.entries[key]] for key in keys if key in self.entries]
+        is_read = is_read and len(found) == len(keys)
+        failed = next((place for place, key in enumerate(keys) if key not in self.entries), 0)
+        self.events.append(Loaded(number, found if is_read else None, 1.0, failed))
 
-    def drop(self, key: EntryKey) -> None:
+    def evict(self, key: EntryKey) -> None:
         del self.entries[key]
         self.events.append(Gone([key]))
+
+    def die(self) -> None:
+        """Fail as a directory does that cannot be written any more: all is gone, and no load ends otherwise."""
+        self.is_full = True
+        self.entries.clear()
+        self.events = [Gone(None), *(Loaded(number, None, 0.0) for number in self.loads)]
+        self.loads.clear()
 
     def take(self) -> list[Event]:
         taken, self.events = self.events, []
@@ -170,7 +182,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.has_states = kind != "attention"
         self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.memory, self.disk = FakeMemory(layout), FakeDisk()
-        sizes = EntrySizes((8,), (8,) if self.has_states else ())
+        sizes = EntrySizes((8,), (8,) if self.has_states else None)
         self.tier = DiskTier(self.disk, sizes, self.copy, lambda: self.now, PATIENCE)
         self.scheduler.cache.lower_tier = self.tier
         self.scheduler.cache.add_observer(Forgetful(self.tier))
@@ -241,6 +253,7 @@ class DiskMachine(RuleBasedStateMachine):
         if decides:
             self.loading.decide()
             self.verify()
+            self.verify_runs()
         plan = self.scheduler.schedule()
         self.learn(plan)
         waiting = [one.load for one in plan.deferrals if one.resource == "disk"]
@@ -342,12 +355,18 @@ class DiskMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk.entries)
     @rule(data=st.data())
     def evict_on_disk(self, data: st.DataObject) -> None:
-        self.disk.drop(data.draw(st.sampled_from(sorted(self.disk.entries)), "entry"))
+        self.disk.evict(data.draw(st.sampled_from(sorted(self.disk.entries)), "entry"))
 
     @precondition(lambda self: self.disk.entries)
     @rule(is_full=st.sampled_from([False, False, True]))
     def fill_queue(self, is_full: bool) -> None:
         self.disk.is_full = is_full
+
+    @precondition(lambda self: self.disk.entries)
+    @rule(dies=st.sampled_from([False, False, False, False, False, True]))
+    def fail_storage(self, dies: bool) -> None:
+        if dies:
+            self.disk.die()
 
     @precondition(lambda self: self.disk.loads)
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
@@ -363,6 +382,17 @@ class DiskMachine(RuleBasedStateMachine):
         self.tier.check()
         assert len(self.scheduler.disk_loads) == len(self.tier.loads), "tier and scheduler know other loads"
         assert self.disk.loads.keys() <= self.tier.loads.keys(), "a load goes on that is not wanted"
+
+    def verify_runs(self) -> None:
+        """Each request that may be admitted knows how far memory and disk together go."""
+        for request in self.scheduler.queues.waiting.line() if self.has_states else ():
+            hashes = request.block_hashes
+            end = matched = len(self.scheduler.cache.match(hashes))
+            while end < len(hashes) and EntryKey(EntryKind.BLOCK, hashes[end]) in self.tier:
+                end += 1
+            assert end <= request.sequence.snapshot_plan.cached_end(matched) <= len(hashes), (
+                "no snapshot where it diverges"
+            )
 
     def teardown(self) -> None:
         """Without answers of the disk every request ends, since time passes."""

@@ -68,7 +68,11 @@ class Situation:
         self.scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
         self.disk, self.memory, self.now = FakeDisk(), Notes(layout), 0.0
         self.tier = DiskTier(
-            self.disk, EntrySizes((8,), () if layout is None else (8,)), lambda *_: (None, [()]), lambda: self.now, 10.0
+            self.disk,
+            EntrySizes((8,), None if layout is None else (8,)),
+            lambda *_: (None, [()]),
+            lambda: self.now,
+            10.0,
         )
         self.scheduler.cache.lower_tier = self.tier
         self.loading = DiskLoading(self.scheduler, self.tier, self.memory)
@@ -146,6 +150,26 @@ def test_a_load_begins_only_where_there_is_room_for_it():
     found.scheduler.end(next(iter(found.scheduler.queues.running)), Status.ABORTED)
     found.decide()
     assert found.scheduler.waits_for_disk(waiting)
+
+
+@pytest.mark.parametrize("in_memory", [0, 2])
+def test_divergences_from_what_is_on_disk_are_learned(in_memory):
+    """EX-11, SI-1: whether the blocks before are on disk, too, or in memory; not if nothing goes on after them."""
+    found = Situation(SlabLayout(8, 2, 1))
+    cache = found.scheduler.cache
+    for seed in range(16):
+        start, size = 100 * seed, found.scheduler.limits.block_size
+        common = range(start, start + 2 * size)
+        if in_memory:
+            found.serve(found.request(3 * seed, common))
+            for block_hash in list(cache.states.visible()):
+                cache.states.drop(block_hash)
+        other = found.request(3 * seed + 1, [*common, *range(5)], on_disk=3 if seed < 8 else 2)
+        found.scheduler.end(other, Status.ABORTED)
+        last = found.request(3 * seed + 2, [*common, *range(50, 55)])
+        found.loading._note_runs()
+        found.serve(last)
+    assert cache.divergences.shown == ((2, 8),)
 
 
 def test_pending_copies_are_made_before_loaded_entries_are_written():

@@ -133,6 +133,16 @@ class TestKnowledge:
         assert world.add(tokens, 1, **options) == 1
         world.run()
 
+    @pytest.mark.parametrize("alternatives", [0, 2])
+    def test_prompts_whose_log_probs_are_kept_go_where_they_are(self, alternatives: int):
+        """KV-7, RL-10: a request for the log-probs of its prompt alone reads the cache, too."""
+        world = Replicas(2, keeps_log_probs=True)
+        tokens, scored = list(range(640)), {"return_log_probs": True, "skip_prompt_log_probs": False}
+        assert world.add(tokens, 1, **scored) == 0
+        world.run()
+        assert world.add(tokens, 1, **scored, top_n_logprobs=alternatives) == int(alternatives > 0)
+        world.run()
+
     @pytest.mark.parametrize("change", ["reset_prefix_cache", "weights_changed", "suspend"])
     @pytest.mark.parametrize("slots", [None, 64], ids=["attention", "states"])
     def test_an_emptied_cache_draws_nothing(self, change: str, slots: int | None):

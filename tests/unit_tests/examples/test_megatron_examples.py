@@ -12,6 +12,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from arguments import parse_server_arguments
+from megatron_ext.commands.run import DONE, main
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
@@ -22,7 +23,6 @@ from tests.unit_tests.models.test_load import write_tokenizer
 from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.support.source import ROOT
 from tests.unit_tests.support.vocabularies import write_gpt2, write_tiktoken
-from tools.run_inference import DONE, main
 
 SCRIPTS = ROOT / "examples" / "megatron"
 BATCHING = "--inference-dynamic-batching"

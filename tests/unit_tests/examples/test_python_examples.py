@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
+from examples.embedded_model.training_model import cpu_layers, load_training_model
 from examples.python import batch_file, convert, rl_loop, streaming, with_torchrun
 from examples.python.golden import test_outputs as golden
-from megatron_ext import RequestParams, load_engine
-from megatron_ext.config import SourceConfig
-from megatron_ext.models.load import load_model
+from megatron_ext import RequestParams, attach_engine, load_engine
+from megatron_ext.mcore import weight_samples
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.test_load import write_tokenizer
+from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.source import ROOT
 
 SMALL = {"inference_dynamic_batching_block_size": 16, "inference_dynamic_batching_buffer_size_gb": 0.1}
@@ -58,47 +59,75 @@ def test_streaming(capsys):
     assert len(capsys.readouterr().out.splitlines()) > 3
 
 
-@pytest.fixture
-def policy() -> nn.Module:
-    return load_model(SourceConfig(), {}).model.train()
+def steps_of(*flags: str) -> rl_loop.Progress:
+    return rl_loop.main(["--prompts", "2", "--group-size", "4", "--epochs", "1", *flags])
 
 
 class TestReinforcementLearning:
-    """PY-8: eight samples from one prefill, new weights in place, and the same as a fresh engine."""
+    """PY-8, RL-12: at each step the engine's log-probs are those of the trainer's own forward."""
 
-    def test_the_loop(self, policy):
-        old = copy.deepcopy(dict(policy.named_parameters()))
-        with rl_loop.load() as engine:
-            groups = rl_loop.run(engine, policy, rounds=2)
-            after = rl_loop.sample(engine, seed=0)
-        for group in (*groups, after):
-            skipped = [record.skipped_prefill_token_count for record in group.records]
-            length = group.records[0].prompt_token_count
-            assert skipped == [0] + [length] * 7  # one computes, seven take that over, in each round anew
-            assert group.skip_rate == pytest.approx(7 / 8)
-            assert group.skip_rate > 0.8
-        assert any(not torch.equal(old[name], new) for name, new in policy.named_parameters())
-        assert self.tokens(groups[0]) != self.tokens(after)  # the same seeds, other weights
+    def test_the_loop(self):
+        progress = steps_of("--steps", "2")
+        assert max(progress.differences) < rl_loop.TOLERANCE
+        for samples in progress.samples:
+            computed = [one.prompt_length - one.skipped for one in samples]
+            assert computed[0] == samples[0].prompt_length
+            assert 0 < computed[4] < samples[4].prompt_length, "the second prompt has the first one's beginning"
+            assert computed[1:4] == computed[5:] == [0] * 3, "a group's prompt is computed once"
+        assert rl_loop.skipped_share(progress.samples[0]) > 3 / 4
 
-        with rl_loop.load() as fresh:
-            assert self.tokens(rl_loop.sample(fresh, seed=0)) == self.tokens(groups[0])  # the control
-            fresh.update_weights(policy.named_parameters())
-            assert self.tokens(rl_loop.sample(fresh, seed=0)) == self.tokens(after)
+    def test_other_weights_are_found(self, monkeypatch):
+        """Log-probs differ where weights have changed unseen, and records name the weights of their tokens."""
+        monkeypatch.setattr(weight_samples, "IDLE_SECONDS", math.inf)  # silent writes stay silent on a slow machine
+        names = rl_loop.HELD_OUT[:2]
+        with cpu_layers():
+            model, tokenizer = load_training_model()
+            with attach_engine(model, tokenizer, **rl_loop.SETTINGS) as engine:
 
-    @staticmethod
-    def tokens(group: rl_loop.Round) -> list[tuple[int, ...]]:
-        return [record.generated_tokens for record in group.records]
+                def difference(samples: list[rl_loop.Sample]) -> float:
+                    batch = rl_loop.Batch.of(samples, 4)
+                    return rl_loop.check(rl_loop.forward(model, batch.tokens), batch)
 
-    def test_log_probs_are_the_engines(self, policy):
-        """The policy gives each sampled answer the log-prob that the engine reports."""
-        params = RequestParams(num_tokens_to_generate=8, return_log_probs=True, skip_prompt_log_probs=True)
-        with rl_loop.load() as engine:
-            engine.update_weights(policy.named_parameters())
-            (record,) = engine.generate(rl_loop.PROMPT, params)
-        tokens = torch.tensor([*record.prompt_tokens, *record.generated_tokens])
-        with torch.no_grad():
-            found = rl_loop.log_prob(policy, tokens, record.prompt_token_count)
-        assert found.item() == pytest.approx(sum(record.generated_log_probs), abs=1e-3)
+                assert difference(rl_loop.roll_out(engine, names, 4, seed=0, version=7)) < rl_loop.TOLERANCE
+                engine.resume()
+                samples = rl_loop.generate(engine, names, 4, seed=0, version=7)
+                assert difference(samples) < rl_loop.TOLERANCE
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.05)  # no version counter shows it
+                with pytest.raises(RuntimeError, match="log-probs of engine and trainer differ"):
+                    difference(samples)
+                stale = rl_loop.generate(engine, names, 4, seed=0, version=7)
+                with pytest.raises(RuntimeError, match="log-probs of engine and trainer differ"):
+                    difference(stale)  # the new weights on the prompt's old keys, values and states
+                with pytest.raises(RuntimeError, match=r"made by weights \(\(7, "):
+                    rl_loop.generate(engine, names, 4, seed=0, version=8)
+                engine.weights_changed()
+                assert difference(rl_loop.generate(engine, names, 4, seed=0, version=8)) < rl_loop.TOLERANCE
+
+    @pytest.mark.long
+    def test_learning(self):
+        """The held-out reward rises by a margin that shuffled advantages do not reach."""
+        flags = ("--steps", "4", "--group-size", "8", "--learning-rate", "2e-3")
+        learned, control = steps_of(*flags), steps_of(*flags, "--control")
+        assert learned.before == control.before
+        assert learned.after > learned.before + 0.3
+        assert control.after < control.before + 0.1
+
+    @pytest.mark.worlds
+    def test_two_ranks(self):
+        """Both ranks train on equal samples, and one rank with their weights gives their tokens these log-probs."""
+        first, second = run_ranks(both_ranks, 2, 2)
+        assert first.samples == second.samples
+        assert max(first.differences) < rl_loop.TOLERANCE
+        with cpu_layers():
+            model, _ = load_training_model()
+            optimizer = torch.optim.Adam(model.parameters(), lr=rl_loop.Recipe().learning_rate)
+            for samples in first.samples:
+                rl_loop.train(model, optimizer, rl_loop.Batch.of(samples, 2), epochs=1)
+
+
+def both_ranks(ranks: int) -> rl_loop.Progress:
+    return steps_of("--steps", "2", "--group-size", "2", "--tensor-model-parallel-size", str(ranks))
 
 
 class TestGolden:

@@ -63,7 +63,9 @@ def tiny(source: random.Random) -> dict[str, object]:
 
 def cache_of(source: random.Random) -> CacheConfig:
     return CacheConfig(
-        eviction_policy=source.choice(["lru", "flops", "ref_zero"]), snapshot_mode=source.choice(["kernel", "align"])
+        eviction_policy=source.choice(["lru", "flops", "ref_zero"]),
+        snapshot_mode=source.choice(["kernel", "align"]),
+        prefix_cache_log_probs=True,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.naming import OwnNames
+from megatron_ext.models.update.shards import ShardOptions, ShardWeights
 from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.ops.linear import Packable, onednn
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -30,21 +31,26 @@ def derived(driver: Driver) -> dict[str, int]:
     }
 
 
+@pytest.mark.parametrize("way", ["tensors", pytest.param("shards", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_source(kind: str):
+def test_each_source(kind: str, way: str):
     """RL-1: the logits are those of a plain recompute of the changed model, and differ from those before."""
     plain = build_slow_decay(CONFIGS[kind])
     driver = HybridDriver(build_slow_decay(CONFIGS[kind]), CONFIGS[kind], packs_weights=True, operator_backend=BACKEND)
     driver.sight(0, PROMPT)
     held = derived(driver)
+    shards = ShardWeights(driver.engine._model, None, source_is_gpt=False)
     assert BACKEND == "auto" or held["packed weights"] > 0
     assert any(held.values())
     before = driver.records[0].generated_log_probs
     generator = torch.Generator().manual_seed(4)
     for request_id, (name, tensor) in enumerate(sorted(saved_tensors(plain).items()), start=1):
         new = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-        for model in (plain, driver.engine._model):
-            update_weights(model, OwnNames(), {name: new}, partial=True)
+        update_weights(plain, OwnNames(), {name: new}, partial=True)
+        if way == "shards":
+            shards.write({name: new}, ShardOptions(partial=True))
+        else:
+            update_weights(driver.engine._model, OwnNames(), {name: new}, partial=True)
         driver.engine.core.weights_changed()
         driver.sight(request_id, PROMPT)
         assert_equals_oracle(driver, request_id, Oracle(plain))

@@ -101,6 +101,19 @@ class TestOnePrefill:
         check(driver, oracle, range(4))
         assert prefilled(driver) == 55 + 55
 
+    def test_the_wait_has_a_reason(self, start):
+        """KV-6: samples that wait for the end of a prefill name it, and are counted once each."""
+        driver, oracle = start(cache=CacheConfig(snapshot_slots=0), max_tokens=20)
+        add_samples(driver, range(3))
+        for _ in range(2):
+            (part,) = driver.engine.core.compute().parts
+            assert [(one.request.request_id, one.resource, one.wait_for) for one in part.plan.deferrals] == [
+                (1, "prompt", 0),
+                (2, "prompt", 0),
+            ]
+        check(driver, oracle, range(3))
+        assert driver.engine.core.counters.coordination_waits == 2
+
     def test_without_snapshots(self, start):
         driver, oracle = start(cache=CacheConfig(snapshot_slots=0))
         add_samples(driver, range(3))

@@ -22,6 +22,7 @@ from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.native.safetensors_checkpoint import load_weights, save_checkpoint
 from megatron_ext.models.update.disk import NewWeights
 from megatron_ext.models.update.naming import OwnNames
+from megatron_ext.models.update.shards import ShardOptions, ShardWeights
 from megatron_ext.models.update.weight_update import update_weights, weight_shapes
 from megatron_ext.ops.cpp import can_be_built
 from megatron_ext.ops.linear import INT8, LINEAR, Packable, cpp, onednn
@@ -265,7 +266,11 @@ def by_update(model: nn.Module, new: dict[str, Tensor]) -> None:
 
 
 def by_disk(model: nn.Module, new: dict[str, Tensor]) -> None:
-    NewWeights(model, new).write()
+    NewWeights(model, {name: one.clone() for name, one in new.items()}).write()  # the copies become the old weights
+
+
+def by_shards(model: nn.Module, new: dict[str, Tensor]) -> None:
+    ShardWeights(model, None).write(new, ShardOptions())
 
 
 def by_state_dict(model: nn.Module, new: dict[str, Tensor]) -> None:
@@ -289,7 +294,7 @@ def by_edits(model: nn.Module, new: dict[str, Tensor]) -> None:
             target.copy_(new[name])
 
 
-WRITES = [by_update, by_disk, by_state_dict, by_parts, by_assignment, by_edits]
+WRITES = [by_update, by_disk, by_shards, by_state_dict, by_parts, by_assignment, by_edits]
 
 
 class TestUpdates:
@@ -391,7 +396,7 @@ class TestQuantized:
         assert len(plans) == 2
 
     @pytest.mark.parametrize("config", [CONFIGS["hybrid"], TIED], ids=["own", "tied"])
-    @pytest.mark.parametrize("write", [by_update, by_disk, by_state_dict])
+    @pytest.mark.parametrize("write", [by_update, by_disk, by_shards, by_state_dict])
     def test_new_weights_are_quantized_anew(self, config, write):
         """Results equal those of an engine that was built with them, to the bit."""
         new = build_slow_decay(config, seed=6)

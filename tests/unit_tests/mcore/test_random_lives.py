@@ -137,24 +137,25 @@ def test_without_a_cache(get_driver, get_oracle, seed):
 
 @pytest.mark.parametrize("seed", seeds([1, 2], 6))
 def test_with_a_cache_of_blocks(get_oracle, monkeypatch, seed):
-    """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8."""
+    """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8, RL-10."""
     source = random.Random(f"shared blocks {seed}")
     policy = ["lru", "ref_zero"][seed % 2]
     at_once = [2, 4, 6] if policy == "lru" else [4, 6]  # with ref_zero only requests that overlap in time share
     batching = tiny(source, [5, 6, 8, 14]) | {"max_requests": source.choice(at_once)}
     batching |= {"max_tokens": batching["max_tokens"] + 5} | few_prefills(monkeypatch, are_few=seed % 2 == 1)
-    driver = build_driver(get_oracle, "attention_only", policy=policy, **batching)
+    driver = build_driver(get_oracle, "attention_only", policy=policy, log_probs=True, **batching)
     Life(driver, source).live(get_oracle("attention_only"))
     assert driver.engine.lifetime_skipped_token_count > 0
 
 
 @pytest.mark.parametrize("seed", seeds([0, 1, 2], 6))
 def test_with_snapshots(get_oracle, monkeypatch, seed):
-    """HY-2 to HY-6, EX-1 to EX-5, EX-8."""
+    """HY-2 to HY-6, EX-1 to EX-5, EX-8, RL-10."""
     source = random.Random(f"snapshots {seed}")
     kind, slots = ["hybrid", "attention_free"][seed % 3 == 2], [PLENTY, 2, 4, 1, 0, PLENTY][seed]
     batching = tiny(source, [6, 12, 200]) | few_prefills(monkeypatch, are_few=seed % 2 == 1)
-    driver = build_driver(get_oracle, kind, policy=source.choice(["lru", "ref_zero"]), slots=slots, **batching)
+    policy = source.choice(["lru", "ref_zero"])
+    driver = build_driver(get_oracle, kind, policy=policy, slots=slots, log_probs=True, **batching)
     Life(driver, source).live(get_oracle(kind))
     assert (driver.states.taken > 0) is (slots > 0), "a life without snapshots proves nothing about them"
 
@@ -173,7 +174,8 @@ def test_with_a_budget_of_a_block(get_oracle, seed):
     source, kind = random.Random(f"align {seed}"), ["hybrid", "gated_delta_net", "mamba1"][seed]
     batching = tiny(source, [12, 200, 200]) | {"max_requests": source.choice([2, 4, 6])}
     batching["max_tokens"] = BLOCK + source.choice([0, 0, 1, 3])
-    driver = build_driver(get_oracle, kind, slots=source.choice([PLENTY, 2, 4]), mode="align", **batching)
+    slots = source.choice([PLENTY, 2, 4])
+    driver = build_driver(get_oracle, kind, slots=slots, mode="align", log_probs=True, **batching)
     Life(driver, source).live(get_oracle(kind))
     assert any(end % BLOCK for _, end in prefills(driver)), "no chunk ended inside a block"
 

@@ -128,6 +128,7 @@ def with_disk(replay: EngineReplay, disk: DiskSettings) -> DiskTier:
         lambda entry, used: copy_entry(entry, cache.cached_token_ids, memory, used),
         lambda: replay.now,
         LOAD_SECONDS,
+        wall_clock=lambda: replay.now,
     )
     cache.lower_tier, replica.loading = tier, SimulatedTimes(replica.scheduler, tier, memory)
     return tier

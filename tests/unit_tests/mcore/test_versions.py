@@ -103,7 +103,7 @@ class TestUnsupportedVersion:
     @pytest.mark.parametrize(
         "command",
         [
-            ["-m", "tools.run_inference"],
+            ["-m", "megatron_ext", "run"],
             ["-c", "import megatron_ext; megatron_ext.load_engine(load='nowhere')"],
         ],
     )

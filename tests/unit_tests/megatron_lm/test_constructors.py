@@ -119,6 +119,8 @@ class TestSubstitution:
             first = engine_around(model, ScriptContext(**SIZES))
             with pytest.raises(ConfigError, match="attached"):
                 engine_around(model, ScriptContext(**SIZES))
+            (held,) = ScriptEngine.attached  # so that it is not freed, and closed by that, without a close
         with substituted():
             second = engine_around(model, ScriptContext(**SIZES))
         assert first.core is not second.core
+        assert held not in ScriptEngine.attached

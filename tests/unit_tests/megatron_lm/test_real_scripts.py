@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands import run
 from megatron_ext.mcore.upstream_version import found_version
 from megatron_ext.megatron_lm.run import main
 from tests.unit_tests.megatron_lm.conftest import PROMPTS
 from tests.unit_tests.support import megatron_models
-from tools import run_inference
 
 ROOT = Path(os.environ["MEGATRON_LM"])
 IS_NEW = found_version() >= (0, 17)
@@ -37,7 +37,7 @@ def tool_results(checkpoint: Path, output: Path) -> dict:
     flags = "--use-checkpoint-args --tokenizer-type NullTokenizer --vocab-size 56 --termination-id 55 --top_k 1"
     flags += " --num-tokens-to-generate 8 --return-log-probs --inference-dynamic-batching-buffer-size-gb 0.01"
     files = ["--load", str(checkpoint), "--prompt-file", str(prompts), "--output-path", str(output)]
-    assert run_inference.main([*files, *flags.split()]) == run_inference.DONE
+    assert run.main([*files, *flags.split()]) == run.DONE
     return json.loads(output.read_text("utf-8"))
 
 

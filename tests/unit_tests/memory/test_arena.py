@@ -27,7 +27,7 @@ BUDGETS = st.builds(
     total=st.integers(0, 2**36),
     block=st.integers(1, 10**7),
     record=st.integers(1, 10**8),
-    draft_block=st.sampled_from([0, 1000, 10**6]),
+    beside_block=st.sampled_from([0, 1000, 10**6]),
     apart_slots=st.integers(0, 100),
 )
 
@@ -77,14 +77,14 @@ class TestSlabs:
             assert size // snapshots >= rank.record
             assert rank.block * blocks >= (1 - MAX_WASTE) * size
             assert rank.record * snapshots >= (1 - MAX_WASTE) * size
-            drafts = (layout.blocks + 1) * rank.draft_block
+            drafts = (layout.blocks + 1) * rank.beside_block
             assert arena_bytes(layout, size, rank.apart_slots) + drafts <= rank.total
             apart = layout.first_apart_slot * (size // snapshots)
             assert apart - size // snapshots < (layout.blocks + 1) * (size // blocks) <= apart, "the dummy block's end"
         more = dataclasses.replace(layout, spare_blocks=layout.spare_blocks + 1)
         assert more.spare_blocks == blocks or any(
             arena_bytes(more, rank.slab_bytes(blocks, snapshots), rank.apart_slots)
-            + (more.blocks + 1) * rank.draft_block
+            + (more.blocks + 1) * rank.beside_block
             > rank.total
             for rank in ranks
         ), "memory for another block is left"

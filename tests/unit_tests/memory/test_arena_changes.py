@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import RestoreError
 from megatron_ext.memory import budget
 from megatron_ext.memory.arena_changes import make_changes
+from megatron_ext.memory.log_prob_pool import allocate_log_probs
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import ArenaChanges, StateCopy
@@ -67,6 +70,17 @@ def test_blocks_are_read_before_any_is_written(arena: Arena):
         arena.pools.kv[:, :, block] = block
     make_changes(arena.pools, ArenaChanges(block_copies=((0, 1), (1, 0), (2, 3))), nothing)
     assert [arena.block(block) for block in range(4)] == [1.0, 0.0, 2.0, 2.0]
+
+
+def test_log_probs_move_with_their_blocks(arena: Arena):
+    """RL-10: they lie beside the arena, in a row for each block."""
+    kept = allocate_log_probs(arena.layout.blocks, 16, 8, torch.float32, CPU)
+    for tensor in kept.tensors:
+        tensor[:] = torch.arange(arena.layout.blocks)[:, None]
+    pools = dataclasses.replace(arena.pools, log_probs=kept)
+    make_changes(pools, ArenaChanges(block_copies=((0, 1), (1, 0), (2, 3))), nothing)
+    for tensor in kept.tensors:
+        assert tensor[:4, -1].tolist() == [1.0, 0.0, 2.0, 2.0]
 
 
 def test_a_block_is_copied_to_where_a_restored_snapshot_lies(arena: Arena):

@@ -54,6 +54,15 @@ class TestByHand:
             shortest_prompt_that_can_hit=None,
         )
 
+    def test_log_probs(self):
+        """RL-10, EX-6: in the same GiB, each block with 64 log-probs and a hidden state of 896 numbers of 16 bits."""
+        with_log_probs = dataclasses.replace(ATTENTION, log_prob_bytes=64 * 4 + 896 * 2)
+        geometry = plan(with_log_probs)
+        assert geometry.blocks == GIB // (65_536 + 2048) - 1
+        assert geometry.pool_bytes == (geometry.blocks + 1) * (65_536 + 2048)
+        assert geometry.shown()["log_prob_bytes"] == 2048
+        assert plan(dataclasses.replace(with_log_probs, kv_bytes_per_token=0)).blocks == plan(RECURRENT).blocks
+
     def test_attention_only(self):
         geometry = plan(ATTENTION)
         assert geometry.blocks == 16 * 1024 - 1

@@ -20,6 +20,7 @@ STATES = StateShape(2, (8, 3), (8, 4, 4), torch.float32, torch.float32)
 BOTH = ModelShape(2, 4, 16, torch.float32, STATES)
 ATTENTION = dataclasses.replace(BOTH, states=None)
 RECURRENT = dataclasses.replace(BOTH, attention_layers=0)
+STATE_TYPES = ("conv_states_dtype", "ssm_states_dtype")
 NEITHER = dataclasses.replace(RECURRENT, states=None)
 
 
@@ -51,6 +52,22 @@ def plan_all(
         with pytest.raises(HeardError):
             plan(rank, listen)
     return [plan(rank, lambda _: capacities) for rank in range(len(shapes))]
+
+
+def test_the_fingerprint_names_all_that_cached_bytes_depend_on():
+    """DC-2: each of these alone makes another cache; sizes of memory do not."""
+
+    def fingerprint(config=CONFIG, shape=BOTH, batching=None, **kwargs) -> bytes:
+        batching = batching or BatchingConfig(block_count=20)
+        settings = {"device_type": "cpu", "available_bytes": GIB}
+        return plan_engine(shape, config, batching, CacheConfig(), **settings, **kwargs).fingerprint
+
+    models = [{"rotary_base": 500}, {"rotary_percent": 0.5}, {"position_embedding_type": "rope"}, {"hidden_size": 128}]
+    found = [fingerprint(dataclasses.replace(CONFIG, **one)) for one in models]
+    found += [fingerprint(batching=BatchingConfig(block_count=20, **{one: "bf16"})) for one in STATE_TYPES]
+    found += [fingerprint(shape=dataclasses.replace(BOTH, dtype=torch.bfloat16)), fingerprint(linear="int8")]
+    assert len({fingerprint(), *found}) == 1 + len(found)
+    assert fingerprint(batching=BatchingConfig(block_count=30, max_requests=4)) == fingerprint()
 
 
 @pytest.mark.parametrize("shapes", [[BOTH, ATTENTION], [ATTENTION, RECURRENT], [RECURRENT, NEITHER, BOTH]])

@@ -33,6 +33,17 @@ def test_both_models_share_the_buffer():
     assert both.pool_bytes - snapshots <= GIB < both.pool_bytes - snapshots + 64 * (1024 + 256)
 
 
+def test_hidden_states_that_drafts_read_are_counted():
+    """SP-10: those of every request that can run."""
+    hidden = dataclasses.replace(ALONE, draft=dataclasses.replace(DRAFT, hidden_bytes=50_000))
+    without, both = geometry(TOGETHER, buffer_size_gb=1.0), geometry(hidden, buffer_size_gb=1.0)
+    left = GIB - 64 * 100_000 - 2 * 64 * 10_000 - 64 * 50_000
+    assert both.blocks == left // (64 * (1024 + 256)) - 1 < without.blocks
+    assert both.shown()["draft_model"]["hidden_bytes"] == 64 * 50_000
+    one, other = geometry(hidden, block_count=8), geometry(TOGETHER, block_count=8)
+    assert one.pool_bytes == other.pool_bytes + 64 * 50_000
+
+
 def test_nothing_of_it_is_shown_without_one():
     alone = geometry(ALONE, block_count=8)
     assert "draft_model" not in alone.shown()

@@ -161,7 +161,7 @@ def test_an_audit_finds_what_no_checksum_can(get_driver, tmp_path, monkeypatch, 
     after that does not find them.
     """
     if tier == "none":
-        monkeypatch.setattr(WarmRestart, "go_live", lambda _: None)
+        monkeypatch.setattr(WarmRestart, "go_live", lambda *_: [])
     directory, prompt = tmp_path / "cache", make_prompt(120)
     driver = started(get_driver, directory)
     cold, *_ = serve(driver, prompt)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ext.config import CacheConfig
 from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
+from megatron_ext.prefix_cache.disk.entry_copies import key_of
 from megatron_ext.prefix_cache.disk.index import DiskIndex
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
 from megatron_ext.prefix_cache.hash_chain import HashChain
+from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.on_request import long_except
 from tests.unit_tests.models.test_durable_cache import PATIENCE, GetDriver, change, reset, started, suspend
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -117,6 +123,39 @@ def test_a_snapshot_on_disk_serves_blocks_in_memory(get_driver, tmp_path):
     driver.engine.close()
 
 
+DIVERGING = [80, 40, 72, 40, 80]  # tokens that each request has in common with the first one
+
+
+def served_beside(driver: Driver) -> list[int]:
+    """Skipped tokens of requests that diverge from a prompt, each after others have pushed out what memory had."""
+    whole = make_prompt(120)
+    serve(driver, whole)
+    skipped = []
+    for seed, common in enumerate(DIVERGING):
+        push_out(driver)
+        skipped.append(serve(driver, whole[:common] + make_prompt(50, seed=10 + seed))[2])
+    return skipped
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    long_except(
+        [("hybrid", "kernel")], [(kind, mode) for kind in ("hybrid", "attention_free") for mode in ("kernel", "align")]
+    ),
+)
+def test_a_request_that_diverges_from_what_is_on_disk_leaves_a_snapshot_there(get_driver, tmp_path, kind, mode):
+    """EX-11, HY-4: later requests skip what they skip with a memory that holds all."""
+    cache = {"provisional_slots": 0, "snapshot_mode": mode}
+    driver = small(get_driver, tmp_path / "cache", kind, **cache)
+    found = served_beside(driver)
+    assert driver.engine.statistics().use.blocks_evicted > 0
+    driver.engine.close()
+    driver = get_driver(kind, cache=CacheConfig(snapshot_slots=100, **cache), block_count=400)
+    assert found == served_beside(driver)
+    assert driver.engine.statistics().use.blocks_evicted == 0
+    assert max(found) == 80
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
 def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, tmp_path, kind):
     """EX-11: only what memory lacks is read."""
@@ -133,6 +172,30 @@ def test_the_end_of_a_prefix_on_disk_continues_its_start_in_memory(get_driver, t
     counts = driver.engine.core.disk.counts()
     assert counts["loads_placed"] == 1
     assert 0 < counts["read"] < 8, cached
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "flops"])
+def test_what_left_memory_first_leaves_the_disk_first(get_driver, tmp_path, monkeypatch, policy):
+    """EX-11: so the order on disk is that of the policy in memory."""
+    driver = small(get_driver, tmp_path / "cache", policy=policy, prefix_cache_disk_gb=0.0003)
+    tier, left = driver.engine.core.disk.tier, {}
+    take = tier.on_evicted
+
+    def note(entries: list[CachedEntry]) -> None:
+        for key in map(key_of, entries):
+            left.pop(key, None)
+            left[key] = None  # the last one to leave is the last one here
+        take(entries)
+
+    monkeypatch.setattr(tier, "on_evicted", note)
+    for seed in (0, 1, 0, 2, 3, 1, 4, 0, 5, 6):
+        serve(driver, make_prompt(100 + 10 * seed, seed=seed))
+        settle(driver)
+    tier.follow()
+    on_disk = [key for key in left if key in tier]
+    assert 10 < len(on_disk) < len(left)
+    assert on_disk == list(left)[-len(on_disk) :]
     driver.engine.close()
 
 
@@ -261,6 +324,19 @@ def test_a_live_tier_forgets_what_the_cache_forgets(get_driver, tmp_path, forget
     assert DiskIndex(tmp_path / "cache" / "slot-0" / "index.sqlite").load() == ([], [])
 
 
+def test_nothing_of_new_weights_is_written_after_a_reset_of_the_engine(get_driver, tmp_path):
+    """EX-11: block hashes begin anew then, and would be those of the old weights."""
+    driver = small(get_driver, tmp_path / "cache")
+    change(driver)
+    driver.engine.reset()
+    serve(driver, make_prompt(120))
+    push_out(driver)
+    assert driver.engine.statistics().use.blocks_evicted > 0
+    counts = driver.engine.core.disk.counts()
+    assert (counts["blocks"], counts["snapshots"], counts["written"]) == (0, 0, 0)
+    driver.engine.close()
+
+
 def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_path, monkeypatch, caplog):
     """EX-11: an eviction cannot fail, and a request that waits for a load goes on."""
     driver = small(get_driver, tmp_path / "cache")
@@ -283,3 +359,48 @@ def test_an_error_of_the_tier_ends_its_use_and_costs_no_request(get_driver, tmp_
     assert len(disk.tier) == 0
     assert sum("could not be taken" in record.getMessage() for record in caplog.records) == 1
     driver.engine.close()
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DataFile, "write", fail)
+
+
+def vanish(_: pytest.MonkeyPatch, slot: Path) -> None:
+    (slot / "data").unlink()
+
+
+def become_read_only(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    monkeypatch.setattr(DiskIndex, "apply", fail)
+
+
+@pytest.mark.parametrize("trouble", [no_room, vanish, become_read_only])
+def test_a_directory_that_fails_while_the_engine_serves(get_driver, tmp_path, monkeypatch, caplog, trouble):
+    """DC-3: one line, and every request is served, those that wait for a load included."""
+    driver = small(get_driver, tmp_path / "cache")
+    prompts = [make_prompt(120, seed=seed) for seed in range(3)]
+    cold = [serve(driver, prompt)[0] for prompt in prompts]
+    settle(driver)
+    trouble(monkeypatch, tmp_path / "cache" / "slot-0")
+    with caplog.at_level(logging.WARNING):
+        assert [serve(driver, prompt)[0] for _ in range(2) for prompt in prompts] == cold * 2
+        driver.engine.close()
+    assert sum("without it" in record.getMessage() for record in caplog.records) == 1
+    assert not driver.engine.core.disk.counts()["is_on"]
+
+
+def test_a_request_that_opts_out_leaves_nothing_on_disk(get_driver, tmp_path):
+    """DC-4, KV-9: neither while the engine runs, under pressure, nor at its end."""
+    driver = small(get_driver, tmp_path / "cache")
+    for number in range(4):
+        driver.add(number, make_prompt(120, seed=number), skip_prompt_log_probs=True, enable_prefix_caching=False)
+        driver.run()
+    assert driver.engine.core.disk.counts()["evicted"] == 0
+    driver.engine.close()
+    counts = driver.engine.core.disk.counts()
+    assert (counts["written"], counts["left_out"], counts["blocks"], counts["snapshots"]) == (0, 0, 0, 0)

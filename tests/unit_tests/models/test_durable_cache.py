@@ -45,7 +45,7 @@ def started(
     get_driver: GetDriver, directory: Path, kind: str = "hybrid", *, cache: dict[str, object] | None = None, **batching
 ) -> Driver:
     """An engine with its cache in a directory, as a start of the process makes it."""
-    settings = CacheConfig(prefix_cache_dir=str(directory), prefix_cache_disk_gb=0.05, **(cache or {}))
+    settings = CacheConfig(prefix_cache_dir=str(directory), **({"prefix_cache_disk_gb": 0.05} | (cache or {})))
     driver = get_driver(kind, cache=settings, **(FIXED | batching))
     model = driver.engine.controller.inference_wrapped_model.model
     tokenizer = NullTokenizer(97)

@@ -141,6 +141,7 @@ def gpt_with_drafts(tmp_path) -> Path:
 
 
 def test_layers_that_predict_further_tokens_are_left_unread(gpt_with_drafts, caplog):
+    caplog.set_level("INFO")
     source = SourceConfig(load=str(gpt_with_drafts), tokenizer_type="NullTokenizer")
     loaded = load_model(source, {"num_layers": 3}, device=CPU)
     assert loaded.config.hybrid_override_pattern == "*-*-*-"

@@ -7,19 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_ext import signals
+from megatron_ext.commands.run import main
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.models import engine_args
 from megatron_ext.offline import run as offline
 from megatron_ext.offline.passes import run_passes
 from megatron_ext.offline.prompts import TokenizedPrompt
+from megatron_ext.prefix_cache.disk.data_file import DataFile
 from megatron_ext.scheduling.record import Status
-from tools.run_inference import main
+from megatron_ext.signals import Interruption
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -122,9 +126,9 @@ def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number
     ]
     assert main([*TINY, *argv, "--incoming-requests-per-step", "1", "--inference-repeat-n", "2"]) == code
     captured = capfd.readouterr()
-    (line,) = [line for line in captured.err.splitlines() if line.startswith("run_inference.py")]
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("megatron-ext run")]
     name = signal.Signals(number).name
-    assert line == f"run_inference.py: {name}: requests: 2 completed, 6 aborted; all are in {output}"
+    assert line == f"megatron-ext run: {name}: requests: 2 completed, 6 aborted; all are in {output}"
     assert "tokens/s" not in captured.out, "what is in the file is not printed too"
     results = json.loads(output.read_text())
     requests = [results[str(i)] for i in range(8)]
@@ -169,7 +173,7 @@ def test_without_a_file_they_are_printed(prompt_file, capfd, interrupt):
     captured = capfd.readouterr()
     assert "4 requests, 2 not completed: 10 tokens generated" in captured.out
     assert captured.err.splitlines()[-1] == (
-        "run_inference.py: SIGINT: requests: 2 completed, 2 aborted; without --output-path they are printed only"
+        "megatron-ext run: SIGINT: requests: 2 completed, 2 aborted; without --output-path they are printed only"
     )
 
 
@@ -190,7 +194,7 @@ def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
     assert main([*TINY, *argv]) == 130
     captured = capfd.readouterr()
     line = captured.err.splitlines()[-1]
-    assert line.startswith("run_inference.py: SIGINT: the comparison was not completed; requests: 2 ")
+    assert line.startswith("megatron-ext run: SIGINT: the comparison was not completed; requests: 2 ")
     assert "cache changes nothing" not in captured.out
     results = json.loads(output.read_text())
     assert (results["prefix_cache"] is None) == (step == 2)
@@ -210,7 +214,7 @@ def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, pla
     monkeypatch.setattr(owner, place, signal_and_go_on)
     output = tmp_path / "out.json"
     assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]) == 143
-    assert capfd.readouterr().err == "run_inference.py: SIGTERM: nothing has run\n"
+    assert capfd.readouterr().err == "megatron-ext run: SIGTERM: nothing has run\n"
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
@@ -243,6 +247,40 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
 
 
 # `tools/run_inference.py`, whose tenth step waits until the process may read a line.
+@pytest.mark.parametrize(("count", "is_cut_short"), [(1, False), (2, True)])
+def test_a_second_signal_while_the_cache_is_written(
+    prompt_file, tmp_path, capfd, monkeypatch, count: int, is_cut_short: bool
+):
+    """DC-1, SE-4: what was not written is counted, and the results are written all the same."""
+    monkeypatch.setattr(signals, "ONE_WISH", 0.0)
+    write, notice, left, handled = DataFile.write, Interruption._notice, [count], threading.Semaphore(0)
+
+    def write_and_signal(*arguments: object) -> bool:
+        if left[0]:
+            left[0] -= 1
+            os.kill(os.getpid(), signal.SIGTERM)  # to the main thread, which waits for this one
+            assert handled.acquire(timeout=60)
+        return write(*arguments)
+
+    def notice_and_tell(*arguments: object) -> None:
+        notice(*arguments)
+        handled.release()
+
+    monkeypatch.setattr(Interruption, "_notice", notice_and_tell)
+
+    monkeypatch.setattr(DataFile, "write", write_and_signal)
+    output, cache = tmp_path / "out.json", ["--prefix-cache-dir", str(tmp_path / "cache")]
+    small = ["--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "80"]
+    argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--output-format", "full"]
+    assert main([*TINY, *small, *cache, *argv]) == 143
+    results = json.loads(output.read_text())
+    assert [results[key]["status"] for key in "0123"] == ["COMPLETED"] * 4
+    counts = results["prefix_cache_disk"]
+    assert counts["written"] > 0
+    assert (counts["left_out"] > 0) == is_cut_short
+    assert str(output) in capfd.readouterr().err
+
+
 HELD = """
 import runpy, sys
 from megatron_ext.engine.client import EngineClient

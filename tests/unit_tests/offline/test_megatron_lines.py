@@ -12,9 +12,9 @@ import shlex
 
 import pytest
 
+from megatron_ext.commands.run import DONE, main
 from tests.unit_tests.offline import test_megatron_runs
 from tests.unit_tests.support.vocabularies import write_tiktoken
-from tools.run_inference import DONE, main
 
 BATCHING = "--inference-dynamic-batching"
 COMMON = f"""

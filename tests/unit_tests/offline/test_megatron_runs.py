@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from arguments import parse_arguments
+from megatron_ext.commands.run import DONE, main
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import perturbed
 from tests.unit_tests.support.vocabularies import write_tiktoken
-from tools.run_inference import DONE, main
 
 BATCHING = "--inference-dynamic-batching"
 PROMPT = "Time travel to 2008, and go to a bar or a club or one of the myriad disco-basements on the Lower East Side"

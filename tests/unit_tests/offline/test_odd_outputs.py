@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.run_inference import BAD_USAGE, DONE, NOT_WRITTEN, main
+from megatron_ext.commands.run import BAD_USAGE, DONE, NOT_WRITTEN, main
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -44,7 +44,7 @@ def full_device() -> io.TextIOBase:
         (
             full_device,
             NOT_WRITTEN,
-            "run_inference.py: error: standard output could not be written: No space left on device\n",
+            "megatron-ext run: error: standard output could not be written: No space left on device\n",
         ),
     ],
 )
@@ -54,7 +54,7 @@ def test_the_json_is_there(opened, code, error, flags, output, monkeypatch, capf
     with opened() as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main([*TINY, *long, *flags, "--output-path", str(output)]) == code
-    assert [line for line in capfd.readouterr().err.splitlines(True) if "run_inference.py" in line] == [error][
+    assert [line for line in capfd.readouterr().err.splitlines(True) if "megatron-ext run" in line] == [error][
         : bool(error)
     ]
     assert json.loads(output.read_text())["0"]["status"] == "COMPLETED"
@@ -101,7 +101,7 @@ def test_results_that_cannot_be_written_are_printed(output, monkeypatch, capfd):
     captured = capfd.readouterr()
     partial = Path(f"{output}.partial.jsonl")
     assert captured.err.splitlines()[-1] == (
-        f"run_inference.py: error: --output-path {output} could not be written: No space left on device; "
+        f"megatron-ext run: error: --output-path {output} could not be written: No space left on device; "
         f"{partial} has the part that could be written"
     )
     assert "1 request: 4 tokens generated" in captured.out

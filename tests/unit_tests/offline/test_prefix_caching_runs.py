@@ -1,4 +1,4 @@
-"""Prefix caching as a user of `tools/run_inference.py` meets it: flags, prompt lines, JSON, log, comparison."""
+"""Prefix caching as a user of the command `run` meets it: flags, prompt lines, JSON, log, comparison."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands.run import BAD_USAGE, DONE, REQUEST_FAILED, main
 from megatron_ext.prefix_cache import hash_chain
 from megatron_ext.scheduling.explanation import Reason
-from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
 ATTENTION_ONLY = """
 --hybrid-override-pattern *-*- --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_ext
+from megatron_ext.commands.run import DONE, main
 from megatron_ext.engine.step_counts import StepCounts
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.passes import Pass
@@ -23,7 +24,6 @@ from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, Specul
 from tests.functional_tests import megatron_rules
 from tests.functional_tests.megatron_rules import problems, run_megatrons_checker
 from tests.unit_tests.offline.conftest import make_record
-from tools.run_inference import DONE, main
 
 BATCHING = "--inference-dynamic-batching"
 MEGATRONS = "input_prompt generated_text generated_tokens latency ttft top_n_logprobs prompt_top_n_logprobs".split()
@@ -239,7 +239,7 @@ def thrice(written) -> dict:
 
 
 class TestRuns:
-    """Files that `tools/run_inference.py` writes."""
+    """Files that the command `run` writes."""
 
     def test_the_checker_takes_it(self, once, thrice):
         """MF-6: three passes as well as one, since the ids of the last pass begin at 0."""

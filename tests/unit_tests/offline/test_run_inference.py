@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.commands.run import BAD_USAGE, DONE, REQUEST_FAILED, main
 from megatron_ext.console.startup import PHASES
-from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -44,7 +44,7 @@ def error_line(capfd):
         captured = capfd.readouterr()
         assert captured.out == ""
         (line,) = captured.err.splitlines()
-        assert line.startswith("run_inference.py: error: ")
+        assert line.startswith("megatron-ext run: error: ")
         return line
 
     return fail
@@ -168,7 +168,7 @@ class TestRanks:
         monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # what such a rank changes is taken back
         assert main([*TINY, "--prompts", "1", "--pipeline-model-parallel-size", "2"]) == BAD_USAGE
         captured = capfd.readouterr()
-        said = "run_inference.py: error: started on 3 ranks, and --pipeline-model-parallel-size 2 needs 2 or a multiple"
+        said = "megatron-ext run: error: started on 3 ranks, and --pipeline-model-parallel-size 2 needs 2 or a multiple"
         assert captured.out == ""
         assert captured.err.startswith(said) if rank == "0" else captured.err == ""
 
@@ -224,7 +224,7 @@ def test_a_process_of_its_own_reads_standard_input():
 def test_standard_input_is_named_in_errors(error_line, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}\n")))
     line = error_line(*TINY, "--prompt-file", "-")
-    assert line == "run_inference.py: error: standard input, line 1: has neither text nor token_ids; give one"
+    assert line == "megatron-ext run: error: standard input, line 1: has neither text nor token_ids; give one"
 
 
 ROPE = """

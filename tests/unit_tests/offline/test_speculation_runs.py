@@ -1,4 +1,4 @@
-"""Drafts as a user of `tools/run_inference.py` meets them: prompt lines, JSON (SP-1, SP-7)."""
+"""Drafts as a user of the command `run` meets them: prompt lines, JSON (SP-1, SP-7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.run_inference import BAD_USAGE, DONE, main
+from megatron_ext.commands.run import BAD_USAGE, DONE, main
 
 TINY = """
 --hybrid-override-pattern M*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16

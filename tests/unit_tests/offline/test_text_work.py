@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands.run import DONE, main
 from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.offline.test_prefix_caching_runs import ATTENTION_ONLY
-from tools.run_inference import DONE, main
 
 TEXTS = ("5 9  13 2 40 41 42 7", "5 9 13 2 40 41 42 8")  # two spaces: as submitted, not as read back
 IDS = ((5, 9, 13, 2, 40, 41, 42, 7), (5, 9, 13, 2, 40, 41, 42, 8))

@@ -30,7 +30,7 @@ def test_attention_breaks_no_other_limit(step: Step) -> None:
     """The limits that attention breaks are those that are known."""
     found = {row.kernel: set(row.problems) for row in rows_of(MODELS[0], step, ("attention",))}
     assert {(kernel, problem) for kernel, problems in found.items() for problem in problems} <= KNOWN
-    assert set(found) == ({"paged_prefill"} if step is WARM else {"paged_decode_split", "merge_splits"})
+    assert set(found) == {"paged_prefill" if step is WARM else "paged_decode_split", "merge_splits"}
 
 
 def launch_of(function: Function, programs: int, x: torch.Tensor, n: int) -> Recorded:

@@ -30,6 +30,7 @@ if triton.NAME not in usable(PAGED_ATTENTION):
     pytest.skip("no Triton here", allow_module_level=True)
 pytestmark = [*interpreted(triton.NAME)]
 kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
+merging = importlib.import_module("megatron_ext.ops.paged_attention.kernels_merge")
 COVERED = ("paged_decode_split", "merge_splits", "paged_prefill")  # here and in test_paged_attention.py
 SCALE = 0.3
 
@@ -102,19 +103,42 @@ def test_head_sizes_and_types(head_size: int, heads: tuple[int, int], block: int
     assert_close("mixed", pool.attend(2).float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_programs_take_turns_over_the_spans_of_a_decode(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CU-2: however many programs a grid has, partial sums are the same to the bit, and none is computed twice."""
-    pool = Pool([(1, 2100), (1, 30), (2, 1500)])
-    found = []
-    for programs in (1, 2, 16):
-        monkeypatch.setattr(triton_attention, "FEWEST_A_TILE", programs)
-        monkeypatch.setattr(triton_attention, "ENOUGH_PROGRAMS", 1)
+@contextlib.contextmanager
+def programs(monkeypatch: pytest.MonkeyPatch, **values: int) -> Iterator[None]:
+    """Choose grids and room for partial sums by constants of the launches."""
+    with monkeypatch.context() as patched:
+        for name, value in values.items():
+            patched.setattr(triton_attention, name, value)
         with no_shared_cells() if triton.is_interpreted() else contextlib.nullcontext():
+            yield
+
+
+@pytest.mark.parametrize(("window", "longest"), [(None, 8750), (700, 1100)])
+def test_programs_take_turns_over_the_spans_of_a_decode(
+    window: int | None, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CU-2: whichever programs compute and merge spans, the bits are the same, with room for each or for groups."""
+    pool = Pool([(1, longest), (1, 30), (2, 600)], heads=(2, 1), head_size=16)
+    found = []
+    for turns, slots in ((16, 32), (1, 2)):
+        few = {"FEWEST_A_TILE": turns, "ENOUGH_PROGRAMS": 1, "FEWEST_SLOTS": slots, "PARTIAL_BYTES": 0}
+        with programs(monkeypatch, **few):
             found.append(pool.attend(3, window))
     assert_close("decodes", found[0], pool.expected(window), atol=1e-5, rtol=1e-5)
     assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("window", [None, 4090])
+def test_keys_of_a_short_prefill_are_split(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-2: a suffix after cached keys is computed by spans, with the bits of one program for all keys."""
+    pool = Pool([(1, 9), (2, 70), (3, 4110)], heads=(2, 1), head_size=16)
+    found = []
+    for tiles in (0, 192):
+        with programs(monkeypatch, FEW_TILES=tiles), watch() as launches:
+            found.append(pool.attend(1, window))
+        assert [one.kernel for one in launches].count("merge_splits") == (2 if tiles else 1)
+    assert_close("warm", found[0], pool.expected(window), atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[0], found[1])
 
 
 DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
@@ -123,11 +147,14 @@ SIZES = [(name, channels) for types, channels in kernels.MANY for name in types]
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("name", "channels"), SIZES)
-def test_every_configuration(name: str, channels: int) -> None:
-    """CU-2: every compiled configuration is right."""
-    pool = Pool(MIXED, head_size=channels if channels < 64 else channels - 16, dtype=DTYPES[name])
+def test_every_configuration(name: str, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-2: every compiled configuration is right, with the same bits whether keys of a prefill are split."""
+    size = channels if channels < 64 else channels - 16
+    pool = Pool([*MIXED, (2, kernels.PREFILL_SPAN + 4)], head_size=size, dtype=DTYPES[name])
     with watch() as launches:
         got = pool.attend(2)
+    with programs(monkeypatch, FEW_TILES=0):
+        assert torch.equal(pool.attend(2), got)
     assert {(launch.kernel, launch.config) for launch in launches} == set(launched(name, channels))
     tolerance = 1e-5 if name == "fp32" else 0.02
     assert_close("mixed", got.float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
@@ -137,13 +164,13 @@ def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
     """Kernels that heads of that size launch, with their configs."""
     key = next(types for types, _ in kernels.MANY if name in types), channels
     yield from (("paged_prefill", kernels.MANY[key]), ("paged_decode_split", kernels.FEW[key]))
-    yield "merge_splits", kernels.SUMS[channels]
+    yield "merge_splits", merging.SUMS[channels]
 
 
 def test_those_are_all_configurations() -> None:
     """CU-3: every compiled configuration is tested."""
     tested = {(*one, name) for name, channels in SIZES for one in launched(name, channels)}
-    every = (kernels.paged_decode_split, kernels.merge_splits, kernels.paged_prefill)
+    every = (kernels.paged_decode_split, merging.merge_splits, kernels.paged_prefill)
     assert {(kernel.name, config, types["T"]) for kernel in every for config, types in kernel.variants()} == tested
 
 
@@ -205,7 +232,7 @@ def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: i
 def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-5: two steps of one shape launch the same grids and configurations, whatever their lengths."""
     grids = []
-    for kernel in (kernels.paged_decode_split, kernels.merge_splits, kernels.paged_prefill):
+    for kernel in (kernels.paged_decode_split, merging.merge_splits, kernels.paged_prefill):
         function = kernel.function
         stand_in = type("Grids", (), {"__getitem__": lambda _, grid, f=function: grids.append(grid) or f[grid]})()
         monkeypatch.setitem(vars(kernel), "function", stand_in)

@@ -183,6 +183,8 @@ class Pools:
 class World:
     """A fleet of `replicas` engines, and two followers for each."""
 
+    MODEL = Model
+
     def __init__(self, limits: SchedulerLimits, policy: EvictionPolicyName, slots: int | None, replicas: int) -> None:
         self.make: Callable[[type], Scheduler] = lambda kind: kind(limits, policy, b"model", slots)
         self.sent: list[bytes] = []
@@ -205,7 +207,7 @@ class World:
             lambda form: Grammar(),
             mask_thread=self.mask_thread,
         )
-        self.models = [Model() for _ in range(replicas)]
+        self.models = [self.MODEL() for _ in range(replicas)]
         schedulers = [self.make(RecordingScheduler) for _ in self.models]
         proposals = Proposals(Guesses(), vocabulary.has_tokens)
         self.driver = Driver(schedulers, self.send, heartbeat=1e9)

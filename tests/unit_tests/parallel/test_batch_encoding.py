@@ -12,6 +12,7 @@ from megatron_ext.parallel.commands import (
     Allow,
     Batch,
     DescribeWeights,
+    DropLogProbs,
     End,
     Propose,
     Quarantine,
@@ -23,6 +24,7 @@ from megatron_ext.parallel.commands import (
     UpdateWeights,
     WeightsChanged,
 )
+from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.submission import Submission
 
@@ -65,5 +67,6 @@ def test_commands_that_need_a_second_message(told: str):
 
 def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
-    large = {Add, Allow, DescribeWeights, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
+    large = {Add, Allow, DescribeWeights, DropLogProbs, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
+    large |= {BeginLoad, EndLoad, NoteRun, PlaceLoad}  # rare
     assert {*batch_encoding._SMALL} | large == {*commands.Command.__args__}

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from arguments.parser import parse_arguments
+from megatron_ext.commands.run import main
 from tests.unit_tests.support.ranks import run_world
 from tests.unit_tests.support.source import ROOT
-from tools.run_inference import main
 
 SCRIPTS = ROOT / "examples/ranks"
 SMALL = "--inference-dynamic-batching-block-count 64 --num-tokens-to-generate 2"

@@ -25,7 +25,7 @@ SHORT = ["--distributed-timeout-minutes", str(MINUTES)]
 
 
 def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> None:
-    """`tools/run_inference.py` as torchrun starts it; something happens on one rank in one step."""
+    """Command `run` as torchrun starts it; something happens on one rank in one step."""
     given = [] if {"--prompt-file", "--prompts"} & set(arguments) else [*PROMPTS, *ENGINE]
     import torch
 
@@ -34,7 +34,7 @@ def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> N
     os.environ |= {"RANK": str(own), "WORLD_SIZE": str(torch.distributed.get_world_size())}
     if own == rank:
         HAPPENINGS[kind](step)
-    from tools.run_inference import main
+    from megatron_ext.commands.run import main
 
     sys.exit(main([*given, *arguments]))
 
@@ -100,7 +100,7 @@ HAPPENINGS = {
 
 def said(outcomes: Sequence[Outcome]) -> list[str]:
     """Error lines of all ranks."""
-    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_inference.py:")]
+    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("megatron-ext run:")]
 
 
 def exit_codes(outcomes: Sequence[Outcome]) -> list[int]:
@@ -123,7 +123,7 @@ def waiting_worlds() -> dict[str, list[Outcome]]:
 def test_a_rank_that_raises(size, rank):
     outcomes = run_world(run_tool, size, [], rank, "fail")
     assert exit_codes(outcomes) == [1] * size, [one.describe() for one in outcomes]
-    assert said(outcomes) == [f"run_inference.py: error: rank {rank}: ZeroDivisionError: planted in two lines"]
+    assert said(outcomes) == [f"megatron-ext run: error: rank {rank}: ZeroDivisionError: planted in two lines"]
     assert not any(one.was_killed for one in outcomes)
 
 
@@ -132,13 +132,13 @@ def test_a_rank_that_hangs(waiting_worlds):
     assert [one.exit_code for one in outcomes if one.rank != 1] == [1, 1], [one.describe() for one in outcomes]
     assert outcomes[1].was_killed
     words = f"rank 1 did not answer within {MINUTES} minutes (--distributed-timeout-minutes)"
-    assert said(outcomes) == [f"run_inference.py: error: {words}"]
+    assert said(outcomes) == [f"megatron-ext run: error: {words}"]
 
 
 def test_a_rank_that_is_killed(waiting_worlds):
     outcomes = waiting_worlds["kill"]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL, 1]
-    assert said(outcomes) == ["run_inference.py: error: rank 1 ended without a message"]
+    assert said(outcomes) == ["megatron-ext run: error: rank 1 ended without a message"]
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_a_mistake_is_said_once(arguments, words):
     outcomes = run_world(run_tool, 2, arguments, 0, "nothing")
     assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]
     (line,) = said(outcomes)
-    assert line.startswith(f"run_inference.py: error: {words}")
+    assert line.startswith(f"megatron-ext run: error: {words}")
     assert line in outcomes[0].stderr
 
 
 def test_a_mistake_that_one_rank_sees(waiting_worlds):
     outcomes = waiting_worlds["no directory"]
     assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]
-    assert said(outcomes) == ["run_inference.py: error: rank 1: this disk has no such directory"]
+    assert said(outcomes) == ["megatron-ext run: error: rank 1: this disk has no such directory"]
 
 
 def test_a_terminals_signal_is_rank_zeros_affair(tmp_path: Path):
@@ -175,7 +175,7 @@ def test_a_terminals_signal_is_rank_zeros_affair(tmp_path: Path):
     outcomes = ends["of rank 0"]
     assert exit_codes(outcomes) == [130, 0], [one.describe() for one in outcomes]
     (line,) = said(outcomes)
-    assert line.startswith("run_inference.py: SIGINT: requests: 4 aborted")
+    assert line.startswith("megatron-ext run: SIGINT: requests: 4 aborted")
     written = json.loads(path.read_text())
     assert [written[str(i)]["status"] for i in range(4)] == ["ABORTED"] * 4
     assert all(written[str(i)]["generated_tokens"] for i in range(4))

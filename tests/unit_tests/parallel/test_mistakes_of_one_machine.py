@@ -55,20 +55,20 @@ def test_a_yaml_file_is_one_machines(content: str | None, tmp_path: Path) -> Non
     assert type(caught.value) is ConfigError
 
 
-@pytest.mark.parametrize("tool", ["run_inference", "run_server"])
+@pytest.mark.parametrize("command", ["run", "serve"])
 def test_a_file_that_another_machine_lacks(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole tool, as its first rank on that machine; the second one there is silent."""
+    """The whole command, as its first rank on that machine; the second one there is silent."""
     monkeypatch.setattr(logging, "disable", lambda: None)  # for the whole process
-    main = importlib.import_module(f"tools.{tool}").main
+    main = importlib.import_module(f"megatron_ext.commands.{command}").main
     said = {}
     for rank, local in (("8", "0"), ("9", "1")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         assert main(["--model-config", str(tmp_path / "gone.yaml")]) == 2
         said[rank] = capsys.readouterr().err
-    assert said["8"].startswith(f"{tool}.py: error: rank 8: ")
+    assert said["8"].startswith(f"megatron-ext {command}: error: rank 8: ")
     assert "gone.yaml" in said["8"]
     assert said["8"].count("\n") == 1
     assert said["9"] == ""

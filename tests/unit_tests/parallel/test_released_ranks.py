@@ -42,6 +42,17 @@ def test_released_ranks_are_not_stopped():
     assert sent.actions == [Action.RELEASE]
 
 
+def test_ranks_with_stores_meet_after_a_resumption():
+    """DC-4: a reset returns when all ranks have forgotten, and their caches are kept at the end."""
+    sent = Sent()
+    driver = made(sent, releases=False)
+    driver.has_stores = True
+    driver.suspend()
+    driver.resume()
+    driver.meet()
+    assert sent.actions == [Action.IDLE, Action.MEET]
+
+
 def test_other_engines_keep_their_ranks():
     """Without releases the ranks follow through a suspension, and hear that the first one is alive."""
     sent = Sent()

@@ -1,4 +1,4 @@
-"""MR-1, MR-3, MR-7: `tools/run_inference.py` on several ranks writes what it writes on one."""
+"""MR-1, MR-3, MR-7: the command `run` on several ranks writes what it writes on one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ STARTED = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.unit_tests.parallel.test_failures import before_step, fail
-from tools.run_inference import main
+from megatron_ext.commands.run import main
 
 def signal_torchrun():
     os.kill(os.getppid(), {signal.SIGINT})
@@ -153,8 +153,8 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
 def test_under_torchrun_a_failed_rank_speaks_for_all(under_torchrun):
     _, done = under_torchrun["fail"]
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("run_inference.py:")]
-    assert lines == ["run_inference.py: error: rank 1: ZeroDivisionError: planted in two lines"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-ext run:")]
+    assert lines == ["megatron-ext run: error: rank 1: ZeroDivisionError: planted in two lines"]
     assert "onnection" not in done.stderr
 
 
@@ -162,7 +162,7 @@ def test_under_torchrun_a_signal_ends_all_in_order(under_torchrun):
     folder, done = under_torchrun["SIGINT"]
     output = folder / "out.json"
     assert done.returncode != 0
-    assert "run_inference.py: SIGINT: requests: 2 aborted; all are in" in done.stderr
+    assert "megatron-ext run: SIGINT: requests: 2 aborted; all are in" in done.stderr
     written = json.loads(output.read_text())
     assert [written[str(i)]["status"] for i in range(2)] == ["ABORTED"] * 2
     assert all(written[str(i)]["generated_tokens"] for i in range(2))

@@ -30,9 +30,9 @@ ARGUMENTS = ["--port", "0", "--inference-dynamic-batching-block-count", "64", "-
 
 
 def run_server(arguments: Sequence[str], client: str, kind: str) -> None:
-    """`tools/run_server.py` as torchrun starts it; on rank 0 a client comes when it listens."""
+    """Command `serve` as torchrun starts it; on rank 0 a client comes when it listens."""
+    from megatron_ext.commands.serve import main
     from megatron_ext.server import run
-    from tools.run_server import main
 
     be_patient()
     rank = torch.distributed.get_rank()
@@ -77,6 +77,18 @@ def send_ids(url: str) -> None:
     stop()
 
 
+def ask_often(url: str) -> None:
+    """A long prompt, twice: how much of it was cached."""
+    body = {"model": "embedded", "prompt": "The import statement loads a module. " * 40, "max_tokens": 3}
+    for _ in range(2):
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body | {"temperature": 0}).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found = json.loads(answer.read())
+        print("answer", found["usage"]["prompt_tokens_details"]["cached_tokens"], repr(found["choices"][0]["text"]))
+    stop()
+
+
 def wait(url: str) -> None:
     print("answer", *ask(url, "The quick brown fox", 40), flush=True)
 
@@ -86,6 +98,7 @@ CLIENTS = {
     "patient": lambda url: chat(url, 60 * MINUTES + 0.5),
     "wait": wait,
     "ids": send_ids,
+    "often": ask_often,
     "no client": lambda url: None,
 }
 
@@ -118,7 +131,7 @@ HAPPENINGS = {
 
 
 def said(outcomes: Sequence[Outcome]) -> list[str]:
-    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_server.py:")]
+    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("megatron-ext serve:")]
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +166,14 @@ def test_a_rank_that_raises_ends_the_server():
     """Waiting clients get a 500, nothing is retried, and the rank's own error message is the last line."""
     outcomes = run_world(run_server, 2, ["--tensor-model-parallel-size", "2"], "wait", "fail")
     assert exit_codes(outcomes) == [1, 1], [one.describe() for one in outcomes]
-    assert said(outcomes) == ["run_server.py: error: rank 1: ZeroDivisionError: planted in two lines"]
+    assert said(outcomes) == ["megatron-ext serve: error: rank 1: ZeroDivisionError: planted in two lines"]
 
 
 def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
     outcomes = ends["hangs"]
     assert outcomes[0].exit_code == 1, outcomes[0].describe()
     words = f"rank 1 did not answer within {MINUTES} minutes (--distributed-timeout-minutes)"
-    assert said(outcomes) == [f"run_server.py: error: {words}"]
+    assert said(outcomes) == [f"megatron-ext serve: error: {words}"]
 
 
 @pytest.mark.parametrize("name", ["dies at start", "dies when ready"])
@@ -168,7 +181,7 @@ def test_a_rank_that_dies_in_silence_ends_the_server(name: str, ends: dict[str, 
     """TE-3: the server also ends if the rank dies before it has connected, where the others wait as for a slow one."""
     outcomes = ends[name]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
-    assert said(outcomes) == ["run_server.py: error: rank 1 ended without a message"]
+    assert said(outcomes) == ["megatron-ext serve: error: rank 1 ended without a message"]
 
 
 def test_megatrons_own_launch_line(tmp_path):
@@ -189,3 +202,18 @@ def test_megatrons_own_launch_line(tmp_path):
     assert exit_codes(outcomes) == [0, 0], said(outcomes)
     assert [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")] == ["answer 200 5"]
     assert "--sequence-parallel" in outcomes[0].stderr
+
+
+def test_a_restarted_server_skips_what_it_skipped_before(tmp_path):
+    """DC-1, DC-4: two ranks, stopped by SIGTERM and started again by the same command."""
+    flags = ["--tensor-model-parallel-size", "2", "--prefix-cache-dir", str(tmp_path / "cache"), *SHORT]
+    lives = [run_world(run_server, 2, flags, "often", "nothing") for _ in range(2)]
+    answers = [
+        [line.split(" ", 2)[1:] for line in first.stdout.splitlines() if line.startswith("answer")]
+        for first, _ in lives
+    ]
+    assert [exit_codes(life) for life in lives] == [[0, 0]] * 2, lives[0][0].describe()
+    (cold, warm), (restarted, _) = answers
+    assert int(cold[0]) == 0 < int(warm[0])
+    assert restarted == warm
+    assert warm[1] == cold[1]

@@ -75,7 +75,13 @@ class Rank:
     """One rank of a world, whose engine is started and ended several times around one model."""
 
     def __init__(
-        self, parallel: ParallelConfig, config: ModelConfig, whole: Whole, directory: Path, **cache: object
+        self,
+        parallel: ParallelConfig,
+        config: ModelConfig,
+        whole: Whole,
+        directory: Path,
+        batching: BatchingConfig = BATCHING,
+        **cache: object,
     ) -> None:
         platform.initialize(parallel)
         model = build_model(config, device=CPU, parallel=parallel)
@@ -85,7 +91,7 @@ class Rank:
         tokenizer = NullTokenizer(config.vocab_size)
         self._loaded = LoadedModel(model, config, tokenizer, torch.float32, "test", packs_weights=False)
         settings = {"prefix_cache_dir": str(directory), "prefix_cache_disk_gb": 0.05, "snapshot_slots": 20} | cache
-        self._settings = EngineSettings(parallel=parallel, batching=BATCHING, cache=CacheConfig(**settings))
+        self._settings = EngineSettings(parallel=parallel, batching=batching, cache=CacheConfig(**settings))
 
     def live(self, act: Callable[[InferenceEngine], list[RequestRecord]] = serve) -> Lived:
         """Start, serve on rank 0 as `act` does, and end."""
@@ -99,7 +105,7 @@ class Rank:
             tokens = [one.generated_tokens for one in records]
             skipped = [one.skipped_prefill_token_count for one in records]
             return Lived(tokens, skipped, cached, engine.core.disk.counts())
-        worker = build_follower(self._settings, self.context, self._loaded, self._settings.cache)
+        self.worker = worker = build_follower(self._settings, self.context, self._loaded, self._settings.cache)
         worker.follow()
         worker.scheduler.check()
         return Lived([], [], worker._disk.loaded, worker._disk.counts())
@@ -192,7 +198,8 @@ def assert_restarted(
     assert warm.tokens == cold.tokens[:count] == cold.tokens[count:] == damaged.tokens
     assert warm.disk["written"] == 0
     assert 0 < damaged.cached < warm.cached
-    assert (damaged.disk["drops"], other["damaged"].disk["drops"].keys()) == ({}, {"checksum"})
+    incomplete = {"incomplete"} if replicas == 1 else set()  # what the other rank has dropped
+    assert (damaged.disk["drops"].keys(), other["damaged"].disk["drops"].keys()) == (incomplete, {"checksum"})
     for name in first:
         assert replicas > 1 or first[name].disk["loaded"] == other[name].disk["loaded"], name
     for how in forgets:
@@ -257,4 +264,4 @@ def test_a_rank_that_is_lost_while_it_writes(whole, tmp_path, trouble):
     again, beside = run_ranks(live_with_trouble, 2, TENSOR, whole, directory, None)
     assert again.tokens == first.value.tokens
     assert 0 < again.disk["loaded"] == beside.disk["loaded"] < 12
-    assert not set(again.disk["drops"]) | set(beside.disk["drops"])
+    assert set(again.disk["drops"]) | set(beside.disk["drops"]) <= {"incomplete"}

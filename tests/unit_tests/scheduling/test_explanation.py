@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands import explain
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cached_token_ids import MAX_ENDS, CachedTokenIds
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
@@ -19,7 +20,6 @@ from megatron_ext.scheduling.explanation import Explanation, Reason, Why
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
-from tools import explain_prefix
 
 LRU, SIZE = EvictionPolicyName.LRU, 4
 
@@ -364,13 +364,13 @@ class TestTool:
         first, second = tmp_path / "a.json", tmp_path / "b.json"
         first.write_text(json.dumps([5] * 503 + [19] * 30))
         second.write_text(json.dumps({"token_ids": [5] * 503 + [20] * 24}))
-        assert explain_prefix.main([str(first), str(second), "--attention-only"]) == 0
+        assert explain.main([str(first), str(second), "--attention-only"]) == 0
         assert capsys.readouterr().out == (
             "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix, which diverges in block 7 at token "
             "503: here 20, there 19; computing began at 448\n"
             f"{Explanation('parted', 0, 0, 0, 1).advice}\n"
         )
-        assert explain_prefix.main([str(first), str(second)]) == 0
+        assert explain.main([str(first), str(second)]) == 0
         assert capsys.readouterr().out.splitlines()[0] == (
             "256 of 527 tokens are skipped: 448 tokens are cached, and there is no snapshot of states between 256 "
             "and 448. 503 tokens agree with a cached prefix, which diverges in block 7 at token 503: "
@@ -388,18 +388,18 @@ class TestTool:
             (first, (*first, 6), length),
             ((*first, 6), first, length),
         ]:
-            said = explain_prefix.explain_second(before, after, block_size, is_hybrid=False)
+            said = explain.explain_second(before, after, block_size, is_hybrid=False)
             assert said.skipped == min(shared // block_size * block_size, len(after) - 1)
 
     def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         for name in "ab":
             (tmp_path / name).write_text(f"The same words again and again, {name} and more of them")
-        assert explain_prefix.main([str(tmp_path / "a"), str(tmp_path / "b"), "--block-size", "4"]) == 0
+        assert explain.main([str(tmp_path / "a"), str(tmp_path / "b"), "--block-size", "4"]) == 0
         said = capsys.readouterr().out
         assert "no snapshot" in said
         assert '"The same words again and again,► b and more of them"' in said
 
     def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (tmp_path / "a").write_text("[]")
-        assert explain_prefix.main([str(tmp_path / "a"), str(tmp_path / "none")]) == 2
+        assert explain.main([str(tmp_path / "a"), str(tmp_path / "none")]) == 2
         assert "has no tokens" in capsys.readouterr().err

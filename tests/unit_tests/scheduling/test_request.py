@@ -327,7 +327,7 @@ class TestParts:
 
     def test_parts_are_few_and_small(self):
         request = make_request(0, prompt=2)
-        assert list(vars(request)) == ["submission", "sequence", "timeline", "versions", "output", "outcome"]
+        assert list(vars(request)) == ["submission", "sequence", "scores", "timeline", "versions", "output", "outcome"]
         assert all(len(vars(part)) <= 16 for part in vars(request).values() if part is not None)
 
     def test_preemption_returns_blocks_and_slot(self):

@@ -20,7 +20,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
-from megatron_ext.models.update import disk
+from megatron_ext.models.update import disk, weight_update
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.api_keys import load_keys
@@ -321,7 +321,9 @@ class TestUpdate:
         assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
         answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"}).json()
         assert answer["success"] is True
-        version = ask(server, "GET", "/replica").json()["weights"]
+        replica = ask(server, "GET", "/replica").json()
+        version = replica["weights"]
+        assert (replica["weights_version"], replica["is_updating"]) == (answer["weights_version"], False)
         new = tokens(server)
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         expected = tiny_engine_with(build_slow_decay(HYBRID, seed=6))
@@ -339,6 +341,7 @@ class TestUpdate:
 
         def read(updater: WeightsUpdater, path: str, _: object) -> tuple[Callable[[], int], str]:
             happened.append(f"read {path}")
+            assert updater.is_updating
             if path == "two":
                 second.set()
             second.wait(0.5)  # one that comes too early has the time to do so
@@ -352,6 +355,7 @@ class TestUpdate:
         await asyncio.gather(*(updater.update(path, None, change_weights) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
         assert updater.version == "version of two"
+        assert not updater.is_updating
 
     @pytest.mark.parametrize("in_flight", [None, "continue", "finish", "abort"])
     def test_requests_in_flight(self, server, in_flight):
@@ -394,6 +398,7 @@ class TestUpdate:
             raise ZeroDivisionError("planted")
 
         with monkeypatch.context() as broken:
+            broken.setattr(disk.NewWeights, "is_exact", False)  # as of quantized weights
             broken.setattr(disk, "write_back", fail)
             answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
         assert check_error(answer, 503)["code"] == "weights_not_written"
@@ -404,6 +409,22 @@ class TestUpdate:
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": "old"}).status_code == 200
         assert ask(server, "GET", "/health").status_code == 200
         assert tokens(server)["choices"]
+
+    def test_a_write_that_fails_in_its_middle(self, server, monkeypatch):
+        """RL-1: the old weights are put back, and requests go on with them."""
+        before, swap, calls = tokens(server), weight_update._swap, iter(range(10**6))
+
+        def fail(*pair: torch.Tensor) -> None:
+            if next(calls) == 5:
+                raise ZeroDivisionError("planted")
+            swap(*pair)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(weight_update, "_swap", fail)
+            answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"})
+        assert "the old weights are back" in check_error(answer, 503)["message"]
+        assert ask(server, "GET", "/health").status_code == 200
+        assert tokens(server)["choices"] == before["choices"]
 
     @pytest.mark.parametrize(
         ("path", "named"),

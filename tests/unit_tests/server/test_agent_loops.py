@@ -34,9 +34,9 @@ def test_one_process(embedded):
 
 
 def serve_and_play() -> None:
-    """`tools/run_server.py` as torchrun starts it; on rank 0 an agent comes when it listens."""
+    """The command `serve` as torchrun starts it; on rank 0 an agent comes when it listens."""
+    from megatron_ext.commands.serve import main
     from megatron_ext.server import run
-    from tools.run_server import main
 
     be_patient()
     rank = torch.distributed.get_rank()

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from megatron_ext.commands import serve
 from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
@@ -16,7 +17,6 @@ from megatron_ext.server.api_keys import Keys, load_keys
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
-from tools import run_server
 
 PROMPT = make_prompt(40, seed=3)
 ALICE, BOB, ADMIN = "alice's key", "bob's key", "the admin's"
@@ -270,6 +270,6 @@ class TestSources:
     def test_told_before_anything_is_loaded(self, monkeypatch, capfd):
         monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
         monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
-        assert run_server.main(["--api-key", BOB]) == run_server.BAD_USAGE
+        assert serve.main(["--api-key", BOB]) == serve.BAD_USAGE
         (line,) = capfd.readouterr().err.splitlines()
         assert "MEGATRON_EXT_API_KEY and --api-key" in line

@@ -264,7 +264,9 @@ class TestTheRecentPast:
         (tmp_path / "wrong").write_text("wrong\n")
         url = ["--server", str(closed.http.base_url).rstrip("/"), "--advise"]
         output = tmp_path / "advice.json"
-        command.simulate([*url, "--api-key-file", str(tmp_path / "key"), "--output", str(output)], Console(width=140))
+        command.simulate(
+            [*url, "--api-key-file", str(tmp_path / "key"), "--output", str(output)], "simulate", Console(width=140)
+        )
         said, found = capsys.readouterr().out.splitlines(), json.loads(output.read_text())
         assert [line.split(":")[0] for line in said] == ["memory", "split", "policy"]
         own = found["points"][0]
@@ -277,7 +279,7 @@ class TestTheRecentPast:
             assert f"{point['skipped_tokens']:,} tokens ({point['skipped_share']:.1%})" in found["advice"][subject]
         assert list(found["advice"].values()) == said
         with pytest.raises(command.ConfigError, match="answers 401"):
-            command.simulate([*url, "--api-key-file", str(tmp_path / "wrong")], Console())
+            command.simulate([*url, "--api-key-file", str(tmp_path / "wrong")], "simulate", Console())
 
     def test_without_a_request_there_is_nothing_to_simulate(self):
         with pytest.raises(command.ConfigError, match="has no request"):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.unit_tests.server.test_run_server import ROOT, TINY
 from tests.unit_tests.support.server import PATIENCE
@@ -19,10 +20,29 @@ from tests.unit_tests.support.server import PATIENCE
 PROMPT = [7] * 30 + list(range(40))
 
 
+SLOW = """
+import runpy, sys, time
+from megatron_ext.prefix_cache.disk.data_file import DataFile
+write = DataFile.write
+DataFile.write = lambda *arguments: (time.sleep(0.5), write(*arguments))[1]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @contextmanager
-def server(directory: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The tool in a process of its own, and its URL."""
-    command = [sys.executable, "tools/run_server.py", *TINY, "--port", "0", "--prefix-cache-dir", str(directory)]
+def server(directory: Path, *first: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The tool in a process of its own, and its URL; Python's arguments before it."""
+    command = [
+        sys.executable,
+        *first,
+        "tools/run_server.py",
+        *TINY,
+        "--port",
+        "0",
+        "--prefix-cache-dir",
+        str(directory),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [*command, "--prefix-cache-disk-gb", "0.01"],
@@ -73,3 +93,24 @@ def test_the_first_request_after_a_restart_hits(tmp_path):
         process.kill()
     with server(directory) as (_, url):
         assert served(url) == (cold, 0)
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_the_writing(tmp_path):
+    """DC-1: what was not written is counted, and what was written is found."""
+    directory = tmp_path / "cache"
+    with server(directory, "-c", SLOW) as (process, url):
+        cold, _ = served(url)
+        process.send_signal(signal.SIGTERM)
+        log = ""
+        while "shutdown begins" not in log:
+            log += process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        log += process.stderr.read()
+        found = re.search(r"(\d+) entries kept, \1 written, (\d+) left out", log)
+        assert found is not None, log
+        assert int(found[2]) > 0
+    with server(directory) as (_, url):
+        assert httpx.get(f"{url}/prefix_cache", timeout=PATIENCE).json()["disk"]["loaded"] == int(found[1])
+        assert served(url)[0] == cold

@@ -1,4 +1,4 @@
-"""The tool from end to end: the same tokens as `run_inference.py`, the ready line, mistakes, and the way out."""
+"""The tool from end to end: the same tokens as the command `run`, the ready line, mistakes, and the way out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from arguments import parse_server_arguments
+from megatron_ext.commands import run, serve
 from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
 from megatron_ext.console.startup import PHASES
 from megatron_ext.mcore import platform
@@ -24,7 +25,6 @@ from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.server.run import bind, build_serving, model_name
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.server import PATIENCE, LiveServer
-from tools import run_inference, run_server
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = """
@@ -48,13 +48,13 @@ FLAGS = {"tiny": TINY, "embedded": ["--inference-dynamic-batching-block-count", 
 
 @pytest.fixture(scope="module", params=list(LINES))
 def both(request, tmp_path_factory) -> Iterator[tuple[list[dict], list[dict], LiveServer]]:
-    """Prompts, what `run_inference.py` made of them, and a server with the same flags."""
+    """Prompts, what the command `run` made of them, and a server with the same flags."""
     lines, flags = LINES[request.param], FLAGS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    run = ["--prompt-file", str(folder / "prompts.jsonl"), "--output-path", str(folder / "out.json")]
+    files = ["--prompt-file", str(folder / "prompts.jsonl"), "--output-path", str(folder / "out.json")]
     sampling = ["--return-log-probs", "--skip-prompt-log-probs", "--num-tokens-to-generate", str(TOKENS)]
-    assert run_inference.main([*flags, *run, *sampling]) == run_inference.DONE
+    assert run.main([*flags, *files, *sampling]) == run.DONE
     results = json.loads((folder / "out.json").read_text())
     platform.initialize()
     served = ["--served-model-name", "both", "--shutdown-timeout", "5"]
@@ -64,7 +64,7 @@ def both(request, tmp_path_factory) -> Iterator[tuple[list[dict], list[dict], Li
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_tokens_are_those_of_run_inference(both, stream):
+def test_tokens_are_those_of_a_run(both, stream):
     """KV-8: text and log-probs of both tools are the same, with the cache cold and warm."""
     for line, expected in zip(*both[:2], strict=True):
         sampling = {name: line[name] for name in ("top_k", "seed") if name in line}
@@ -154,11 +154,11 @@ class TestMistakes:
     @pytest.fixture
     def error_line(self, capfd):
         def fail(*argv: str) -> str:
-            assert run_server.main(argv) == run_server.BAD_USAGE
+            assert serve.main(argv) == serve.BAD_USAGE
             captured = capfd.readouterr()
             (line,) = captured.err.splitlines()
             assert captured.out == ""
-            assert line.startswith("run_server.py: error: ")
+            assert line.startswith("megatron-ext serve: error: ")
             return line
 
         return fail
@@ -189,7 +189,7 @@ class TestMistakes:
         assert r"\x1b[31m" in error_line("--host", "\x1b[31mhost.invalid")
 
     def test_a_package_that_is_missing(self, error_line, monkeypatch):
-        monkeypatch.setattr(run_server, "PACKAGES", ("uvicorn", "no_such_package"))
+        monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
         assert "no_such_package cannot be imported" in error_line()
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from megatron_ext.commands import simulate
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.extents import PAGE_BYTES
@@ -17,7 +18,6 @@ from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.replay import Replay
 from megatron_ext.simulation.sweep import Batch, Settings, limits_of, run_point
-from tools import simulate_cache
 
 HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]
 SMALL = Settings(2.0, 0.2, 64, "lru")
@@ -118,10 +118,10 @@ def test_all_requests_that_wait_for_the_disk_are_served():
 def test_the_tool_reports_the_disk(tmp_path, capsys):
     output = tmp_path / "found.json"
     arguments = ["--generate", "chat", "--requests", "40", "--scale", "0.5", "--memory-gib", "2", "--policy", "lru"]
-    assert simulate_cache.main([*arguments, "--disk-gib", "64", "--output", str(output)]) == 0
+    assert simulate.main([*arguments, "--disk-gib", "64", "--output", str(output)]) == 0
     (point,) = json.loads(output.read_text())["points"]
     assert point["disk"]["loads"] >= 0
     assert "from disk" in capsys.readouterr().out
-    assert simulate_cache.main([*arguments, "--output", str(output)]) == 0
+    assert simulate.main([*arguments, "--output", str(output)]) == 0
     assert json.loads(output.read_text())["points"][0]["disk"] is None
     assert "from disk" not in capsys.readouterr().out

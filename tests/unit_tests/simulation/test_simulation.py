@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.commands import simulate
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
@@ -24,7 +25,6 @@ from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, li
 from megatron_ext.simulation.trace import Ids, Turn, by_session, cut
 from megatron_ext.simulation.trace_formats.mooncake import BLOCK_SIZE
 from tests.unit_tests.scheduling.builders import make_request
-from tools import simulate_cache
 
 HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]
 ROOMY = Settings(64.0, 0.5, 64, "lru")
@@ -316,7 +316,7 @@ def test_advice_is_the_best_point_of_each_memory():
 
 class TestTool:
     def run(self, *argv: str) -> int:
-        return simulate_cache.main(["--generate", "chat", "--requests", "20", "--scale", "0.2", *argv])
+        return simulate.main(["--generate", "chat", "--requests", "20", "--scale", "0.2", *argv])
 
     def test_a_table_json_and_pictures(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -354,17 +354,17 @@ class TestTool:
         trace.write_text(2 * (json.dumps(session) + "\n"))
         argv = ["--trace", str(trace), "--rate", "0.01", "--memory-gib", "64", "--policy", "lru"]
         argv += ["--model", "llama-3-8b"]
-        assert simulate_cache.main([*argv, "--common-prefixes", "--output", str(output)]) == 0
+        assert simulate.main([*argv, "--common-prefixes", "--output", str(output)]) == 0
         assert "With common prefixes" in capsys.readouterr().out
         found = json.loads(output.read_text())
         (without,), (common,) = found["points"], found["with_common_prefixes"]["points"]
         assert (without["refused"], without["skipped_tokens"]) == (0, 0)
         assert common["skipped_tokens"] == 156 * 64
-        assert simulate_cache.main([*argv, "--max-sequence-length", "131072", "--output", str(output)]) == 0
+        assert simulate.main([*argv, "--max-sequence-length", "131072", "--output", str(output)]) == 0
         assert json.loads(output.read_text())["points"][0]["refused"] == 2
 
     def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        assert simulate_cache.main(["--trace", str(tmp_path / "none.jsonl")]) == 2
+        assert simulate.main(["--trace", str(tmp_path / "none.jsonl")]) == 2
         assert self.run("--memory-gib", "0.00001") == 2
         with pytest.raises(SystemExit) as ended:
             self.run("--policy", "lfu")

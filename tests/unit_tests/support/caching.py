@@ -33,11 +33,13 @@ class CachingDriver(Driver):
 
     Args:
         policy: "lru" or "ref_zero".
+        log_probs: Whether prompt log-probs are kept with their blocks.
         kwargs: Keywords of `Driver`.
     """
 
-    def __init__(self, *args: object, policy: str = "lru", **kwargs: object) -> None:
-        super().__init__(*args, **({"cache": CacheConfig(eviction_policy=policy)} | kwargs))
+    def __init__(self, *args: object, policy: str = "lru", log_probs: bool = False, **kwargs: object) -> None:
+        cache = CacheConfig(eviction_policy=policy, prefix_cache_log_probs=log_probs)
+        super().__init__(*args, **({"cache": cache} | kwargs))
 
     def watch_scheduler(self) -> None:
         super().watch_scheduler()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
 from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -75,6 +76,7 @@ class Driver:
         cache: CacheConfig | None = None,
         speculative_tokens: int = 0,
         drafter: object | None = None,
+        speculation: SpeculationConfig = NO_SPECULATION,
         dtype: torch.dtype = torch.float32,
         packs_weights: bool = False,
         **batching: object,
@@ -90,6 +92,7 @@ class Driver:
             token_rounder=token_rounder,
             speculative_tokens=speculative_tokens,
             drafter=drafter,
+            speculation=speculation,
             packs_weights=packs_weights,
         )
         self.context = self.engine.context
@@ -127,6 +130,8 @@ class Driver:
 
     def _poison_all(self) -> None:
         self.context.memory_buffer.fill_(torch.nan)
+        for tensor in self._log_probs:
+            tensor.fill_(torch.nan)
         if self.context.live_states is not None:
             self.context.live_states.conv.fill_(torch.nan)
             self.context.live_states.ssm.fill_(torch.nan)
@@ -189,10 +194,18 @@ class Driver:
         """Others whose contents count."""
         return set()
 
+    @property
+    def _log_probs(self) -> Sequence[Tensor]:
+        pool = self.context.allocated.log_probs
+        return () if pool is None else pool.tensors
+
     def _poison_block(self, block: int) -> None:
-        is_there = self.context.is_tensor_state_allocated and self.context.plan.shape.attention_layers
-        if is_there and self.scheduler.blocks.references(block) == 0:
+        if not self.context.is_tensor_state_allocated or self.scheduler.blocks.references(block):
+            return
+        if self.context.plan.shape.attention_layers:
             self.context.memory_buffer[:, :, block].fill_(torch.nan)
+        for tensor in self._log_probs:
+            tensor[block].fill_(torch.nan)
 
     def _poison_live_slot(self, slot: int) -> None:
         if self.context.live_states is not None:

@@ -114,6 +114,7 @@ class FakeReplica:
     other_body: bytes | None = None  # answer to other calls that do not generate
     answers_with: dict[str, object] = field(default_factory=dict)  # contents of answers, by path
     on_call: dict[str, Callable[[], object]] = field(default_factory=dict)  # called before the answer, by path
+    holds: dict[str, asyncio.Event] = field(default_factory=dict)  # awaited before the answer, by path
     left: int = 0  # clients that went before the answer
     url: str = ""
 
@@ -217,6 +218,8 @@ class FakeReplica:
             text = json.dumps(exchange.body.get("messages", exchange.body.get("prompt")))
             exchange.answer({"tokens": [ord(one) for one in text]})
         else:
+            if exchange.path in self.holds:
+                await self.holds[exchange.path].wait()
             self.on_call.get(exchange.path, lambda: None)()
             status = self.statuses.get(exchange.path, 200)
             content = {"by": self.name} if status == 200 else {"error": {"message": "no", "code": "c"}}

@@ -29,13 +29,22 @@ class HybridDriver(CachingDriver):
         policy: "lru" or "ref_zero".
         slots: For snapshots.
         mode: "kernel" or "align".
+        log_probs: Whether prompt log-probs are kept with their blocks.
         kwargs: Keywords of `Driver`.
     """
 
     def __init__(
-        self, *args: object, policy: str = "lru", slots: int = PLENTY, mode: str = "kernel", **kwargs: object
+        self,
+        *args: object,
+        policy: str = "lru",
+        slots: int = PLENTY,
+        mode: str = "kernel",
+        log_probs: bool = False,
+        **kwargs: object,
     ) -> None:
-        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)
+        cache = CacheConfig(
+            eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode, prefix_cache_log_probs=log_probs
+        )
         super().__init__(*args, cache=cache, **kwargs)
 
     def _run_forward(self, forward):

@@ -20,8 +20,8 @@ for name in (
     "transformers",
     "megatron_ext.offline.run",
     "megatron_ext.server.run",
-    "tools.run_inference",
-    "tools.run_server",
+    "megatron_ext.commands.run",
+    "megatron_ext.commands.serve",
     "tests.unit_tests.support.driver",
     "tests.unit_tests.support.hybrid_caching",
 ):

@@ -17,10 +17,10 @@ PATIENCE = 60.0  # seconds for a model to be there
 
 def serve(flags: list[str], said: str) -> None:
     """Run a server that writes its ready line into a file."""
-    from tools import run_server
+    from megatron_ext.commands import serve
 
     with open(said, "w", buffering=1) as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        run_server.main([*flags, "--port", "0", "--no-access-log"])
+        serve.main([*flags, "--port", "0", "--no-access-log"])
 
 
 @dataclass

@@ -151,7 +151,8 @@ def poisoned_pools() -> Iterator[None]:
     def allocate_poisoned(*arguments: object) -> Pools:
         pools = allocate(*arguments)
         states = [pool for pool in (pools.live_states, pools.snapshots) if pool is not None]
-        for tensor in (pools.kv, *(one for pool in states for one in (pool.conv, pool.ssm))):
+        kept = () if pools.log_probs is None else pools.log_probs.tensors
+        for tensor in (pools.kv, *kept, *(one for pool in states for one in (pool.conv, pool.ssm))):
             tensor.fill_(torch.nan)
         return pools
 

@@ -9,6 +9,9 @@ Notes on two fields:
   `time_step_limit`, its one-token path does not clamp. The models were trained without a clamp, so none is applied
   here.
 
+The layer of multi-token prediction, which transformers skips, is a short stack of such layers: `enorm`, `hnorm` and
+`eh_proj` are beside the tensors of its first one, `final_layernorm` beside those of its last.
+
 Mixer, norm and MLP tensors have the same shapes on both sides. Experts are two matrices each on both sides;
 transformers may write those of a layer as two tensors with one more dimension, which are split.
 """
@@ -36,7 +39,7 @@ from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, Fie
 from megatron_ext.models.huggingface.fields import Fields, check_divides, names, require_field
 from megatron_ext.models.huggingface.layer_letters import check_count, listed_letters
 from megatron_ext.models.huggingface.moe import SIGMOID_FIELDS, sigmoid_experts
-from megatron_ext.models.huggingface.tensors import EXPERT, Source, TensorTable
+from megatron_ext.models.huggingface.tensors import EXPERT, PredictionTable, Source, TensorTable
 
 _LETTERS = {
     "linear_attention": "M",
@@ -85,9 +88,14 @@ _FIELDS = FieldTable(
         "rope_scaling": (None,),
         "rope_parameters": (None,),
         "residual_in_fp32": (False,),
-        "num_nextn_predict_layers": (0, None),
     },
-    read=names("hybrid_override_pattern layers_block_type num_key_value_heads") | SIGMOID_FIELDS,
+    read=names(
+        """
+        hybrid_override_pattern layers_block_type num_key_value_heads num_nextn_predict_layers mtp_layers_block_type
+        mtp_hybrid_override_pattern
+        """
+    )
+    | SIGMOID_FIELDS,
     # Settings of the weight initialization, and the width factor `expand`, since heads times head size decides.
     # NemotronH attention has no rotary embedding, though some files have a rotary base.
     without_effect=names(
@@ -95,7 +103,7 @@ _FIELDS = FieldTable(
         expand mamba_expand rescale_prenorm_residual
         time_step_min time_step_max time_step_floor mamba_dt_min mamba_dt_max mamba_dt_init_floor
         rope_theta partial_rotary_factor use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep
-        moe_shared_expert_overlap output_router_logits mtp_layers_block_type mtp_hybrid_override_pattern
+        moe_shared_expert_overlap output_router_logits
         """
     ),
 )
@@ -119,6 +127,15 @@ _TENSORS = TensorTable(
     prefixes=("backbone.", "model."),  # published files have the first, some files of transformers the second
     # All experts of a layer in one tensor [experts, rows, columns].
     split={r"(.*\.mixer\.experts)\.(up_proj|down_proj)": r"\1.{index}.\2.weight"},
+    ignored=r"mtp\..*",
+    prediction=PredictionTable(
+        {
+            "enorm.weight": "mtp.layers.0.enorm.weight",
+            "hnorm.weight": "mtp.layers.0.hnorm.weight",
+            "eh_proj.weight": "mtp.layers.0.eh_proj.weight",
+            "final_layernorm.weight": "mtp.layers.{last}.final_layernorm.weight",
+        }
+    ),
 )
 
 
@@ -139,6 +156,21 @@ def _pattern(fields: Fields) -> str:
     return letters
 
 
+def _prediction(fields: Fields) -> str:
+    """Return the letters of the layer of multi-token prediction; absent, attention and experts."""
+    listed, pattern = fields.get("mtp_layers_block_type"), fields.get("mtp_hybrid_override_pattern")
+    if listed is not None:
+        letters = listed_letters(fields, "mtp_layers_block_type", _LETTERS)
+        if pattern not in (None, letters):
+            raise ConfigError(
+                f"config.json: mtp_hybrid_override_pattern {pattern!r} contradicts mtp_layers_block_type {letters!r}"
+            )
+        return letters
+    if pattern is not None and not isinstance(pattern, str):
+        raise ConfigError(f"config.json: mtp_hybrid_override_pattern {pattern!r} is not a text of one letter a layer")
+    return pattern or "*E"
+
+
 def _derived(fields: Fields) -> Fields:
     require_field(fields, "num_key_value_heads")
     check_divides(fields, "n_groups", "mamba_num_heads")
@@ -154,4 +186,5 @@ NEMOTRON_H = Family(
     constants={"squared_relu": True},
     derived=_derived,
     experts=sigmoid_experts,
+    prediction=_prediction,
 )

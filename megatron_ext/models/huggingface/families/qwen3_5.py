@@ -5,7 +5,8 @@ with its norm and its residual. Norms multiply by 1 + weight on both sides (`app
 the gated delta net. A text token has the same position on every axis of their rotary embedding, so the split of
 channels between the axes (`mrope_section`, `mrope_interleaved`) changes nothing.
 
-Skipped, as in transformers' text model: tensors for multi-token prediction (`mtp.`) and vision tensors (`visual.`).
+Skipped, as in transformers' text model: vision tensors (`visual.`). The layer of multi-token prediction (`mtp.`), which
+transformers skips, too, is one decoder layer with attention.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from megatron_ext.models.huggingface.fields import (
 )
 from megatron_ext.models.huggingface.gated_delta_net import (
     DELTA_NET_SIZES,
+    QWEN_PREDICTION,
     delta_net_or_attention,
     norm_around_one,
     stacked_inputs,
@@ -68,13 +70,15 @@ _FIELDS = FieldTable(
         "sliding_window": (None,),
         "use_sliding_window": (False,),
     },
-    read=names("head_dim layer_types full_attention_interval") | ROPE_FIELDS | {SHARE},
-    without_effect=names(
+    read=names(
         """
-        mamba_ssm_dtype max_window_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers
-        output_router_logits router_aux_loss_coef
+        head_dim layer_types full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings
+        num_nextn_predict_layers
         """
-    ),
+    )
+    | ROPE_FIELDS
+    | {SHARE},
+    without_effect=names("mamba_ssm_dtype max_window_layers output_router_logits router_aux_loss_coef"),
     defaults={
         "max_position_embeddings": 32768,
         "linear_conv_kernel_dim": 4,
@@ -107,6 +111,7 @@ _TENSORS = TensorTable(
     letters_per_layer=2,
     prefixes=("model.language_model.", "model."),
     ignored=r"(mtp|visual)\..*",
+    prediction=QWEN_PREDICTION,
 )
 
 
@@ -164,6 +169,7 @@ QWEN3_5_TEXT = Family(
         "swiglu": True,
     },
     derived=_derived,
+    prediction=lambda _: "*-",
 )
 QWEN3_5 = replace(
     QWEN3_5_TEXT,

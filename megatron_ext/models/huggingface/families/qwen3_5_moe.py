@@ -79,6 +79,7 @@ QWEN3_5_MOE_TEXT = replace(
     pattern=lambda fields: "".join(f"{mixer}E" for mixer in delta_net_or_attention(fields)),
     tensors=_TENSORS,
     experts=_experts,
+    prediction=lambda _: "*E",
 )
 QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,

@@ -8,7 +8,7 @@ experts (E), each with its norm and its residual. Differences in the tensors:
 - Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), except theirs inside the gated delta net.
 - Both route by a softmax, over the chosen experts if `norm_topk_prob` is true, over all of them otherwise.
 
-Fields and tensors of a head for multi-token prediction (`mtp.`) are skipped, as in transformers.
+The layer of multi-token prediction (`mtp.`), which transformers skips, is one decoder layer with attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ from megatron_ext.models.huggingface.fields import (
     size,
     size_or,
 )
-from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, norm_around_one
+from megatron_ext.models.huggingface.gated_delta_net import (
+    DELTA_NET_SIZES,
+    QWEN_PREDICTION,
+    delta_net_or_attention,
+    norm_around_one,
+)
 from megatron_ext.models.huggingface.rotary_fields import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 
@@ -157,6 +162,7 @@ _TENSORS = TensorTable(
     },
     letters_per_layer=2,
     ignored=r"mtp\..*",
+    prediction=QWEN_PREDICTION,
 )
 
 QWEN3_NEXT = Family(
@@ -174,4 +180,5 @@ QWEN3_NEXT = Family(
     },
     derived=_derived,
     experts=_experts,
+    prediction=lambda fields: "*E" if "E" in sparse_letters(fields) else "*-",
 )

@@ -26,7 +26,7 @@ BARE = """
 --no-persist-layer-norm --is-hybrid-model --no-position-embedding --inference-dynamic-batching --enable-cuda-graph
 --decode-only-cuda-graphs --inference-fuse-tp-communication --moe-grouped-gemm
 --inference-use-synchronous-zmq-collectives --moe-pad-experts-for-cuda-graph-inference --moe-shared-expert-overlap
---mtp-use-repeated-layer --use-coordinator --no-rl-persist-cuda-graphs --async-mode --verbose
+--use-coordinator --no-rl-persist-cuda-graphs --async-mode --verbose
 ...track-paused-request-events
 --sequence-parallel --auto-detect-ckpt-format --inference-ckpt-non-strict --use-mcore-models --no-load-optim
 --log-num-zeros-in-grad --log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
@@ -43,7 +43,7 @@ ONE = """
 --rl-kv-cache-management-mode --coordinator-host
 --coordinator-port --frontend-replicas --inference-max-requests --moe-router-dtype ...unified-memory-level
 --inference-cuda-graph-scope
---mtp-num-layers --micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
+--micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
 --timing-log-level --log-interval --seq-length --init-method-std --attention-dropout --hidden-dropout
 --num-workers --save-interval --moe-token-dispatcher-type --inference-cuda-graph-max-tokens
 ...cuda-graph-mixed-prefill-count ...cuda-graph-sizing-distribution ...buffer-guaranteed-fraction
@@ -150,7 +150,7 @@ def test_numbers_are_equal_however_they_are_written(spelled):
 def test_families(option, beginning):
     assert family_of(option).name == beginning
     for argv in ([f"{option}=4"], [option, "4"], ["--seed", "1", option, "4"]):
-        with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: tools/run_server.py runs one engine"):
+        with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: megatron-ext serve runs one engine"):
             parse_arguments(argv)
 
 

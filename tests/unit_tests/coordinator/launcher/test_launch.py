@@ -21,11 +21,13 @@ import psutil
 import pytest
 
 from arguments import parse_coordinator_arguments
+from megatron_ext.commands import coordinate
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.launcher.launch import (
     BAD_USAGE,
     DEVICES_VARIABLE,
+    SERVER,
     Launcher,
     LaunchPlan,
     plan_of,
@@ -38,7 +40,6 @@ from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, coordinator, eventually
 from tests.unit_tests.support.source import ROOT
-from tools import run_coordinator
 
 # A replica that says it is ready, and writes what it was started with.
 SCRIPT = """
@@ -94,7 +95,7 @@ def script(tmp_path) -> Path:
 
 
 def plan(script: Path, count: int = 1, *flags: str, **options: object) -> LaunchPlan:
-    return LaunchPlan(script, (str(script.parent / "started"), *flags), count, **options)
+    return LaunchPlan((str(script),), (str(script.parent / "started"), *flags), count, **options)
 
 
 class TestLauncher:
@@ -200,7 +201,7 @@ from megatron_ext.coordinator.launcher.launch import Launcher, LaunchPlan
 from megatron_ext.routing.router import Router
 async def main():
     script = pathlib.Path({str(script)!r})
-    launcher = Launcher(LaunchPlan(script, (str(script.parent / "started"),), 1))
+    launcher = Launcher(LaunchPlan((str(script),), (str(script.parent / "started"),), 1))
     launcher.start(Fleet(Router(RoutingConfig()), 5.0))
     await launcher.all_ready()
     print("pid", launcher.pids[0], flush=True)
@@ -276,7 +277,7 @@ class TestPrivateEvents:
         monkeypatch.setattr(tempfile, "tempdir", str(place))
         settings = parse_coordinator_arguments(["--launch", "1"])
         with pytest.raises(ConfigError, match=r"^TMPDIR: .* set TMPDIR to a directory with a shorter path$"):
-            plan_of(settings, script)
+            plan_of(settings)
         assert not list(place.iterdir())
         assert not plan_of(dataclasses.replace(settings, has_private_events=False), script).has_private_events
 
@@ -291,7 +292,7 @@ class TestPrivateEvents:
         other = await FakeReplica(name="other", beat={"block_size": 16}, status_body=b"not yet").start()
         words = ("--launch", "1", "--replica", other.url, "--inference-dynamic-batching-block-size", "16")
         settings = parse_coordinator_arguments([*words, "--no-access-log"])
-        launcher = Launcher(plan_of(settings, ROOT / "tools/run_server.py"))
+        launcher = Launcher(plan_of(settings))
         async with coordinator(other, launcher=launcher) as front:
             (url,) = set(front.coordination.fleet.members) - {other.url}
             launched = front.coordination.fleet.members[url]
@@ -349,16 +350,16 @@ def listening(pid: int) -> list[int]:
 
 class TestPlan:
     def test_several_ranks_are_a_world_of_their_own(self):
-        command = LaunchPlan(Path("run_server.py"), ("--tensor-model-parallel-size", "2"), 3, world=2).command()
+        command = LaunchPlan(SERVER, ("--tensor-model-parallel-size", "2"), 3, world=2).command()
         assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        assert command[6:9] == ["run_server.py", "--tensor-model-parallel-size", "2"]
+        assert command[6:11] == ["-m", "megatron_ext", "serve", "--tensor-model-parallel-size", "2"]
 
     def test_devices(self):
         assert visible_devices({DEVICES_VARIABLE: "1, 3"}) == ("1", "3")
         assert visible_devices({DEVICES_VARIABLE: ""}) == visible_devices({DEVICES_VARIABLE: "-1"}) == ()
         with pytest.raises(ConfigError, match="needs 4 GPUs, 2 for each replica, and 3 are visible"):
-            LaunchPlan(Path("x"), (), 2, world=2, devices=("0", "1", "2"))
-        two = LaunchPlan(Path("x"), (), 2, world=2, devices=("0", "1", "2", "3"), api_key="secret")
+            LaunchPlan(("x",), (), 2, world=2, devices=("0", "1", "2"))
+        two = LaunchPlan(("x",), (), 2, world=2, devices=("0", "1", "2", "3"), api_key="secret")
         assert two.environment(1)[DEVICES_VARIABLE] == "2,3"
         assert two.environment(1)["MEGATRON_EXT_API_KEY"] == "secret"
         assert "secret" not in two.command()
@@ -421,7 +422,7 @@ class TestCommandLine:
         ],
     )
     def test_mistakes_are_one_line(self, capsys, words, problem):
-        assert run_coordinator.main(words.split()) == run_coordinator.BAD_USAGE
+        assert coordinate.main(words.split()) == coordinate.BAD_USAGE
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("run_coordinator.py: error: ")
+        assert line.startswith("megatron-ext coordinate: error: ")
         assert problem in line

@@ -38,7 +38,7 @@ from megatron_ext.coordinator.launcher.launch import Launcher, LaunchPlan
 from megatron_ext.routing.router import Router
 async def main():
     script, home = pathlib.Path({script!r}), pathlib.Path({home!r})
-    plan = LaunchPlan(script, (str(script.parent / "started"),), {count}, has_private_events=True, home=home)
+    plan = LaunchPlan((str(script),), (str(script.parent / "started"),), {count}, has_private_events=True, home=home)
     launcher = Launcher(plan)
     launcher.start(Fleet(Router(RoutingConfig()), 5.0))
     await launcher.all_ready()
@@ -78,7 +78,9 @@ def killed_coordinator(script: Path, home: Path, count: int) -> Iterator[list[in
 
 
 def plan(script: Path, home: Path, count: int, *flags: str) -> LaunchPlan:
-    return LaunchPlan(script, (str(script.parent / "started"), *flags), count, has_private_events=True, home=home)
+    return LaunchPlan(
+        (str(script),), (str(script.parent / "started"), *flags), count, has_private_events=True, home=home
+    )
 
 
 class TestTakingOver:

@@ -124,7 +124,6 @@ def test_python_s_spelling_of_infinity(tmp_path: Path) -> None:
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06 contradicts layer_norm_epsilon 1e-05"),
         ({"layer_norm_epsilon": "small", "rms_norm_eps": "small"}, "layer_norm_epsilon = 'small'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_size": 0}, "hidden_size = 0"),
         ({"head_dim": 128.0, "attention_head_dim": 128.0}, "head_dim = 128.0"),

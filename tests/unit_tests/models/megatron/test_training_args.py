@@ -64,9 +64,12 @@ def test_every_field_of_a_hybrid() -> None:
         ({"norm_epsilon": None, "layernorm_epsilon": 1e-5}, {}),
         ({"moe_router_load_balancing_type": "aux_loss", "rope_type": "rope", "softmax_type": "vanilla"}, {}),
         ({"spec": None}, {}),
-        ({"mtp_num_layers": 1}, {}),
+        ({"mtp_num_layers": 1}, {}),  # of unknown layers
         ({"add_qkv_bias": True}, {"add_qkv_bias": True}),
-        ({"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-|M*|E/*E", "mtp_num_layers": 1}, {}),
+        (
+            {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-|M*|E/*E", "mtp_num_layers": 1},
+            {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+        ),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron_ext.config import SourceConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, WeightUpdateError
 from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.huggingface.tensors import EMBEDDING
@@ -288,8 +288,8 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"^lm_head.weight is tied to embed_tokens.weight in this model"):
             update_weights(loaded.model, naming, new | {"lm_head.weight": output + 1})
 
-    def test_an_error_while_it_is_made_ready(self, llamas, monkeypatch):
-        """PY-6: memory that runs out before the first write leaves the model as it was."""
+    def test_an_error_between_two_writes(self, llamas, monkeypatch):
+        """PY-6: with a copy, memory that runs out in the middle leaves the model as it was; without one it is told."""
         directory = llamas("mha")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
@@ -299,9 +299,14 @@ class TestRefused:
             raise torch.cuda.OutOfMemoryError("no memory")
 
         monkeypatch.setattr("megatron_ext.models.update.naming.torch.cat", fail)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            update_weights(loaded.model, naming, changed(hf_tensors(directory)))
+        new = changed(hf_tensors(directory))
+        with pytest.raises(WeightUpdateError, match="no memory; the old weights are back"):
+            update_weights(loaded.model, naming, new, keep_old=True)
         assert_equal(tensors_of(loaded.model), before)
+        with pytest.raises(WeightUpdateError, match="no memory; write all weights again"):
+            update_weights(loaded.model, naming, new)
+        with pytest.raises(AssertionError):
+            assert_equal(tensors_of(loaded.model), before)
 
 
 def _without(tensors: dict, name: str) -> dict:

@@ -159,3 +159,19 @@ def test_the_log_does_not_grow_without_end(tmp_path):
     assert 4 * 1024**2 < largest < 9 * 1024**2
     index.close()
     assert struct.unpack(">I", path.read_bytes()[68:72]) == (0x4D455843,)
+
+
+def test_the_index_is_opened_with_limits(tmp_path):
+    """DC-3: a file that a stranger has written can neither load code nor make statements of any size."""
+    path = tmp_path / "index.sqlite"
+    path.touch()
+    index = DiskIndex(path)
+    connection = index._connection
+    assert connection.execute("PRAGMA trusted_schema").fetchone() == (0,)
+    assert connection.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) == 8 * 1024**2
+    assert connection.getlimit(sqlite3.SQLITE_LIMIT_ATTACHED) == 0
+    with pytest.raises(sqlite3.OperationalError):
+        connection.execute("ATTACH DATABASE ':memory:' AS other")
+    with pytest.raises(sqlite3.OperationalError, match="not authorized"):
+        connection.execute("SELECT load_extension('x')")
+    index.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
-from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
+from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, HeldEntry, LoadableRun
+from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING
 from megatron_ext.prefix_cache.disk.tier_storage import Gone
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
 from tests.unit_tests.engine.disk_machine import FakeDisk
@@ -17,17 +21,19 @@ TOKENS = list(range(16))
 
 
 class Clock:
-    now = 100.0
+    now = wall = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def tier_with(*, blocks: str = "", snapshots: str = "", has_states: bool = True) -> tuple[DiskTier, FakeDisk, Clock]:
+def tier_with(
+    *, blocks: str = "", snapshots: str = "", has_states: bool = True, ranks: Agreement | None = None
+) -> tuple[DiskTier, FakeDisk, Clock]:
     """A tier that holds blocks and snapshots of one sequence a, b, c, d, named by letters."""
     disk, clock = FakeDisk(), Clock()
-    sizes = EntrySizes((100,), (1000,) if has_states else ())
-    tier = DiskTier(disk, sizes, lambda entry, used: (entry, [(used,)]), clock, 5.0)
+    sizes = EntrySizes((100,), (1000,) if has_states else None)
+    tier = DiskTier(disk, sizes, lambda entry, used: (entry, [(used,)]), clock, 5.0, ranks, lambda: clock.wall)
     entries = []
     for kind, names in (("block", blocks), ("slot", snapshots)):
         for name in names:
@@ -80,7 +86,7 @@ def test_what_is_read_is_checked_against_the_tokens_of_the_request():
 def test_entries_are_used_in_the_order_in_which_they_leave_memory():
     """EX-11: also within one eviction, and if the clock stands still or goes back."""
     tier, disk, clock = tier_with(blocks="dcb")
-    clock.now = 50.0
+    clock.wall = 50.0
     tier.on_evicted([CachedEntry(b"a", None, 1, 0, None)])
     times = [content[0] for content in disk.entries.values()]
     assert times == sorted(set(times))
@@ -126,6 +132,7 @@ def test_a_load_is_given_up_at_its_deadline():
     late, ready = (tier.begin(run, NAMES, TOKENS, 4) for _ in range(2))
     disk.finish(ready, is_read=True)
     tier.follow()
+    clock.wall += 3600.0  # it was set
     assert (tier.given_up(), tier.complete()) == ([], [ready])
     clock.now += 5.0
     assert tier.is_due
@@ -224,3 +231,71 @@ def test_quarantine_follows_parents_that_are_in_memory_only():
             index.add(NAMES[:3], [0, 1, 2], None)
         tier.quarantine(b"other", index, states_only=False)
         assert {key.block_hash for key in disk.entries} == left
+
+
+class OtherRank(Alone):
+    """Agreement with a rank whose progress and nanoseconds of its only load are given."""
+
+    def __init__(self, progress: int, nanoseconds: int = 0) -> None:
+        self.row = [progress, -nanoseconds]
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        return [min(pair) for pair in zip(numbers, self.row, strict=True)]
+
+
+def begun(other: OtherRank) -> tuple[DiskTier, FakeDisk]:
+    """A tier that has read its part of a load of three entries."""
+    tier, disk, _ = tier_with(blocks="ab", snapshots="b", ranks=other)
+    assert tier.begin(tier.find_run(NAMES, 0, 4), NAMES, TOKENS, 4) == 1
+    disk.finish(1, is_read=True)
+    tier.follow()
+    assert tier.complete() == []
+    tier.agree([1])
+    return tier, disk
+
+
+def test_a_load_is_complete_when_all_ranks_have_read_it():
+    """EX-11: and took as long as the slowest of them."""
+    assert begun(OtherRank(READING))[0].complete() == []
+    tier, _ = begun(OtherRank(READ, nanoseconds=4 * 10**9))
+    assert tier.complete() == [1]
+    assert tier.counts.load_seconds == 4.0
+
+
+def test_an_entry_that_another_rank_cannot_read_is_dropped():
+    """EX-11: it is not tried again, and when it leaves memory again it is written anew on all ranks."""
+    tier, disk = begun(OtherRank(1))
+    second = EntryKey(EntryKind.BLOCK, NAMES[1])
+    assert tier.given_up() == [1]
+    assert second not in tier
+    assert second not in disk.entries
+    assert tier.drops == {"incomplete": 1}
+    assert len(disk.entries) == len(tier) == 2
+
+
+def test_a_rank_whose_disk_has_failed_ends_the_use_of_all():
+    """EX-11: in one step, and what all have read may still be placed."""
+    tier, _ = begun(OtherRank(OFF))
+    assert tier.is_off
+    assert not tier.loads
+    tier, _ = begun(OtherRank(READ))
+    tier.turn_off()
+    assert tier.complete() == [1]
+
+
+def test_a_rank_without_recurrent_layers_asks_for_snapshots_of_others():
+    """EX-11: a pipeline stage of a hybrid model may have none; its snapshots have no bytes."""
+    tier = DiskTier(FakeDisk(), EntrySizes((100,), ()), lambda entry, used: (entry, [()]), Clock(), 5.0)
+    places = [EntryKey(EntryKind.BLOCK, NAMES[0]), EntryKey(EntryKind.BLOCK, NAMES[1])]
+    tier.hold([(places[0], HeldEntry(None, 1)), (places[1], HeldEntry(NAMES[0], 2))])
+    assert tier.find_run(NAMES, 0, 4) is None
+    tier.hold([(EntryKey(EntryKind.SNAPSHOT, NAMES[0]), HeldEntry(None, 1))])
+    assert tier.find_run(NAMES, 0, 4) == LoadableRun(1, 0, True, 100)
+
+
+def test_times_are_estimated_by_the_largest_part():
+    """EX-11: a stage without recurrent layers reads nothing of a snapshot, and waits for the others."""
+    tier, _, _ = tier_with(blocks="ab", snapshots="b", ranks=OtherRank(-40, nanoseconds=7000))
+    assert tier.find_run(NAMES, 0, 4).size == 200 + 1000
+    tier.agree_on_sizes()
+    assert tier.find_run(NAMES, 0, 4).size == 200 + 7000

@@ -9,14 +9,16 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
+from megatron_ext.commands import prefix_cache
+from megatron_ext.commands.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
 from megatron_ext.prefix_cache.disk.control import Answer
 from megatron_ext.prefix_cache.disk.entry import EntryKind
 from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_control import control_of
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, content, entry_after, is_read, put
-from tools import prefix_cache
-from tools.prefix_cache import BAD_USAGE, DONE, FOUND_DAMAGE, main
 
 
 def filled(directory) -> dict[str, bytes]:
@@ -75,6 +77,20 @@ def test_only_our_files_are_erased(tmp_path, capsys):
     assert sorted(os.listdir(directory / "slot-0")) == ["lock", "mine"]
     assert main([str(directory), "list"]) == DONE
     assert "0 entries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["slot-0", "slot-0/data", "slot-0/index.sqlite"])
+def test_erase_follows_no_link(tmp_path, name):
+    """DC-4: what a link in the directory points to stays as it is."""
+    directory, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    filled(directory)
+    (directory / name).rename(elsewhere)
+    (directory / name).symlink_to(elsewhere)
+    files = [one for one in sorted([elsewhere, *elsewhere.glob("*")]) if one.is_file()]
+    before = [one.read_bytes() for one in files]
+    assert main([str(directory), "erase"]) == BAD_USAGE
+    assert (directory / name).is_symlink()
+    assert [one.read_bytes() for one in files] == before
 
 
 @contextmanager

@@ -19,6 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.cuda_graph_setup import new_runner
+from megatron_ext.mcore.weight_changes import saved_tensors
+from megatron_ext.models.update.naming import OwnNames
+from megatron_ext.models.update.shards import ShardOptions, ShardWeights
+from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
@@ -26,7 +30,8 @@ from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
-from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.padded import PaddedDriver
 from tests.unit_tests.support.programs import ProgramRecorder
 from tests.unit_tests.support.replay import ReplayedGraphs
@@ -279,6 +284,26 @@ def test_new_weights_elsewhere_need_new_graphs(get_oracle):
     finally:
         weight.data = old
         fixed.forget()
+
+
+@pytest.mark.parametrize("way", ["tensors", "shards"])
+def test_captured_steps_compute_with_new_weights(way: str):
+    """RL-1, RL-7: written in place, so that the same graphs read them; the stand-ins would keep derived numbers."""
+    model, new = build_slow_decay(CONFIGS["hybrid"]), build_slow_decay(CONFIGS["hybrid"], seed=6)
+    driver = Captured(model, CONFIGS["hybrid"], **SETTINGS)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=6)
+    driver.run()
+    before = driver.graphs.captured
+    if way == "shards":
+        ShardWeights(model, None).write(saved_tensors(new), ShardOptions())
+    else:
+        update_weights(model, OwnNames(), saved_tensors(new))
+    driver.engine.weights_changed()
+    driver.add(1, make_prompt(20), num_tokens_to_generate=6)
+    driver.run()
+    assert driver.graphs.captured == before
+    assert driver.records[1].generated_tokens == Oracle(new).greedy(make_prompt(20), 6).tokens
+    assert driver.records[1].generated_tokens != driver.records[0].generated_tokens
 
 
 def test_stand_in_keeps_captured_numbers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import RequestParams
+from megatron_ext.config import CacheConfig, RequestParams
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -256,6 +256,16 @@ def test_echo_with_log_probs_scores_the_prompt(tiny, offline, stream):
     values = [*expected.prompt_log_probs, *expected.generated_log_probs]
     assert scores["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
     assert scores["text_offset"] == sorted(scores["text_offset"])
+
+
+def test_echo_with_kept_log_probs(serve, stream):
+    """RL-10: the second request for the same log-probs skips what others skip."""
+    server = serve(tiny_engine(cache=CacheConfig(prefix_cache_log_probs=True)))
+    got = [complete(server, stream=stream, max_tokens=2, echo=True, logprobs=0) for _ in range(2)]
+    assert [one.cached for one in got] == [0, (len(PROMPT) - 1) // 16 * 16]
+    first, second = (joined(one.scores[0]) if stream else one.scores[0].model_dump() for one in got)
+    assert second["tokens"] == first["tokens"]
+    assert second["token_logprobs"][1:] == pytest.approx(first["token_logprobs"][1:], abs=1e-4)
 
 
 def test_usage_comes_only_if_asked_for(tiny):

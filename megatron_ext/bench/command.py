@@ -1,4 +1,4 @@
-"""Figures of one's own model, or of any OpenAI server: `python -m benchmarks.serving --load-hf DIR`, or `--url URL`.
+"""Command `bench`: figures of a model in this process (`--load-hf DIR`), or of any OpenAI server (`--url URL`).
 
 Without either the embedded model is measured. A server gets the same prompts from the same client, so that servers can
 be compared; start each with an empty cache. Exit code 1 if a request failed.
@@ -17,27 +17,32 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.serving.clients import AskError, Client, EngineClient, HttpClient, PendingOutput, closing
-from benchmarks.serving.figures import Figures, figures, rows
-from benchmarks.serving.load import Pace, serve
-from benchmarks.serving.page import NoPlots, page, require_matplotlib
-from benchmarks.serving.work import KINDS, Shape, dialogues
-from benchmarks.tables import table
+from megatron_ext.bench.clients import AskError, Client, EngineClient, HttpClient, PendingOutput, closing
+from megatron_ext.bench.figures import Figures, figures, rows
+from megatron_ext.bench.load import Pace, serve
+from megatron_ext.bench.page import NoPlots, page, require_matplotlib
+from megatron_ext.bench.tables import table
+from megatron_ext.bench.work import KINDS, Shape, dialogues
 
+PROGRAM = "megatron-ext bench"
 WARM_UP = 2  # words, and tokens
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
-    arguments = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
+    """Measure, print a table, and write files.
+
+    Returns:
+        Exit code: 0 done, 1 a request failed, 2 bad usage.
+    """
+    arguments = _parser(program).parse_args(argv)
     try:
         if arguments.html is not None:
             require_matplotlib()
         answers, told = asyncio.run(_measure(arguments))
     except (NoPlots, AskError, ValueError) as error:
-        print(f"benchmarks.serving: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 2
-    about = _about(arguments)
+    about = _about(arguments, program, sys.argv[1:] if argv is None else argv)
     print(about)
     print(table(rows(told)))
     if arguments.json is not None:
@@ -88,18 +93,15 @@ def _setting(text: str) -> tuple[str, object]:
         return name, value
 
 
-def _about(arguments: argparse.Namespace) -> str:
+def _about(arguments: argparse.Namespace, program: str, argv: Sequence[str]) -> str:
     target = arguments.url or arguments.load_hf or arguments.load or "the embedded model"
     pace = f"{arguments.concurrency} at once" if arguments.rate is None else f"{arguments.rate:g} a second"
     machine = f"Python {platform.python_version()}, {os.cpu_count()} cores"
-    return (
-        f"{target}, {pace}; {arguments.generate} tokens each; {machine}\n"
-        f"command: python -m benchmarks.serving {' '.join(sys.argv[1:])}"
-    )
+    return f"{target}, {pace}; {arguments.generate} tokens each; {machine}\ncommand: {program} {' '.join(argv)}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks.serving", description=__doc__)
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--load-hf", metavar="DIR", help="a Hugging Face checkpoint, in an engine in this process")
     target.add_argument("--load", metavar="DIR", help="a checkpoint of ours or of Megatron-LM, likewise")
@@ -139,7 +141,3 @@ def _rate(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be more than zero")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

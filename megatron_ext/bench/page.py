@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from benchmarks.serving.clients import PendingOutput
-from benchmarks.serving.figures import Figures, first_token, gaps, rows
-from benchmarks.tables import cell
+from megatron_ext.bench.clients import PendingOutput
+from megatron_ext.bench.figures import Figures, first_token, gaps, rows
+from megatron_ext.bench.tables import cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

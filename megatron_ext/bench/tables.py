@@ -1,8 +1,12 @@
-"""Table form of all benchmarks. Standard library only."""
+"""Markdown tables of figures. Standard library only."""
 
 from __future__ import annotations
 
-from benchmarks.cases import Figure, Rows
+from typing import TypeAlias
+
+Figure: TypeAlias = "float | int | str | bool | None"
+Rows: TypeAlias = "dict[str, dict[str, Figure]]"
+"""Figures by row and column; columns name their units."""
 
 
 def table(rows: Rows) -> str:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from benchmarks.cases import Rows
-from benchmarks.serving.clients import PendingOutput
+from megatron_ext.bench.clients import PendingOutput
+from megatron_ext.bench.tables import Figure, Rows
 
 PERCENTILES = (50, 90, 99)
 Figures = dict[str, object]
@@ -71,7 +71,8 @@ _TIMES = {"ttft_ms": "first token", "inter_token_ms": "between tokens", "end_to_
 
 def rows(told: Mapping[str, Figures]) -> Rows:
     """Return a row for each figure, and a column for each kind of work."""
-    found: Rows = {name.replace("_", " "): {kind: one[name] for kind, one in told.items()} for name in _COUNTS}
+    counts = {kind: cast("dict[str, Figure]", one) for kind, one in told.items()}
+    found: Rows = {name.replace("_", " "): {kind: one[name] for kind, one in counts.items()} for name in _COUNTS}
     shares = {kind: cast("float | None", one["skipped_share"]) for kind, one in told.items()}
     found["skipped, %"] = {kind: None if share is None else 100 * share for kind, share in shares.items()}
     for name, title in _TIMES.items():

@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from benchmarks.serving.clients import AskError, Client, PendingOutput
-from benchmarks.serving.work import Dialogue
+from megatron_ext.bench.clients import AskError, Client, PendingOutput
+from megatron_ext.bench.work import Dialogue
 
 Talk: TypeAlias = Callable[[Dialogue], Coroutine[object, None, None]]
 

@@ -1,0 +1,130 @@
+"""Command `run`: prompts through the dynamic inference engine; by default the embedded model on the shipped prompts."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+from megatron_ext.console.start import limit_spinning
+from megatron_ext.console.startup import StartUp
+from megatron_ext.errors import ConfigError, OutputError, RankError
+from megatron_ext.memory.host_limits import check_address_space
+from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
+from megatron_ext.signals import NOTHING_YET, Interrupted, Interruption
+
+HEAVY_PARTS = (
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron_ext.mcore",  # checks the version of the next ones
+    "megatron.core",
+    "megatron.core.inference.engines.dynamic_engine",
+    "megatron_ext.offline.run",
+)
+PROGRAM = "megatron-ext run"
+DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
+NOT_WRITTEN = REQUEST_FAILED
+
+
+def main(argv: Sequence[str] | None = None, interruption: Interruption | None = None, *, program: str = PROGRAM) -> int:
+    """Parse, run, and report errors for the user as one line on standard error.
+
+    Args:
+        argv: Arguments without the program's name; None for the process's own.
+        interruption: Handler owned by the caller; None to handle signals here.
+        program: Name in messages.
+
+    Returns:
+        Exit code: 0 done, 1 a request failed or results could not be written, 2 bad usage, 130 ended by SIGINT, 143 by
+            SIGTERM. All ranks have the exit code of the rank that ended first.
+    """
+    try:
+        if interruption is not None:
+            return _run(argv, interruption, program)
+        with watch_signals() as interruption:
+            return _run(argv, interruption, program)
+    except Interrupted as interrupted:
+        if is_first_rank():
+            _say(program, f"{interrupted.signal_name}: {interrupted}")
+        return interrupted.exit_code
+    except ConfigError as error:
+        words = message_of_this_rank(error)
+        if words is not None:
+            _say(program, f"error: {words}")
+        return BAD_USAGE
+    except OutputError as error:
+        _say(program, f"error: {error}")
+        return NOT_WRITTEN
+    except RankError as error:
+        if str(error):  # otherwise another rank reports it
+            _say(program, f"error: {error}")
+        return error.exit_code
+
+
+def run_process(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
+    """Run as the main program of a process, whose exit code later signals do not change; see `main`."""
+    with watch_signals() as interruption:
+        code = main(argv, interruption, program=program)
+        if interruption.is_asked:
+            interruption.ignore_all()
+        return code
+
+
+def watch_signals() -> Interruption:
+    """Return the signal handler: only the first rank reacts to a terminal's SIGINT, and ends the others in order."""
+    return Interruption(ignored=() if is_first_rank() else (signal.SIGINT,))
+
+
+def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -> int:
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # its warnings of missing optional packages
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its callees
+    logging.basicConfig(format="%(message)s")
+    if is_first_rank():
+        logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    else:  # the first rank logs for all
+        warnings.simplefilter("ignore")
+        logging.disable()
+    try:
+        from arguments import parse_arguments
+
+        settings = parse_arguments(argv, prog=program)
+        os.environ.update(settings.start.environment)
+        limit_spinning()
+        check_address_space()
+        with StartUp(is_visible=is_first_rank()) as start_up:
+            with start_up.phase("import"):
+                run_offline = _import_heavy(interruption).run_offline
+            return DONE if run_offline(settings, interruption, start_up) else REQUEST_FAILED
+    except Exception:
+        interruption.raise_swallowed()
+        raise
+
+
+def _import_heavy(interruption: Interruption) -> ModuleType:
+    """Import heavy modules after the flags are parsed, so that --help and errors are immediate: torch takes seconds.
+
+    An exception from a signal during the import of an extension module ends the process with a stack dump. Therefore a
+    signal is deferred, for one module at most.
+    """
+    for name in HEAVY_PARTS:
+        interruption.hold()
+        module = importlib.import_module(name)
+        interruption.take_back()  # megatron-core prints a stack at each signal; one line is clearer
+    interruption.release(NOTHING_YET)
+    return module
+
+
+def _say(program: str, line: str) -> None:
+    """Print one line on standard error, escaped; drop it if standard error is closed."""
+    from megatron_ext.console.terminal import Output, printable
+
+    stream = Output(sys.stderr)
+    stream.write(f"{program}: {printable(line)}\n")
+    stream.flush()

@@ -1,0 +1,157 @@
+"""Layer of multi-token prediction as a drafter: its own context and pools beside the engine's (SP-10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.hidden_states import KEPT_TOKENS, HiddenStates
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.layers.layer_map import places_of, stack_shape
+from megatron_ext.mcore.layers.multi_token_prediction import PredictionLayer
+from megatron_ext.mcore.versions import inference_mode
+from megatron_ext.memory.draft_memory import DraftMemory
+from megatron_ext.memory.engine_plan import ModelShape, plan_draft_model
+from megatron_ext.ops import backend_selection
+from megatron_ext.ops.backends import preferring
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.speculation.draft_model import DraftRoom
+from megatron_ext.speculation.multi_token import ChunkInput, MultiTokenDrafter
+
+
+@dataclass(frozen=True)
+class PredictionParts:
+    """Model with a layer of multi-token prediction, in eval mode, with its configuration and parameter dtype."""
+
+    model: HybridModel
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def layer(self) -> PredictionLayer:
+        """Layer that drafts."""
+        assert self.model.mtp is not None, "the caller has looked"
+        return self.model.mtp.layer_of(1)
+
+    def _shape(self, batching: BatchingConfig) -> ModelShape:
+        return stack_shape(self.layer.mtp_model_layer, self.model.config, batching, self.dtype)
+
+    def memory(self, batching: BatchingConfig) -> DraftMemory:
+        """Return the memory that the layer needs from the budget, the target's hidden states included."""
+        shape, hidden = self._shape(batching), KEPT_TOKENS * self.config.hidden_size * self.dtype.itemsize
+        return DraftMemory(shape.kv_bytes_per_token, shape.states.bytes if shape.states else 0, hidden)
+
+    def drafter(self, target: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine:
+        """Return the drafter beside a context, with pools of its own.
+
+        Raises:
+            ConfigError: There is less memory than seemed to be free.
+        """
+        device = next(self.model.parameters()).device
+        plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type)
+        context = InferenceContext(plan, places_of(self.layer.mtp_model_layer.layer_type_list), device)
+        context.allocate_all_tensors(is_init=True)
+        states = HiddenStates(self.model, target, plan.limits.max_requests)
+        return MultiTokenEngine(self, context, states, backend_selection.preferred(batching.operator_backend))
+
+
+class MultiTokenEngine(MultiTokenDrafter):
+    """Drafter that computes a layer of multi-token prediction, whose pools come and go with the engine's.
+
+    Args:
+        parts: The model.
+        context: Context of the layer, with its pools.
+        states: Hidden states of the target model.
+        operators: Name of the operators' backend.
+    """
+
+    def __init__(
+        self, parts: PredictionParts, context: InferenceContext, states: HiddenStates, operators: str | None
+    ) -> None:
+        self._parts, self._context, self._hidden, self._operators = parts, context, states, operators
+        self._read_outputs: dict[int, Tensor] = {}  # after the last read token
+        self._outputs: dict[int, Tensor] = {}  # after the last token, drafts included
+        limits = context.plan.limits
+        room = DraftRoom(
+            block_size=limits.block_size,
+            blocks=limits.total_blocks,
+            requests=limits.max_requests,
+            step_tokens=limits.max_tokens,
+            longest=limits.max_sequence_length,
+            has_states=context.plan.shape.states is not None,
+        )
+        super().__init__(room, self._tokens, states)
+
+    def suspend(self) -> None:
+        """Free the pools and discard the states of requests."""
+        self._context.deallocate_all_tensors()
+        self._hidden.free()
+        self.reset()
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        self._context.allocate_all_tensors(is_init=False)
+        self._hidden.allocate()
+
+    def forget(self, request_id: int) -> None:
+        """Free what is kept of a request."""
+        super().forget(request_id)
+        self._read_outputs.pop(request_id, None)
+        self._outputs.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        super().reset()
+        self._read_outputs.clear()
+        self._outputs.clear()
+
+    def logits(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Tensor:
+        """Compute the layer for a step; return the logits after each chunk that is sampled from, [m, V]."""
+        model, context = self._parts.model, self._context
+        with torch.inference_mode(), preferring(self._operators), inference_mode():
+            try:
+                context.stage(step)
+                chunks = context.staged.chunks
+                hidden = torch.cat([self._hidden_states(chunk, inputs[chunk.request_id]) for chunk in chunks])
+                ids, positions = context.current_input_and_position_ids()
+                shifts = [inputs[chunk.request_id].position - chunk.start for chunk in chunks]
+                lengths = torch.tensor([chunk.length for chunk in chunks])
+                shift = torch.tensor(shifts).repeat_interleave(lengths).to(positions.device)
+                embedded = model.embedding(ids, positions + shift)
+                is_rope = model.position_embedding_type == "rope"
+                angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
+                output = self._parts.layer(hidden[:, None], embedded, context, angles)
+                last = output[context.staged.sample_tokens]
+                self._keep_outputs(inputs, last)
+                context.finish_snapshots()
+            finally:
+                context.clear_step()
+            tied = model.share_embeddings_and_output_weights
+            weight = model.shared_embedding_or_output_weight() if tied else None
+            logits: Tensor = model.output_layer(last, weight=weight)[0][:, 0]
+            return logits
+
+    def _tokens(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Mapping[int, int]:
+        found = self.logits(step, inputs)
+        names = list(self._sampled)
+        return dict(zip(names, found.argmax(dim=-1).tolist(), strict=True))
+
+    def _hidden_states(self, chunk: ScheduledChunk, given: ChunkInput) -> Tensor:
+        """Return the hidden states that a chunk continues, [length, h]."""
+        if given.drafts == 0:
+            before = range(given.position - 1, given.position - 1 + chunk.length)
+            return self._hidden.read([(chunk.request_id, before)])
+        outputs = self._read_outputs if given.drafts == 1 else self._outputs
+        return outputs[chunk.request_id]
+
+    def _keep_outputs(self, inputs: Mapping[int, ChunkInput], last: Tensor) -> None:
+        self._sampled = tuple(row.request_id for row in self._context.staged.sampling)
+        for number, request_id in enumerate(self._sampled):
+            self._outputs[request_id] = last[number]
+            if inputs[request_id].drafts == 0:
+                self._read_outputs[request_id] = last[number]

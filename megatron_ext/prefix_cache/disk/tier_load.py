@@ -1,0 +1,69 @@
+"""Loads of a disk tier: how far one is, on this rank and on all, and their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.disk.entry import EntryKey
+from megatron_ext.prefix_cache.disk.tier_storage import Loaded
+
+# Progress of a load, as a number of which ranks agree on the least. From 0 on: place of the first entry that failed.
+OFF = -1  # a rank's tier is off
+READING = 2**62
+READ = READING + 1
+
+
+@dataclass
+class TierLoad:
+    """Load that is under way, or complete and not placed yet.
+
+    Attributes:
+        size: Bytes to read.
+        deadline: Time after which it is given up.
+        keys: Keys of the entries.
+        loaded: End of this rank's part; None while it is under way.
+        progress: Progress of the whole load, see `READING`.
+    """
+
+    size: int
+    deadline: float
+    keys: Sequence[EntryKey] = ()
+    loaded: Loaded | None = None
+    progress: int = READING
+
+    @property
+    def own_progress(self) -> int:
+        """Progress of this rank's part."""
+        if self.loaded is None:
+            return READING
+        return self.loaded.failed if self.loaded.contents is None else READ
+
+
+@dataclass
+class TierCounts:
+    """Counts of a disk tier.
+
+    Attributes:
+        evicted: Entries given to the disk as they left memory.
+        loads: Loads begun.
+        loads_placed: Loads that came back to memory.
+        loads_failed: Loads that could not be read.
+        loads_late: Loads given up at their deadline.
+        loads_useless: Loads given up since blocks before them were evicted, or no request waited any more.
+        loads_slower: Loads not begun, since computing was estimated to be quicker.
+        load_waits: Requests that waited for loads which have ended.
+        load_bytes: Bytes of the loads that were read.
+        load_seconds: Seconds of reading them.
+    """
+
+    evicted: int = 0
+    loads: int = 0
+    loads_placed: int = 0
+    loads_failed: int = 0
+    loads_late: int = 0
+    loads_useless: int = 0
+    loads_slower: int = 0
+    load_waits: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0

@@ -1,0 +1,71 @@
+"""PY-9: the console script finds its commands, and names itself in their messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.commands.main import COMMANDS, main
+from megatron_ext.console.start import program_of
+from tests.unit_tests.support.source import ROOT
+
+TOOLS = {
+    "run_inference": "run",
+    "run_server": "serve",
+    "run_coordinator": "coordinate",
+    "simulate_cache": "simulate",
+    "explain_prefix": "explain",
+    "prefix_cache": "prefix-cache",
+}
+
+
+@pytest.mark.parametrize("argv", [[], ["walk"], ["--no-such-flag"]])
+def test_without_a_command_that_exists(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert capsys.readouterr().err.startswith("usage: megatron-ext ")
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"\n  {name} " not in shown] == []
+
+
+def test_arguments_reach_the_command(tmp_path, capsys):
+    """The flags after the command's name, a flag of the same name as one of the script's own included."""
+    assert main(["prefix-cache", str(tmp_path / "none"), "list"]) == 2
+    assert capsys.readouterr().err.startswith("megatron-ext prefix-cache: error: ")
+    with pytest.raises(SystemExit, match="0"):
+        main(["simulate", "--help"])
+    assert capsys.readouterr().out.startswith("usage: megatron-ext simulate ")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_script_of_tools_starts_its_command(tool):
+    """Under its own name, and by the same code: the help differs in the name only."""
+    names = {f"{tool}.py": [f"tools/{tool}.py"], f"megatron-ext {TOOLS[tool]}": ["-m", "megatron_ext", TOOLS[tool]]}
+    shown = set()
+    for name, words in names.items():
+        done = subprocess.run([sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"usage: {name} ")
+        usage = " ".join(done.stdout.split())
+        for other in names:
+            usage = usage.replace(other, "NAME")
+        shown.add(usage)
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["tools/run_inference.py", "--seed", "1"], "tools/run_inference.py"),
+        (["/usr/bin/megatron-ext", "run", "--seed", "1"], "-m megatron_ext run"),
+        (["/site-packages/megatron_ext/__main__.py", "serve"], "-m megatron_ext serve"),
+    ],
+)
+def test_what_torchrun_starts(argv, expected):
+    assert program_of(argv) == expected

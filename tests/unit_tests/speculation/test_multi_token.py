@@ -1,0 +1,89 @@
+"""SP-10: the first token that a layer of multi-token prediction reads, and the input of each of its chunks."""
+
+from __future__ import annotations
+
+from megatron_ext.speculation.draft_model import DraftRoom
+from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.multi_token import MultiTokenDrafter
+
+ROOM = DraftRoom(block_size=4, blocks=40, requests=2, step_tokens=16, longest=200, has_states=False)
+
+
+class Kept:
+    """Hidden states that are said to be there, and the positions at which they were asked for."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, range] = {}
+        self.read: list[tuple[int, int, int]] = []  # position of a chunk's first token, its tokens, drafts
+
+    def kept(self, request_id: int) -> range:
+        return self.ranges.get(request_id, range(0))
+
+    def forget(self, request_id: int) -> None:
+        self.ranges.pop(request_id, None)
+
+    def reset(self) -> None:
+        self.ranges.clear()
+
+    def execute(self, step, inputs):
+        for chunk in step.chunks:
+            given = inputs[chunk.request_id]
+            self.read.append((given.position, chunk.length, given.drafts))
+            if given.drafts == 0:
+                before = range(given.position - 1, given.position - 1 + chunk.length)
+                kept = self.ranges[chunk.request_id]
+                assert kept.start <= before.start, (kept, before)
+                assert before.stop <= kept.stop, (kept, before)
+        return {chunk.request_id: 1 for chunk in step.chunks if chunk.sampling is not None}
+
+
+def made() -> tuple[MultiTokenDrafter, Kept]:
+    states = Kept()
+    return MultiTokenDrafter(ROOM, states.execute, states), states
+
+
+def ask(length: int, limit: int = 2) -> DraftAsk:
+    return DraftAsk(0, list(range(length)), limit)
+
+
+def test_it_begins_with_the_first_hidden_state_and_goes_on():
+    """SP-10: a token and the state before it; then only what was accepted, and drafts after it."""
+    drafter, states = made()
+    states.ranges[0] = range(3, 9)
+    assert drafter.propose([ask(10, 3)]) == {0: (1, 1, 1)}
+    assert states.read == [(4, 6, 0), (10, 1, 1), (11, 1, 2)]
+    states.ranges[0], states.read = range(3, 13), []  # two of three were accepted, and the states of all are there
+    assert drafter.propose([ask(12)]) == {0: (1, 1)}
+    assert states.read == [(10, 2, 0), (12, 1, 1)]
+    drafter.check()
+
+
+def test_a_text_begins_again_after_a_gap():
+    """SP-10: tokens whose hidden states are gone cannot be read."""
+    drafter, states = made()
+    states.ranges[0] = range(9)
+    drafter.propose([ask(10)])
+    states.ranges[0], states.read = range(12, 19), []
+    assert drafter.propose([ask(20)]) == {0: (1, 1)}
+    assert states.read == [(13, 7, 0), (20, 1, 1)]
+
+
+def test_long_texts_are_read_over_several_proposals():
+    """SP-10: a step's tokens limit what is read; drafts come after that."""
+    drafter, states = made()
+    states.ranges[0] = range(39)
+    assert [drafter.propose([ask(40)]) for _ in range(3)] == [{}, {}, {0: (1, 1)}]
+    assert [length for _, length, _ in states.read] == [16, 16, 7, 1]
+
+
+def test_there_are_no_drafts_without_hidden_states():
+    """SP-10: of a request that was never computed here, and of one whose last state is missing."""
+    drafter, states = made()
+    assert drafter.propose([ask(10)]) == {}
+    states.ranges[0] = range(3, 8)
+    assert drafter.propose([ask(10)]) == {}
+    states.ranges[0] = range(3, 9)
+    assert drafter.propose([ask(10)]) == {0: (1, 1)}
+    drafter.forget(0)
+    assert drafter.propose([ask(10)]) == {}
+    drafter.check()
