@@ -23,7 +23,7 @@ from megatron_ext.engine.engine_step import EngineStep, StepOutput
 from megatron_ext.engine.idle_gate import IdleGate, answer
 from megatron_ext.engine.pausing import ABORT, Pause, PauseMode
 from megatron_ext.engine.step_counts import StepCounts
-from megatron_ext.engine.thread import EngineThread
+from megatron_ext.engine.thread import EngineThread, result_of
 from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
 from megatron_ext.scheduling.request import Request
 
@@ -189,7 +189,7 @@ class EngineClient:
             ended = self._thread.submit(self._end_all)
         self._closed.set()
         try:
-            ended.result()
+            result_of(ended)
         finally:
             self._thread.close()
         return True

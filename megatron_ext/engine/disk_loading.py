@@ -20,7 +20,7 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.snapshot_positions import RunOnDisk
 
 LOOKAHEAD = 16  # waiting requests, from the first, that may begin a load
-MAX_ATTEMPTS = 2  # loads that one request begins while it waits: what was loaded may be evicted before its turn
+MAX_ATTEMPTS = 2  # loads of one request while it waits: one may fail, or what it brought be evicted before its turn
 IDLE_WAIT = 0.005  # seconds in a step that can compute nothing
 MIN_PREFILL = 16  # tokens in a step whose time says something of prefills
 
@@ -71,7 +71,9 @@ class DiskLoading:
 
     def _give_up(self) -> None:
         loads = self._scheduler.disk_loads
-        for number in self._tier.given_up():
+        for number, is_late in self._tier.given_up().items():
+            if is_late:  # the disk would be late again
+                self._attempts |= dict.fromkeys(loads.waiting(number), MAX_ATTEMPTS)
             self._tier.counts.load_waits += loads.end(number)
         for number in loads.numbers() - self._tier.loads.keys():  # the tier is off
             loads.end(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,18 @@ from typing import Any, TypeVar
 from megatron_ext.engine.core import EngineCore
 
 Result = TypeVar("Result")
+
+WAKE_SECONDS = 0.2
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Return the result of a future, for the main thread, which handles signals while it waits.
+
+    A signal that arrives just before a thread begins to wait, or in another thread, does not end the wait by itself.
+    """
+    while not future.done():
+        wait([future], WAKE_SECONDS)
+    return future.result()
 
 
 @dataclass(eq=False)

@@ -145,6 +145,10 @@ class DiskLoads:
         """Return the numbers of all loads."""
         return set(self._loads)
 
+    def waiting(self, number: int) -> set[Request]:
+        """Return the requests that wait, or have waited, for a load."""
+        return self._loads[number].waiting
+
     # Commands
 
     def begin(self, number: int, request: Request, end: int, *, has_snapshot: bool) -> int:

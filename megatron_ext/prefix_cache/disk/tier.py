@@ -310,13 +310,13 @@ class DiskTier:
         now = self._clock() if self.loads else 0.0
         return any(one.progress != READING or now >= one.deadline for one in self.loads.values())
 
-    def given_up(self) -> list[int]:
-        """Return and forget the loads that have failed, or whose deadline is over."""
-        now, found = self._clock(), []
+    def given_up(self) -> dict[int, bool]:
+        """Return and forget the loads that have failed, or whose deadline is over; the latter with True."""
+        now, found = self._clock(), {}
         for number, load in self.loads.items():
             has_failed = load.progress < READING
             if has_failed or now >= load.deadline:
-                found.append(number)
+                found[number] = not has_failed
                 self.counts.loads_failed += has_failed
                 self.counts.loads_late += not has_failed
         for number in found:

@@ -129,6 +129,19 @@ def test_a_request_begins_two_loads_at_most():
     assert not found.scheduler.waits_for_disk(waiting)
 
 
+def test_a_load_that_is_late_is_not_begun_again():
+    """EX-11: neither for the request that began it nor for those that waited for it, too."""
+    found = Situation(blocks=16)
+    waiting = [found.request(arrival, range(20), on_disk=5) for arrival in range(2)]
+    found.decide()
+    found.scheduler.disk_loads.waiting(1).update(waiting)
+    found.now += 10.0
+    for _ in range(2):
+        found.decide()
+    assert (found.tier.counts.loads, found.tier.counts.loads_late) == (1, 1)
+    assert not any(map(found.scheduler.waits_for_disk, waiting))
+
+
 def test_a_request_that_follows_a_leader_begins_no_load():
     """EX-11: its prefix is being computed."""
     found = Situation()

@@ -183,6 +183,8 @@ def test_what_left_memory_first_leaves_the_disk_first(get_driver, tmp_path, monk
     take = tier.on_evicted
 
     def note(entries: list[CachedEntry]) -> None:
+        settle(driver)  # what has left the disk by now is written again
+        tier.follow()
         for key in map(key_of, entries):
             left.pop(key, None)
             left[key] = None  # the last one to leave is the last one here

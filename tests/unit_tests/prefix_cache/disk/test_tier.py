@@ -133,10 +133,10 @@ def test_a_load_is_given_up_at_its_deadline():
     disk.finish(ready, is_read=True)
     tier.follow()
     clock.wall += 3600.0  # it was set
-    assert (tier.given_up(), tier.complete()) == ([], [ready])
+    assert (tier.given_up(), tier.complete()) == ({}, [ready])
     clock.now += 5.0
     assert tier.is_due
-    assert tier.given_up() == [late, ready]
+    assert tier.given_up() == {late: True, ready: True}
     assert disk.cancelled == [late, ready]
     assert tier.counts.loads_late == 2
     tier.follow()
@@ -151,7 +151,7 @@ def test_a_load_that_could_not_be_read_is_given_up_at_once():
     disk.finish(number, is_read=False)
     tier.follow()
     assert tier.is_due
-    assert tier.given_up() == [number]
+    assert tier.given_up() == {number: False}
     assert (tier.counts.loads_failed, tier.counts.loads_late) == (1, 0)
 
 
@@ -266,7 +266,7 @@ def test_an_entry_that_another_rank_cannot_read_is_dropped():
     """EX-11: it is not tried again, and when it leaves memory again it is written anew on all ranks."""
     tier, disk = begun(OtherRank(1))
     second = EntryKey(EntryKind.BLOCK, NAMES[1])
-    assert tier.given_up() == [1]
+    assert tier.given_up() == {1: False}
     assert second not in tier
     assert second not in disk.entries
     assert tier.drops == {"incomplete": 1}
