@@ -2,8 +2,8 @@
 
 `make test` leaves out all of them, whatever else its `-m` asks for; `make test-all` adds those marked long, `make
 test-kernels` runs those marked kernels, `make test-versions` those marked versions, `make test-ray` those marked ray,
-`make soak` those marked soak. A test that starts several ranks (mark `worlds`, tests/worlds.py) is long without saying
-so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
+`make soak` those marked soak: campaigns, and the rest of large matrices. A test that starts several ranks (mark
+`worlds`, tests/worlds.py) is long without saying so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from collections.abc import Container, Iterable
 
 import pytest
 
-LONG = "long"
-MARKS = (LONG, "kernels", "versions", "ray", "soak")
+LONG, SOAK = "long", "soak"
+MARKS = (LONG, "kernels", "versions", "ray", SOAK)
 
 
-def long_except(kept: Container[object], values: Iterable[object]) -> list[object]:
-    """Return arguments of `parametrize`, tuples where it has several names: `values`, long unless they are `kept`."""
-    return [value if value in kept else _long(value) for value in values]
+def long_except(
+    kept: Container[object], values: Iterable[object], long: Container[object] | None = None
+) -> list[object]:
+    """Return arguments of `parametrize`, tuples where it has several names.
+
+    Args:
+        kept: Values whose tests always run.
+        values: All values; their tests are long unless they are kept.
+        long: Values whose tests are long; those of the others are soak tests then.
+    """
+    return [
+        value if value in kept else _marked(value, LONG if long is None or value in long else SOAK) for value in values
+    ]
 
 
-def _long(value: object) -> object:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
+def _marked(value: object, mark: str) -> object:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
 
 
 def is_named(mark: str, expression: str) -> bool:

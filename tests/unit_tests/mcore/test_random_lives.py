@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from megatron_ext.scheduling.record import Status
+from tests.on_request import long_except
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.drafters import Knowing, any_token, caching, nonsense, right_for_a_while, wrong
@@ -113,8 +114,9 @@ class Life:
 
 
 def seeds(quick: Sequence[int], count: int) -> list:
-    """Numbers below `count`; all but the quick ones are long."""
-    return [seed if seed in quick else pytest.param(seed, marks=pytest.mark.long) for seed in range(count)]
+    """Numbers below `count`; the first two that are not quick are long, and the rest is for soak tests."""
+    others = [seed for seed in range(count) if seed not in quick]
+    return long_except(quick, range(count), long=others[:2])
 
 
 def tiny(source: random.Random, blocks: list[int]) -> dict[str, object]:

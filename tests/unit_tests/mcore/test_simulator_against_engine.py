@@ -23,6 +23,7 @@ from megatron_ext.simulation.replay import Replay
 from megatron_ext.simulation.trace import Ids, Turn
 from megatron_ext.simulation.trace_formats.fields import FIRST_SYNTHETIC_ID
 from megatron_ext.text.tokenizer import NullTokenizer
+from tests.on_request import long_except
 from tests.unit_tests.support.models import CONFIGS
 
 REQUESTS, VOCABULARY = 200, 97
@@ -159,9 +160,14 @@ def test_a_disk_tier_request_by_request(policy: str):
     assert sum(without.skipped) < sum(simulated.skipped)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("memory", [Memory(400, 12), Memory(2_000, 300), Memory(gib=0.008), Memory(gib=0.1)], ids=str)
-@pytest.mark.parametrize("policy", ["lru", "flops"])
+RECORDED = [("lru", Memory(400, 12)), ("flops", Memory(2_000, 300)), ("flops", Memory(gib=0.008))]
+SOAKED = [
+    *(("lru", memory) for memory in (Memory(2_000, 300), Memory(gib=0.008), Memory(gib=0.1))),
+    *(("flops", memory) for memory in (Memory(400, 12), Memory(gib=0.1))),
+]
+
+
+@pytest.mark.parametrize(("policy", "memory"), long_except([], [*RECORDED, *SOAKED], RECORDED), ids=str)
 def test_recorded_sessions_request_by_request(policy: str, memory: Memory):
     """SI-3: two sessions of coding agents at the same time, one with sub-agents; the embedded model."""
     turns, _ = small_turns(SESSIONS, ["trace_0584", "trace_0274"])

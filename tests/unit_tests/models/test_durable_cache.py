@@ -84,9 +84,17 @@ QUICK = [
     ("attention_only", False, "lru"),
     ("attention_free", False, "flops"),
 ]
+LONG = [  # each kind, layout and policy; the rest is for soak tests
+    ("attention_only", True, "flops"),
+    ("attention_free", True, "lru"),
+    ("mamba1", False, "flops"),
+    ("gated_delta_net", True, "lru"),
+    ("short_conv", True, "flops"),
+    ("side_by_side", False, "lru"),
+]
 
 
-@pytest.mark.parametrize(("kind", "is_shared", "policy"), long_except(QUICK, CASES))
+@pytest.mark.parametrize(("kind", "is_shared", "policy"), long_except(QUICK, CASES, LONG))
 def test_a_restart_finds_what_was_cached(get_driver, tmp_path, kind, is_shared, policy):
     """DC-1: the first requests after a restart skip what the last ones before it skipped."""
     cache = {"eviction_policy": policy, "snapshot_slots": None if is_shared else 40}
