@@ -202,6 +202,8 @@ class InferenceContext(Context):
             self.cuda_graph_runner.notice_new_weights()
         if self.recorded_steps is not None:
             self.recorded_steps.forget()
+        if self.drafting is not None:
+            self.drafting.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
         """Make an already staged step the one that the next forward computes."""

@@ -72,6 +72,9 @@ class DraftModel(DraftModelDrafter):
     def _tokens(self, step: ScheduledStep) -> Mapping[int, int]:
         return self._steps.execute(step).tokens
 
+    def notice_new_weights(self) -> None:
+        """Keep everything, since the weights of the draft model are its own."""
+
     def suspend(self) -> None:
         """Free the pools and discard the request states."""
         self.reset()

@@ -87,6 +87,10 @@ class MultiTokenEngine(MultiTokenDrafter):
         )
         super().__init__(room, self._tokens, states)
 
+    def notice_new_weights(self) -> None:
+        """Forget all requests, whose keys, values and hidden states are of the old weights."""
+        self.reset()
+
     def suspend(self) -> None:
         """Free the pools and discard the states of requests."""
         self._context.deallocate_all_tensors()

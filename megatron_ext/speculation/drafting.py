@@ -19,6 +19,9 @@ class DraftPools(Drafter, Protocol):
     def reset(self) -> None:
         """Forget everything that was read."""
 
+    def notice_new_weights(self) -> None:
+        """Forget what was computed with old weights of the target model."""
+
     def suspend(self) -> None:
         """Free the pools."""
 
@@ -86,6 +89,11 @@ class Drafting:
         if self._model is not None:
             self._model.reset()
         self._drafter = self._made()
+
+    def notice_new_weights(self) -> None:
+        """Forget what the drafter has computed with old weights of the target model."""
+        if self._model is not None:
+            self._model.notice_new_weights()
 
     def suspend(self) -> None:
         """Free the draft model's pools, together with the engine's."""
