@@ -14,6 +14,7 @@ from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefi
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.triton.kernel_registry import Argument
 from megatron_ext.ops.triton.launching import (
+    is_aligned,
     launch_with,
     own_rows,
     prefill_arguments,
@@ -35,7 +36,7 @@ def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
 
     if q.shape[-1] > MAX_KEYS:
         return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, only for up to {MAX_KEYS}"
-    if q.shape[-1] > kernels.MAX_ODD_KEYS and not _is_aligned(q, k, v):
+    if q.shape[-1] > kernels.MAX_ODD_KEYS and not is_aligned(q, k, v):
         return (
             f"the gated delta rule has no kernel for {q.shape[-1]} and {v.shape[-1]} channels, only for multiples of 16"
         )
@@ -44,11 +45,6 @@ def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
     if not own_rows(live):
         return "the gated delta rule has no kernel for states that are not contiguous"
     return kernels.delta_prefill.lacks(T=q.dtype, S=live.dtype)
-
-
-def _is_aligned(*inputs: Tensor) -> bool:
-    """Return whether heads and tokens begin at multiples of 16."""
-    return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> dict[str, Argument]:

@@ -7,8 +7,8 @@ nor on cuts of a sequence at multiples of TILE; nor do the states depend on such
 Outputs are sums over the N states, so a head with many states is split over programs of `MAX_STATES` each, whose
 outputs the caller adds.
 
-Products are of fp32 numbers: with 16-bit inputs on tensor cores in tf32, whose rounding is finer than or equal to that
-of the inputs (three such products for states, nearly fp32); with fp32 inputs without tensor cores.
+Inputs of a prefill are fp32, and products have full precision, without tensor cores. Inputs of 16 bits are converted
+before, unless `kernels_tiles.py` computes them.
 """
 
 import triton
@@ -19,17 +19,16 @@ from megatron_ext.ops.triton.kernel_registry import FLOATS, MAX_REGISTERS, STATE
 
 TILE = 16
 MAX_STATES = 128
-NARROW = FLOATS[1:]
 
 
 @triton.jit
-def _added(x, b, weights, IS_WIDE: tl.constexpr):
+def _added(x, b, weights):
     """Return the contribution of tokens with these weights to the state: [P, N], of x [TILE, P] and b [TILE, N]."""
-    return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="ieee" if IS_WIDE else "tf32x3")
+    return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="ieee")
 
 
 @triton.jit
-def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.constexpr):
+def _outputs(x, b, c, dt, elapsed, state, TILE: tl.constexpr):
     """Return outputs [TILE, P]: contributions of the tile's own tokens and of the state before the tile.
 
     x [TILE, P]; b and c [TILE, N]; dt and elapsed, the logarithm of the decay from the tile's start, [TILE].
@@ -37,31 +36,22 @@ def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.conste
     place = tl.arange(0, TILE)
     is_earlier = place[:, None] >= place[None, :]
     decay = tl.where(is_earlier, tl.exp(tl.minimum(elapsed[:, None] - elapsed[None, :], 0.0)), 0.0)
-    scores = tl.dot(c, tl.trans(b), input_precision="ieee" if IS_WIDE else "tf32") * decay * dt[None, :]
-    read = tl.dot(c, tl.trans(state), input_precision="ieee" if IS_WIDE else "tf32") * tl.exp(elapsed)[:, None]
-    return read + tl.dot(scores, x, input_precision="ieee" if IS_WIDE else "tf32")
+    scores = tl.dot(c, tl.trans(b), input_precision="ieee") * decay * dt[None, :]
+    read = tl.dot(c, tl.trans(state), input_precision="ieee") * tl.exp(elapsed)[:, None]
+    return read + tl.dot(scores, x, input_precision="ieee")
 
 
 @kernel(
     pointers={
-        "T": "x B C",
-        "Y": "y",
-        "fp32": "dt A D",
+        "fp32": "x B C y dt A D",
         "S": "live snapshots",
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
     strides="x_row dt_row b_row c_row y_part live_row snapshot_row head_dim state_size",
     counts="kept heads heads_per_group has_skip",
-    types=[{**types, "Y": y} for types in STATE_TYPES for y in dict.fromkeys((types["T"], FLOATS[0]))],
-    configs=[
-        *(
-            config(registers=MAX_REGISTERS, num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n)
-            for n in (16, 32, 64, MAX_STATES)
-        ),
-        *(config(registers=MAX_REGISTERS, only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MAX_STATES)),
-    ],
-    fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MAX_STATES,
+    types=[{"S": states} for states in FLOATS],
+    configs=[config(registers=MAX_REGISTERS, num_warps=8, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MAX_STATES)],
 )
 def ssd_prefill(
     x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial,
@@ -74,7 +64,6 @@ def ssd_prefill(
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     if (slot >= 0) & (begin < end):
-        IS_WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
         parts = tl.cdiv(state_size, N)
         part, place = tl.program_id(2) % parts, tl.arange(0, TILE)
         p, n = tl.program_id(2) // parts * P + tl.arange(0, P), part * N + tl.arange(0, N)
@@ -93,11 +82,11 @@ def ssd_prefill(
             is_input, is_column = is_token[:, None] & is_p, is_token[:, None] & is_n
             steps = tl.load(dt + first * dt_row + head + place * dt_row, mask=is_token, other=0.0)
             own = x + first * x_row + head * head_dim
-            inputs = tl.load(own + place[:, None] * x_row + p[None, :], mask=is_input, other=0.0).to(tl.float32)
-            b = tl.load(B + first * b_row + place[:, None] * b_row + column, mask=is_column, other=0.0).to(tl.float32)
-            c = tl.load(C + first * c_row + place[:, None] * c_row + column, mask=is_column, other=0.0).to(tl.float32)
+            inputs = tl.load(own + place[:, None] * x_row + p[None, :], mask=is_input, other=0.0)
+            b = tl.load(B + first * b_row + place[:, None] * b_row + column, mask=is_column, other=0.0)
+            c = tl.load(C + first * c_row + place[:, None] * c_row + column, mask=is_column, other=0.0)
             elapsed = tl.cumsum(steps * rate, 0)
-            outputs = skip * inputs + _outputs(inputs, b, c, steps, elapsed, state, IS_WIDE=IS_WIDE, TILE=TILE)
+            outputs = skip * inputs + _outputs(inputs, b, c, steps, elapsed, state, TILE)
             target = (
                 y
                 + part.to(tl.int64) * y_part
@@ -105,11 +94,11 @@ def ssd_prefill(
                 + place[:, None] * (heads * head_dim)
                 + p[None, :]
             )
-            tl.store(target, outputs.to(y.dtype.element_ty), mask=is_input)
+            tl.store(target, outputs, mask=is_input)
             while stop <= start + TILE:
                 until = tl.sum(tl.where(place == stop - start - 1, elapsed, 0.0), 0)
                 weights = tl.where(place < stop - start, steps * tl.exp(tl.minimum(until - elapsed, 0.0)), 0.0)
-                there = state * tl.exp(until) + _added(inputs, b, weights, IS_WIDE)
+                there = state * tl.exp(until) + _added(inputs, b, weights)
                 store_kept(
                     snapshots, snapshot_row, there, cell, is_state,
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
@@ -117,7 +106,7 @@ def ssd_prefill(
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
             first += TILE
             whole = tl.sum(tl.where(place == TILE - 1, elapsed, 0.0), 0)
-            state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)), IS_WIDE)
+            state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)))
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 

@@ -12,16 +12,18 @@ is a sum of two bf16 numbers; for fp16, whose range is small, three products in 
 round the computed factor to bf16, as Mamba's own kernels do, or for fp16 to tf32.
 
 Letters: T tokens, S sequences, H heads, P channels of a head, N states of a channel. Tiles are numbered as in
-`find_tile`, so that the grid and all buffers follow from shapes; some tiles have no tokens.
+`launching.tile_count`, so that the grid and all buffers follow from shapes; some tiles have no tokens.
 """
 
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.device import next_kept, product, store_kept
+from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
 from megatron_ext.ops.triton.kernel_registry import config, kernel
 
 TILE = 64
+LEAST = tl.constexpr(2)
+"""Tiles of a sequence at least: as many as it needs for any cut of its first tile."""
 THREE_BLOCKS = 168
 """Maximum number of registers of a thread at which three blocks of 4 warps fit a multiprocessor."""
 TYPES = ({"T": "bf16", "Z": "bf16"}, {"T": "fp16", "Z": "fp32"})
@@ -35,28 +37,17 @@ def sequence_tiles(cu_seqlens, ends, sequence, TILE: tl.constexpr):
     `ends` [S] are absolute positions after the last token. The tile may begin before the sequence does.
     """
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
-    number = (begin - tl.load(cu_seqlens).to(tl.int32)) // TILE + 2 * sequence
+    number = (begin - tl.load(cu_seqlens).to(tl.int32)) // TILE + LEAST * sequence
     position = tl.load(ends + sequence).to(tl.int32) - (end - begin)
     return begin, end, begin - position % TILE, number
 
 
 @triton.jit
-def find_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
-    """Return the sequence of a tile, the tile's first token, and the sequence's first token and end.
-
-    Sequence s has tiles from floor(tokens before it / TILE) + 2 s on: as many as it needs for any cut of its first
-    tile, or more, which begin at its end or after it.
-    """
-    origin = tl.load(cu_seqlens)
-    low = tile * 0
-    high = low + sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_before = (tl.load(cu_seqlens + middle) - origin).to(tl.int32) // TILE + 2 * middle <= tile
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    begin, end, first, number = sequence_tiles(cu_seqlens, ends, low, TILE)
-    return low, first + (tile - number) * TILE, begin, end
+def tokens_of_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
+    """Return the sequence of a tile, the tile's first token, and the sequence's first token and end."""
+    sequence, row = find_piece(cu_seqlens, sequences, tile, 1, TILE, LEAST)
+    begin, end, first, _ = sequence_tiles(cu_seqlens, ends, sequence, TILE)
+    return sequence, first + row, begin, end
 
 
 @kernel(
@@ -76,7 +67,7 @@ def chunk_cumsum(
     of zero. The grid is (tiles, heads / HEADS).
     """
     tile = tl.program_id(0)
-    _, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)
+    _, first, begin, end = tokens_of_tile(cu_seqlens, ends, sequences, tile, TILE)
     if (first < end) & (begin < end):
         place, head = tl.arange(0, TILE), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         token, is_head = first + place, (head < heads)[None, :]
@@ -240,7 +231,7 @@ def chunk_scan(
     The grid is (runs of heads, tiles, parts of P channels): programs that share inputs run next to each other.
     """
     tile = tl.program_id(1)
-    sequence, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)
+    sequence, first, begin, end = tokens_of_tile(cu_seqlens, ends, sequences, tile, TILE)
     if (first < end) & (begin < end):
         runs = tl.cdiv(heads_per_group, heads_each)
         group, place, n = tl.program_id(0) // runs, tl.arange(0, TILE), tl.arange(0, N)

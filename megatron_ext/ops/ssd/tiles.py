@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
-from megatron_ext.ops.triton.launching import is_aligned, launch_with
+from megatron_ext.ops.triton.launching import is_aligned, launch_with, tile_count
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
@@ -21,13 +21,20 @@ MAX_HEADS = 8
 """Maximum number of heads that one program of outputs computes in turn; they share B, C and their product."""
 
 
-def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:
-    """Return whether these kernels support the inputs. Results do not depend on cuts at multiples of a tile."""
+def lacks(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> str | None:
+    """Return why these kernels do not support the inputs; None if they do."""
     from megatron_ext.ops.ssd import kernels_tiles as kernels
 
-    if x.dtype not in WRITTEN_DOWN or chunks.resumes is None or chunks.resumes.multiple % kernels.TILE:
-        return False
-    return kernels.chunk_scan.fitting(x.dtype, N=B.shape[2]) is not None and is_aligned(x, B, C)
+    if x.dtype not in WRITTEN_DOWN:
+        return f"inputs are of {x.dtype}"
+    if chunks.resumes is None or chunks.resumes.multiple % kernels.TILE:
+        length = "any number of" if chunks.resumes is None else chunks.resumes.multiple
+        return f"blocks have {length} tokens, not a multiple of {kernels.TILE}"
+    if kernels.chunk_scan.fitting(x.dtype, N=B.shape[2]) is None:
+        return f"there are {B.shape[2]} states of {x.dtype}"
+    if not is_aligned(x, B, C):
+        return f"{x.shape[2]} channels and {B.shape[2]} states do not lie at multiples of 16"
+    return None
 
 
 def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: PackedChunks) -> Tensor:
@@ -44,11 +51,11 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
     """
     from megatron_ext.ops.ssd import kernels_tiles as kernels
 
-    assert chunks.resumes is not None, "see `takes`"
+    assert chunks.resumes is not None, "see `lacks`"
     (rows, heads, head_dim), (groups, state_size) = x.shape, B.shape[1:]
     tile, ends = kernels.TILE, chunks.resumes.ends
     sequences = ends.numel()
-    tiles = rows // tile + 2 * sequences
+    tiles = tile_count(rows, sequences, 1, tile, kernels.LEAST.value)
     high, low, steps, weights = torch.empty(4, tiles, heads, tile, dtype=torch.float32, device=x.device)
     runs = -(-(heads // groups) // MAX_HEADS)
     y = _outputs(x, chunks.sequences)
@@ -83,5 +90,5 @@ def _outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
 
 def _config(kernel: Kernel, x: Tensor, **sizes: int) -> Config:
     found = kernel.fitting(x.dtype, **sizes)
-    assert found is not None, "see `takes`"
+    assert found is not None, "see `lacks`"
     return found

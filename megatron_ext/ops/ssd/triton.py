@@ -14,9 +14,11 @@ from megatron_ext.ops.ssd import reference
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.triton.launching import (
+    launch_with,
     own_rows,
     prefill_arguments,
     rows_of,
+    say_once,
     say_reference_computes,
     slot_tensor,
 )
@@ -87,21 +89,20 @@ def prefill(
         return prefill_by_scan(reference.ssd_scan, inputs, chunks, slots, live, snapshots, {"D": D})
     from megatron_ext.ops.ssd import kernels, tiles
 
-    arguments = _arguments(x, dt, A, B, C, D) | prefill_arguments(chunks, slots, live, snapshots)
-    if tiles.takes(x, B, C, chunks):
-        return tiles.prefill(arguments, x, B, chunks)
+    states = prefill_arguments(chunks, slots, live, snapshots)
+    lack = tiles.lacks(x, B, C, chunks)
+    if lack is None:
+        return tiles.prefill(_arguments(x, dt, A, B, C, D) | states, x, B, chunks)
+    if x.dtype != torch.float32:
+        say_once(f"ssd converts inputs of a prefill to fp32 and computes them in order, which is slower: {lack}")
     state_size = B.shape[2]
     config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MAX_STATES))
     parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
-    y = x.new_zeros(parts, rows, heads, head_dim, dtype=x.dtype if parts == 1 else torch.float32)
-    kernels.ssd_prefill.launch(
-        (slots.live.numel(), heads, -(-head_dim // config["P"]) * parts),
-        config,
-        y=y,
-        y_part=rows * heads * head_dim,
-        **arguments,
-    )
-    return y[0] if parts == 1 else y.sum(0).to(x.dtype)
+    y = x.new_zeros(parts, rows, heads, head_dim, dtype=torch.float32)
+    given = _arguments(x.float(), dt, A, B.float(), C.float(), D) | states
+    given |= {"y": y, "y_part": rows * heads * head_dim}
+    launch_with(kernels.ssd_prefill, (slots.live.numel(), heads, -(-head_dim // config["P"]) * parts), config, given)
+    return (y[0] if parts == 1 else y.sum(0)).to(x.dtype)
 
 
 def decode(

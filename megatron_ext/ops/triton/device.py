@@ -38,7 +38,7 @@ def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
 
 
 @triton.jit
-def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
+def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr, LEAST: tl.constexpr = 1):
     """Return the piece that a tile belongs to, and the tile's first row in it, which may lie after the piece's last.
 
     `starts` are the `pieces` + 1 boundaries of pieces; tiles of SIZE rows are numbered as in `launching.tile_count`.
@@ -48,10 +48,10 @@ def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
     high = low + pieces
     while high - low > 1:
         middle = (low + high) // 2
-        is_before = (tl.load(starts + middle) - origin).to(tl.int32) * rows // SIZE + middle <= tile
+        is_before = (tl.load(starts + middle) - origin).to(tl.int32) * rows // SIZE + LEAST * middle <= tile
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
-    first = (tl.load(starts + low) - origin).to(tl.int32) * rows // SIZE + low
+    first = (tl.load(starts + low) - origin).to(tl.int32) * rows // SIZE + LEAST * low
     return low, (tile - first) * SIZE
 
 

@@ -14,14 +14,14 @@ from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
 
-def tile_count(tokens: int, pieces: int, rows: int, size: int) -> int:
+def tile_count(tokens: int, pieces: int, rows: int, size: int, least: int = 1) -> int:
     """Return the number of programs for `pieces` pieces of at most `tokens` tokens in total, `rows` rows a token.
 
-    Tiles have `size` rows. Piece p has the tiles from floor(tokens before it * rows / size) + p on: as many as it needs
-    or one more, and each at least one. `device.find_piece` finds them on the device; programs without rows return at
-    once.
+    Tiles have `size` rows. Piece p has the tiles from floor(tokens before it * rows / size) + least * p on: as many as
+    it needs or one more, and each at least `least`: 1, or 2 if its first tile may have fewer rows. `device.find_piece`
+    finds them on the device; programs without rows return at once.
     """
-    return tokens * rows // size + pieces
+    return tokens * rows // size + least * pieces
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -89,6 +89,11 @@ def prefill_arguments(
 
 
 @functools.cache
+def say_once(line: str) -> None:
+    """Log a line once."""
+    say(line)
+
+
 def say_reference_computes(why: str) -> None:
     """Log, once for each reason, why the reference computes an operator instead of a kernel."""
-    say(f"{why}; the reference computes it")
+    say_once(f"{why}; the reference computes it")

@@ -8,6 +8,7 @@ import torch
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.triton.kernel_registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
+from megatron_ext.ops.triton.launching import say_once
 from tests.unit_tests.ops.backends import interpreted
 from tests.unit_tests.ops.state_cases import DONE, LENGTHS, Steps
 
@@ -49,18 +50,17 @@ def name_of(value: object) -> str:
 
 
 def is_small(kernel: Kernel, config: Config, types: dict[str, str]) -> bool:
-    """Select one configuration of each operator in fp32 and in 16 bits, and one with states shared by programs."""
+    """Select one configuration of each operator in fp32 and in 16 bits."""
     is_first = config == next(one for one, found in kernel.variants() if dict(found) == types)
-    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16"
+    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types.get("T") != "fp16"
 
 
 def run(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
     """The steps of the operator, of a size that chooses this configuration; it is launched."""
     operator, constant = COVERED[kernel.name]
-    is_shared = types.get("Y", types["T"]) != types["T"]
     size = config[constant] - (3 if constant == "N" or (constant == "K" and config[constant] < 65) else 0)
     with watch() as launches:
-        Steps(operator, 130 if is_shared else size, DTYPES[types["T"]], DTYPES[types.get("S", "fp32")]).run()
+        Steps(operator, size, DTYPES[types.get("T", "fp32")], DTYPES[types.get("S", "fp32")]).run()
     assert (kernel.name, config, tuple(sorted(types.items()))) in launches
     assert {launch.kernel for launch in launches} == {name for name, (other, _) in COVERED.items() if other == operator}
 
@@ -79,6 +79,19 @@ def test_kernels_equal_their_formulas(kernel: Kernel, config: Config, types: dic
 def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
     """CU-2: all compiled configurations agree."""
     run(kernel, config, types)
+
+
+def test_16_bit_inputs_of_ssd_in_order_are_computed_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """CU-1, CU-2, CU-10: by programs that share a head's states; outputs are rounded once."""
+    say_once.cache_clear()
+    narrow, wide = (Steps("ssd", 130, torch.bfloat16, torch.float32) for _ in range(2))
+    wide.parts = [[t.float() for t in part] for part in wide.parts]
+    span = [5, 7], [0, 0], [20, 17]
+    found, expected = narrow.prefill(*span), wide.prefill(*span)
+    narrow.check_outputs("in order", found, *span)
+    assert torch.equal(found, expected.to(torch.bfloat16))
+    assert torch.equal(narrow.live[[5, 8]], wide.live[[5, 8]])
+    assert capsys.readouterr().err.count("converts inputs of a prefill to fp32") == 1
 
 
 @pytest.mark.usefixtures("fixed_order_dot")
@@ -117,9 +130,7 @@ def test_a_swapped_slot_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
 def test_shapes_without_a_kernel_use_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: shapes without a kernel, said once."""
-    from megatron_ext.ops.triton.launching import say_reference_computes
-
-    say_reference_computes.cache_clear()
+    say_once.cache_clear()
     size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257, "gated_delta_rule": 129}[name]
     for _ in range(2):
         steps = Steps(name, size, torch.float32, torch.float32)
