@@ -214,7 +214,7 @@ BATCHING = FlagGroup(
         Flag(
             "operator_backend",
             "Implementation of attention, convolutions and scans: auto is Triton on CUDA if it can be imported, C++ on "
-            "CPUs if it could be compiled, else plain torch (reference)",
+            "CPUs if it could be compiled, else plain torch (reference); mamba-ssm is a library for CUDA",
             choices=OPERATOR_BACKENDS,
         ),
         Flag(

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
-# auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights
-OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn")
+# auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights;
+# mamba-ssm: a library for CUDA, never chosen by auto
+OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn", "mamba-ssm")
 WEIGHT_QUANTIZATIONS = ("none", "int8")
 # Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
 from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
-from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
+from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
 from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
@@ -86,6 +87,8 @@ def build_engine(
     prediction = PredictionParts(model, config, dtype) if speculation.has_prediction else None
     parts = draft or prediction
     memory = NO_DRAFT_MODEL if parts is None else parts.memory(batching)
+    if draft is not None:
+        _check_operators(draft.model, batching, draft.dtype, is_draft=True)
     given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
     controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
     context = controller.inference_wrapped_model.inference_context
@@ -184,6 +187,11 @@ def _build_prediction(parts: PredictionParts, context: InferenceContext, batchin
     return parts.drafter(context, batching)
 
 
+def _check_operators(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype, is_draft: bool = False) -> None:
+    shapes = replace(operator_shapes(model, batching, dtype), is_draft=is_draft)
+    backend_selection.check(batching.operator_backend, next(model.parameters()).device, shapes)
+
+
 def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:
     """Compile the operators for this CPU if that is to be done, rather than while the first request waits."""
     uses_cpp = batching.operator_backend in (backend_selection.AUTO, onednn.NAME)
@@ -205,7 +213,7 @@ def _build_controller(
     packs_weights: bool = False,
 ) -> InferenceController:
     device = next(model.parameters()).device
-    backend_selection.check(batching.operator_backend, device)
+    _check_operators(model, batching, dtype)
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
         raise ConfigError(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "

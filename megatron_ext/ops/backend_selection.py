@@ -13,6 +13,7 @@ from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
+from megatron_ext.ops.libraries import LIBRARIES, OperatorShapes
 from megatron_ext.ops.linear import LINEAR, onednn
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.rotary import ROTARY_WRITE
@@ -25,17 +26,20 @@ from megatron_ext.ops.step_size import STEP_SIZE
 AUTO = "auto"
 
 
-def check(wanted: str, device: torch.device) -> None:
-    """Check that this machine supports the requested backend.
+def check(wanted: str, device: torch.device, shapes: OperatorShapes | None = None) -> None:
+    """Check that this machine supports the requested backend, and a requested library the model.
 
     Args:
         wanted: Name of a backend, or AUTO.
         device: Device of the model.
+        shapes: Shapes and types of the model's operators; None if they are not known.
 
     Raises:
-        ConfigError: The backend is not available; the message names alternatives.
+        ConfigError: The backend is not available, or does not support the model; the message names alternatives.
     """
     problem = triton.problem(device) if wanted == triton.NAME else onednn.problem() if wanted == onednn.NAME else None
+    if wanted in LIBRARIES:
+        problem = LIBRARIES[wanted].problem(device, shapes)
     if problem is not None:
         raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.ssd import cpp, reference, triton
+from megatron_ext.ops.ssd import cpp, mamba_ssm, reference, triton
 
-SSD = Recurrence("ssd", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
+SSD = Recurrence("ssd", cpp.BACKEND, triton.BACKEND, mamba_ssm.BACKEND, reference.BACKEND)
 
 __all__ = ["SSD"]

@@ -9,15 +9,16 @@ import pytest
 from megatron_ext.mcore import platform
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.libraries import LIBRARIES
 
 
 def usable(backends: Backends) -> list[str]:
     """All names but the C++ one's where there is no compiler, or where models live on a GPU; nothing is built.
 
-    Triton's are tested where it can be imported: on the CPU under its interpreter.
+    Triton's are tested where it can be imported: on the CPU under its interpreter. Libraries' need a device.
     """
     device = platform.device()
-    missing = set()
+    missing = {name for name, library in LIBRARIES.items() if library.problem(device) is not None}
     if not (cpp.can_be_built() and device.type == "cpu"):
         missing.add(cpp.NAME)
     if triton.problem(device) is not None:
