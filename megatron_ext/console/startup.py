@@ -16,6 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 logger = logging.getLogger(__name__)
 
 PHASES = ("import", "read", "compile", "plan")
+"""Phases of every start. Where kernels are compiled, a warm-up follows, with a bar of its own."""
 _FORMAT = "start: {desc} |{bar}| {elapsed}"
 _REFRESH = 0.5  # seconds
 
@@ -50,7 +51,7 @@ class StartUp:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a phase, one of `PHASES`.
+        """Run a phase, one of `PHASES` or another.
 
         Its line is logged when the next phase begins: a mistake of the user that is found between the two is reported
         in one line.
@@ -59,7 +60,7 @@ class StartUp:
         began = self._clock()
         self._bar.set_description_str(name)
         yield
-        self._bar.update()
+        self._bar.update(name in PHASES)
         self._last = name, self._clock() - began
 
     def ready(self) -> None:

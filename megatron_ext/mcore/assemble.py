@@ -28,6 +28,7 @@ from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionPa
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
+from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
 from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
@@ -39,7 +40,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
-from megatron_ext.speculation.drafting import Drafting, DraftPools
+from megatron_ext.speculation.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,9 @@ def build_engine(
     draft: DraftParts | None = None,
     packs_weights: bool = False,
     routing: RoutingConfig | None = None,
+    phase: Phase = unreported,
 ) -> InferenceEngine:
-    """Build the engine; the pools are allocated on the model's device.
+    """Build the engine; the pools are allocated on the model's device, and kernels are warmed up.
 
     With several ranks, rank 0 calls this and all others call `build_worker` with the same settings.
 
@@ -79,41 +81,55 @@ def build_engine(
         draft: Draft model, if the speculation settings use one.
         packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
+        phase: Returns the context of a phase of the start by its name: plan, and warm-up if kernels are compiled.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
     prediction = PredictionParts(model, config, dtype) if speculation.has_prediction else None
-    parts = draft or prediction
-    memory = NO_DRAFT_MODEL if parts is None else parts.memory(batching)
-    if draft is not None:
-        _check_operators(draft.model, batching, draft.dtype, is_draft=True)
-    given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
-    controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
-    context = controller.inference_wrapped_model.inference_context
-    controller.drafter = drafter
-    if speculation.is_on:
-        drafting_model: DraftPools | None = None
+    with phase("plan"):
+        parts = draft or prediction
+        memory = NO_DRAFT_MODEL if parts is None else parts.memory(batching)
         if draft is not None:
-            drafting_model = build_draft_model(draft, context.plan, batching, packs_weights)
-        elif prediction is not None:
-            drafting_model = _build_prediction(prediction, context, batching)
-        device_type = next(model.parameters()).device.type
-        context.drafting = Drafting(speculation, chosen_costs(speculation, device_type), drafting_model)
-        controller.drafter = context.drafting
-    engine = InferenceEngine(
-        controller,
-        context,
-        random_seed=seed,
-        inference_logging_step_interval=logging_step_interval,
-        parallel_context=parallel_context,
-        routing=routing,
-    )
+            _check_operators(draft.model, batching, draft.dtype, is_draft=True)
+        given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
+        controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
+        warmed = [WarmUpPart.of(context := controller.inference_wrapped_model.inference_context, controller)]
+        controller.drafter = drafter
+        if speculation.is_on:
+            drafting_model = _build_drafter(draft, prediction, context, batching, packs_weights)
+            if drafting_model is not None:
+                warmed.append(drafting_model.warm_up_part(warmed[0]))
+            costs = chosen_costs(speculation, next(model.parameters()).device.type)
+            context.drafting = Drafting(speculation, costs, drafting_model)
+            controller.drafter = context.drafting
+        engine = InferenceEngine(
+            controller,
+            context,
+            random_seed=seed,
+            inference_logging_step_interval=logging_step_interval,
+            parallel_context=parallel_context,
+            routing=routing,
+        )
+    warm_up(warmed, phase)
     if speculation.speculative_measure_costs:
         assert context.drafting is not None, "costs are those of drafts"
         measure_costs(engine, context.drafting)
     return engine
+
+
+def _build_drafter(
+    draft: DraftParts | None,
+    prediction: PredictionParts | None,
+    context: InferenceContext,
+    batching: BatchingConfig,
+    packs_weights: bool,
+) -> DraftModel | MultiTokenEngine | None:
+    """Build the model that drafts for the engine of `context`; None if none does."""
+    if draft is not None:
+        return build_draft_model(draft, context.plan, batching, packs_weights)
+    return None if prediction is None else _build_prediction(prediction, context, batching)
 
 
 def build_worker(
@@ -147,7 +163,9 @@ def build_worker(
         speculative_tokens,
         packs_weights=packs_weights,
     )
-    worker = make_worker(parallel_context, controller.inference_wrapped_model.inference_context, controller)
+    context = controller.inference_wrapped_model.inference_context
+    worker = make_worker(parallel_context, context, controller)
+    warm_up([WarmUpPart.of(context, controller)], is_visible=False)
     if opener is not None:
         worker.open_store = opener(controller)
     return worker

@@ -13,6 +13,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
 from megatron_ext.mcore.step_executor import StepExecutor
+from megatron_ext.mcore.warm_up import WarmUpPart
 from megatron_ext.memory.draft_memory import DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_draft_model
 from megatron_ext.scheduling.step import ScheduledStep
@@ -58,6 +59,7 @@ class DraftModel(DraftModelDrafter):
     def __init__(self, context: InferenceContext, controller: InferenceController, longest: int) -> None:
         self._context = context
         self._steps = StepExecutor(context, controller)
+        self._operators = controller.operators
         limits = context.plan.limits
         room = DraftRoom(
             block_size=limits.block_size,
@@ -74,6 +76,10 @@ class DraftModel(DraftModelDrafter):
 
     def notice_new_weights(self) -> None:
         """Keep everything, since the weights of the draft model are its own."""
+
+    def warm_up_part(self, _: WarmUpPart) -> WarmUpPart:
+        """Return this model's part of a warm-up, which does without the target's."""
+        return WarmUpPart(self._context, self._steps.compute, self._operators)
 
     def suspend(self) -> None:
         """Free the pools and discard the request states."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import places_of, stack_shape
 from megatron_ext.mcore.layers.multi_token_prediction import PredictionLayer
 from megatron_ext.mcore.versions import inference_mode
+from megatron_ext.mcore.warm_up import WarmUpPart
 from megatron_ext.memory.draft_memory import DraftMemory
 from megatron_ext.memory.engine_plan import ModelShape, plan_draft_model
 from megatron_ext.ops import backend_selection
@@ -90,6 +91,16 @@ class MultiTokenEngine(MultiTokenDrafter):
     def notice_new_weights(self) -> None:
         """Forget all requests, whose keys, values and hidden states are of the old weights."""
         self.reset()
+
+    def warm_up_part(self, target: WarmUpPart) -> WarmUpPart:
+        """Return this layer's part of a warm-up; each of its steps follows one of the target, whose states it reads."""
+
+        def run(step: ScheduledStep) -> None:
+            chunks = [replace(chunk, snapshots=(), target_sampling=()) for chunk in step.chunks]
+            target.run(replace(step, chunks=tuple(chunks)))
+            self.logits(step, {chunk.request_id: ChunkInput(position=1, drafts=0) for chunk in chunks})
+
+        return WarmUpPart(self._context, run, self._operators)
 
     def suspend(self) -> None:
         """Free the pools and discard the states of requests."""

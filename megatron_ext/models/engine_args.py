@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from megatron_ext.config import CacheConfig
@@ -13,6 +12,7 @@ from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker, compile_operators
 from megatron_ext.mcore.warm_restart_setup import write_audit_reports
+from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.load_draft_model import check_prediction, load_draft_model
@@ -25,13 +25,6 @@ from megatron_ext.parallel.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-Phase = Callable[[str], AbstractContextManager[None]]
-
-
-def unreported(name: str) -> AbstractContextManager[None]:
-    """Return a context that does nothing: the phase `name` is not reported."""
-    return nullcontext()
-
 
 class EngineArgs:
     """Model and optional draft model, loaded as the settings say; builds engines around them.
@@ -41,7 +34,8 @@ class EngineArgs:
     Args:
         settings: Model, parallel sizes, batching, caching, speculation.
         parallel_context: All ranks, of which this is the first; None for a world of one.
-        phase: Returns a context for each phase of the work, by its name: read, compile, plan.
+        phase: Returns a context for each phase of the work, by its name: read, compile, plan, and warm-up if
+            kernels are compiled.
         loaded: The model, if it is in memory already.
 
     Attributes:
@@ -84,22 +78,22 @@ class EngineArgs:
             self._weights = weights_digest(loaded)
         with self._phase("compile"):
             compile_operators(loaded.model, settings.batching)
-        with self._phase("plan"):
-            engine = build_engine(
-                loaded.model,
-                loaded.config,
-                loaded.tokenizer,
-                settings.batching,
-                cache,
-                dtype=loaded.dtype,
-                seed=settings.source.seed,
-                logging_step_interval=settings.logging_step_interval,
-                parallel_context=self._parallel_context,
-                speculation=settings.speculation,
-                draft=self._draft,
-                packs_weights=_packs_weights(settings, loaded),
-                routing=settings.routing,
-            )
+        engine = build_engine(
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            settings.batching,
+            cache,
+            dtype=loaded.dtype,
+            seed=settings.source.seed,
+            logging_step_interval=settings.logging_step_interval,
+            parallel_context=self._parallel_context,
+            speculation=settings.speculation,
+            draft=self._draft,
+            packs_weights=_packs_weights(settings, loaded),
+            routing=settings.routing,
+            phase=self._phase,
+        )
         if self._weights is not None and cache.is_durable:
             keep_cache(engine, loaded, self._weights, cache, settings.parallel, self._parallel_context)
         write_audit_reports(engine, cache)

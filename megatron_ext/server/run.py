@@ -21,8 +21,9 @@ from megatron_ext.console.start import check_machine, say_start
 from megatron_ext.console.startup import StartUp
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.parallel_state.process_groups import make_parallel_context
+from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.heap import freeze_loaded_objects
-from megatron_ext.models.engine_args import EngineArgs, Phase, follow, rank_weights, unreported
+from megatron_ext.models.engine_args import EngineArgs, follow, rank_weights
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.identity import model_identity
 from megatron_ext.models.load import LoadedModel

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_copy import reference
 from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
+from megatron_ext.ops.triton.kernel_registry import Config
 from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
 
 PROGRAMS = 1024
@@ -29,6 +30,21 @@ def _lacks(*pools: Tensor) -> str | None:
     return None
 
 
+def _config(pairs: int) -> Config:
+    """Return the configuration for so many pairs of rows, at most those of the largest one."""
+    from megatron_ext.ops.state_copy import kernels
+
+    return next(one for one in kernels.copy_states.configs if one["PAIRS"] >= pairs)
+
+
+def pair_counts(most: int) -> list[int]:
+    """Return numbers of pairs that take every configuration which copies of 1 to `most` pairs take."""
+    from megatron_ext.ops.state_copy import kernels
+
+    limits = [0, *(one["PAIRS"] for one in kernels.copy_states.configs)]
+    return [limit + 1 for limit in limits[:-1] if limit < most]
+
+
 def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
     """See the operator."""
     lack = _lacks(*convolutions, *recurrences)
@@ -43,7 +59,7 @@ def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, targe
         for some, targets in zip(rows.split(most), target_rows.split(most), strict=True):
             copy_rows(convolutions, recurrences, some, targets)
         return None
-    config = next(one for one in kernels.copy_states.configs if one["PAIRS"] >= len(rows))
+    config = _config(len(rows))
     blocks = sum(-(-words.shape[2] // config["BLOCK"]) for words in (conv_from, state_from))
     return kernels.copy_states.launch(
         (min(PROGRAMS, len(rows) * len(conv_from) * blocks),),

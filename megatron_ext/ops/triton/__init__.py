@@ -81,6 +81,17 @@ def takes(x: Tensor) -> bool:
     return problem(x.device) is None
 
 
+def compiles(device: torch.device, preferred: str | None) -> bool:
+    """Return whether operators launch kernels on a device that are compiled at their first launch.
+
+    Args:
+        device: Device of the operators' inputs.
+        preferred: Name of the preferred backend, see `ops.backends.preferring`.
+    """
+    is_chosen = preferred in (None, NAME) and device.type == "cuda"
+    return is_chosen and not is_interpreted() and problem(device) is None
+
+
 def padded(size: int, minimum: int = 16) -> int:
     """Return the power of two that a dimension is padded to in a kernel; matrix products need 16."""
     return max(minimum, 1 << (size - 1).bit_length())

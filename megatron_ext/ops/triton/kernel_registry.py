@@ -111,11 +111,12 @@ class Function(Protocol):
 
 
 class Launch(NamedTuple):
-    """Launch recorded by `watch`."""
+    """Launch recorded by `watch`. Triton compiles a kernel once for each value of this tuple."""
 
     kernel: str
     config: Config
     types: tuple[tuple[str, str], ...]
+    specialization: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -170,15 +171,29 @@ class Kernel:
                 return one
         return None
 
+    def specialization(self, arguments: Mapping[str, Argument]) -> frozenset[str]:
+        """Return what Triton compiles a variant for, besides constants and types, as `name: fact`.
+
+        These are tensors that begin at multiples of 16 bytes, strides that are multiples of 16 or 1, and integers of 64
+        bits; see `WHEREVER` for tensors that it is not to look at.
+        """
+        found = set()
+        for name in self.aligned:
+            given = arguments[name]
+            number = given.data_ptr() if isinstance(given, Tensor) else given
+            found |= {f"{name}: 16"} if number % 16 == 0 else {f"{name}: 1"} if number == 1 else set()
+        numbers = ((name, arguments[name]) for name in (*self.strides, *self.counts))
+        return frozenset(found | {f"{name}: i64" for name, number in numbers if not -(2**31) <= number < 2**31})
+
     def launch(self, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
         """Run over a grid; an empty grid does nothing."""
         assert config in self.configs, f"{config.name} is not a registered configuration of {self.name}"
+        if 0 in grid:
+            return
         if _watching:
             self._note(config, arguments)
         for observe in _observers:
             observe(arguments.values())
-        if 0 in grid:
-            return
         with _on_device_of(arguments.values()):
             self.function[grid](**arguments, **dict(config.constants), **config.options)
 
@@ -195,8 +210,9 @@ class Kernel:
                 assert letters.setdefault(type_name, found) == found, f"{name} of {self.name} is of {found}"
         variants = [dict(types) for one, types in self.variants() if one == config]
         assert letters in variants, f"{self.name} ({config.name}) is not compiled for {letters}"
+        specialization = self.specialization(arguments)
         for watcher in _watching:
-            watcher.append(Launch(self.name, config, tuple(sorted(letters.items()))))
+            watcher.append(Launch(self.name, config, tuple(sorted(letters.items())), specialization))
 
 
 def _on_device_of(arguments: Iterable[Argument]) -> AbstractContextManager[object]:

@@ -1,0 +1,115 @@
+"""Warm-up before the first request: compile every kernel variant that requests can launch, and load libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from tqdm import tqdm
+
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.step_executor import StepExecutor
+from megatron_ext.memory.host_limits import allocating
+from megatron_ext.memory.pools import Pools
+from megatron_ext.memory.state_pool import StatePool, copy_rows
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import preferring
+from megatron_ext.runner.warm_up import warm_up_steps
+from megatron_ext.scheduling.step import ScheduledStep
+
+Phase = Callable[[str], AbstractContextManager[None]]
+PHASE = "warm-up"
+_LESS = "a smaller --inference-dynamic-batching-buffer-size-gb would do"
+
+
+def unreported(name: str) -> AbstractContextManager[None]:
+    """Return a context that does nothing: the phase `name` is not reported."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class WarmUpPart:
+    """Model whose kernels are warmed up, with its pools.
+
+    Attributes:
+        context: Context with the pools, which no request uses yet.
+        run: Computes a step with them.
+        operators: Backend name of the operators, or None.
+    """
+
+    context: InferenceContext
+    run: Callable[[ScheduledStep], object]
+    operators: str | None
+
+    @classmethod
+    def of(cls, context: InferenceContext, controller: InferenceController) -> WarmUpPart:
+        """Return the part of a context and a controller."""
+        return cls(context, StepExecutor(context, controller).compute, controller.operators)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if kernels are compiled at their first launch."""
+        return triton.compiles(self.context.staging_rules.device, self.operators)
+
+    def tasks(self) -> Iterator[Callable[[], object]]:
+        """Yield functions that together launch every kernel variant."""
+        for step in warm_up_steps(self.context.plan, self.context.staging_rules):
+            yield partial(self._compute, step)
+        yield from _copies(self.context.allocated, self.context.plan.limits.max_requests)
+
+    def _compute(self, step: ScheduledStep) -> None:
+        self.run(step)
+        if self.context.snapshots is not None:  # what they hold is of no request
+            self.context.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
+
+
+def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visible: bool = True) -> None:
+    """Launch every kernel variant once, in a phase of the start; nothing where no kernel is compiled, as on CPUs.
+
+    All ranks of a world call this together, before any request: the steps communicate like others.
+
+    Args:
+        parts: Models of this rank.
+        phase: Returns the context of a phase by its name.
+        is_visible: Whether this process may draw a progress bar.
+
+    Raises:
+        ConfigError: The pools leave too little memory.
+    """
+    needed = [part for part in parts if part.is_needed]
+    if not needed:
+        return
+    with phase(PHASE), allocating("a warm-up of all kernels", lambda: _LESS):
+        run_tasks(needed, is_visible=is_visible)
+
+
+def run_tasks(parts: Sequence[WarmUpPart], *, is_visible: bool = True) -> None:
+    """Run the tasks of all parts, with a progress bar on a terminal."""
+    tasks = [(part, task) for part in parts for task in part.tasks()]
+    hidden = None if is_visible else True
+    with torch.inference_mode():
+        for part, task in tqdm(tasks, desc=PHASE, unit="step", leave=False, disable=hidden):
+            with preferring(part.operators):
+                task()
+    for part in parts:
+        part.context.reset()  # a drafter has taken note of the dummy requests
+
+
+def _copies(pools: Pools, requests: int) -> Iterator[Callable[[], None]]:
+    """Yield copies of padding between all pools of states, in numbers that take every variant; they write nothing."""
+    from megatron_ext.ops.state_copy.triton import pair_counts
+
+    states = [one for one in (pools.live_states, pools.snapshots) if one is not None and one.conv.shape[1]]
+    for source, target in product(states, states):
+        for count in pair_counts(requests):
+            yield partial(_copy_padding, source, target, count)
+
+
+def _copy_padding(source: StatePool, target: StatePool, count: int) -> None:
+    rows = torch.full((count,), -1, device=source.conv.device)
+    copy_rows(source, rows, target, rows)

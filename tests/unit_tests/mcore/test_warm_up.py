@@ -1,0 +1,297 @@
+"""CU-20: a warm-up launches every kernel variant that an engine's requests launch later."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections import defaultdict
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.mcore import assemble, platform
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.draft_model_engine import DraftParts
+from megatron_ext.mcore.warm_up import PHASE, WarmUpPart, run_tasks, warm_up
+from megatron_ext.memory import budget, state_pool
+from megatron_ext.models.build import build_model
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.triton import kernel_registry
+from megatron_ext.ops.triton.kernel_registry import Argument, Config, Kernel, Launch, watch
+from megatron_ext.runner import warm_up as steps
+from megatron_ext.runner.warm_up import StepClass
+from tests.unit_tests.support.driver import SETTINGS
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+pytestmark = pytest.mark.skipif(
+    triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
+)
+WORDS = 97
+# Heads whose number is odd: one token of a projection is no multiple of 16 bytes, nor are all states of a request.
+ODD = {
+    "hybrid": {"mamba_num_heads": 3, "mamba_num_groups": 1},
+    "gated_delta_net": {"linear_num_value_heads": 3, "linear_num_key_heads": 1},
+    "short_conv": {"short_conv_kernel_dim": 3},
+}
+
+
+def config_of(kind: str, pattern: str) -> ModelConfig:
+    return dataclasses.replace(CONFIGS[kind], hybrid_override_pattern=pattern, kv_channels=16, **ODD.get(kind, {}))
+
+
+@dataclasses.dataclass
+class Built:
+    """An engine whose operators are Triton's, and the parts of its warm-up."""
+
+    engine: InferenceEngine
+    parts: list[WarmUpPart]
+    tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+    def warmed(self) -> set[Launch]:
+        """Kernel variants that the warm-up launches."""
+        with watch() as launches:
+            run_tasks(self.parts, is_visible=False)
+        return set(launches)
+
+    def warmed_by_class(self) -> dict[StepClass | None, set[Launch]]:
+        """Kernel variants that each class of steps of the model launches; those of copies by None."""
+        (part,), context = self.parts, self.engine.context
+        classes, found = iter(steps.step_classes(context.plan, context.staging_rules)), defaultdict(set)
+        with preferring(part.operators):
+            for task in part.tasks():
+                with watch() as launches:
+                    task()
+                found[next(classes, None)] |= set(launches)
+        return found
+
+    def served(self, requests: int = 60) -> set[Launch]:
+        """Kernel variants that random requests launch: shared prefixes, arrivals at any step, all kinds of sampling."""
+        source, engine = random.Random(4), self.engine
+        documents = [[source.randrange(WORDS) for _ in range(80)] for _ in range(4)]
+        with watch() as launches:
+            for number in range(requests):
+                prompt = [*source.choice(documents)[: source.randrange(1, 70)], source.randrange(WORDS)]
+                params = RequestParams(
+                    num_tokens_to_generate=source.randrange(1, 10),
+                    temperature=source.choice([0.0, 1.0]),
+                    logit_bias=source.choice([(), ((5, 1.0),)]),
+                    ignore_eos=True,
+                )
+                engine.add_request(number, prompt, params)
+                for _ in range(source.randrange(4)):
+                    self._step()
+            while engine.has_unfinished_requests():
+                self._step()
+        return set(launches)
+
+    def _step(self) -> None:
+        if self.engine.has_unfinished_requests():
+            ended = self.engine.core.step().records
+            self.tokens |= {record.request_id: record.generated_tokens for record in ended}
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """Builds engines whose kernels are launched, but compute nothing unless asked to: variants depend on no value."""
+
+    def build(
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        *,
+        computes: bool = False,
+        speculation: SpeculationConfig = NO_SPECULATION,
+        draft: ModelConfig | None = None,
+        **batching: object,
+    ) -> Built:
+        if not computes:
+            monkeypatch.setattr(Kernel, "launch", _note_only)
+        monkeypatch.setattr(state_pool.state_copy, "copy_known_rows", _copy_as_on_a_device)
+        batching = {"max_requests": 12, "max_tokens": 40, "operator_backend": "triton"} | batching
+        tokenizer, device = PieceTokenizer(WORDS), torch.device("cpu")
+        with mock.patch.object(assemble, "warm_up") as called:
+            engine = assemble.build_engine(
+                build_model(config, device=device, dtype=dtype, seed=3),
+                config,
+                tokenizer,
+                BatchingConfig(**(SETTINGS | batching)),
+                CacheConfig(),
+                dtype=dtype,
+                speculation=speculation,
+                draft=draft and DraftParts(build_model(draft, device=device, dtype=dtype), draft, tokenizer, dtype),
+            )
+        return Built(engine, called.call_args.args[0])
+
+    return build
+
+
+def _note_only(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
+    """Launch nothing; sampled tokens are token 0."""
+    if 0 not in grid:
+        kernel._note(config, arguments)
+        if kernel.name == "draw_rows":
+            arguments["tokens"].zero_()
+
+
+def _copy_as_on_a_device(pairs, rows, target_rows) -> None:
+    state_pool.state_copy.copy_rows(*pairs, torch.tensor(rows), torch.tensor(target_rows))
+
+
+DROPPED = {
+    "copies": lambda one: one is None,
+    "decodes before a prefill": lambda one: one and one.decodes > 0 and one.tokens > 0,
+    "four decodes before a prefill": lambda one: one and one.decodes == 4 and one.tokens > 0,
+    "prefills of one token": lambda one: one and one.tokens == 1,
+    "prefills of several tokens": lambda one: one and one.tokens > 1,
+    "states kept inside": lambda one: one and one.keeps,
+    "draws": lambda one: one and one.sampling == steps.DRAWN,
+    "draws from processed logits": lambda one: one and one.sampling == steps.PROCESSED,
+}
+
+
+class TestRandomRequests:
+    def test_launch_nothing_new(self, build, monkeypatch):
+        """CU-20: heads of an odd number, an arena for blocks and states, 16 bits; each class matters."""
+        monkeypatch.setattr(budget, "SHARES_MEMORY", True)
+        built = build(config_of("hybrid", "M*-"), torch.bfloat16, block_count=None, buffer_size_gb=0.01)
+        assert built.engine.context.plan.limits.slabs is not None
+        by_class, served = built.warmed_by_class(), built.served()
+        assert served <= set().union(*by_class.values())
+        assert {"copy_states", "draw_rows", "paged_prefill"} <= {one.kernel for one in served}
+        for name, is_dropped in DROPPED.items():
+            left = [launches for one, launches in by_class.items() if not is_dropped(one)]
+            assert not served <= set().union(*left), f"warm-up without {name}"
+
+    @pytest.mark.parametrize(
+        ("kind", "pattern"),
+        [
+            ("gated_delta_net", "M*-"),
+            pytest.param("mamba1", "M*-", marks=pytest.mark.long),
+            pytest.param("side_by_side", "P-", marks=pytest.mark.long),
+            pytest.param("short_conv", "M*-", marks=pytest.mark.long),
+            pytest.param("experts", "ME*E", marks=pytest.mark.long),
+            pytest.param("attention_only", "*-", marks=pytest.mark.long),
+        ],
+    )
+    def test_of_each_kind_of_layer(self, build, kind, pattern):
+        """CU-20."""
+        built = build(config_of(kind, pattern))
+        assert built.served() <= built.warmed()
+
+    def test_beside_a_draft_model(self, build):
+        """CU-20: the draft model has another number of heads, so variants of its own; drafts are verified."""
+        draft = dataclasses.replace(config_of("hybrid", "M*"), mamba_num_heads=4)
+        speculation = SpeculationConfig(
+            speculative_method="draft_model",
+            speculative_load_hf="here already",
+            num_speculative_tokens=2,
+            speculative_adaptive=False,
+        )
+        built = build(config_of("hybrid", "M*-"), draft=draft, speculation=speculation)
+        target, _ = built.parts
+        served = built.served(20)
+        assert built.engine.core.counters.drafted > 0
+        assert served <= built.warmed()
+        assert not served <= Built(built.engine, [target]).warmed()
+
+    def test_beside_a_layer_of_multi_token_prediction(self, build):
+        """CU-20: it reads the hidden states of the dummy requests, which are forgotten at the end."""
+        config = dataclasses.replace(
+            config_of("hybrid", "M*-"),
+            mtp_num_layers=1,
+            mtp_use_repeated_layer=True,
+            mtp_hybrid_override_pattern="M*-",
+        )
+        speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False)
+        built = build(config, speculation=speculation)
+        warmed = built.warmed()
+        assert not built.engine.context.drafting._model._hidden._places
+        assert built.served(20) <= warmed
+        assert built.engine.core.counters.drafted > 0
+
+    @pytest.mark.long
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the dummy requests begin with states of any contents
+    def test_when_kernels_compute(self, build):
+        """CU-20: under the interpreter; the warm-up leaves nothing behind that changes a token."""
+        config, tokens = config_of("hybrid", "M"), []
+        for is_warm in (True, False):
+            built = build(config, computes=True, max_requests=2)
+            warmed = built.warmed() if is_warm else None
+            served = built.served(4)
+            assert warmed is None or served <= warmed
+            tokens.append(built.tokens)
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 4
+
+
+class TestLimits:
+    def test_no_step_is_larger_than_requests_can_make_it(self, build):
+        """CU-20."""
+        built = build(config_of("hybrid", "M*-"), max_requests=1, max_tokens=3)
+        context = built.engine.context
+        classes = list(steps.step_classes(context.plan, context.staging_rules))
+        assert {(one.decodes, one.tokens) for one in classes} == {(1, 0), (0, 1), (0, 2), (0, 3)}
+        assert built.served(10) <= built.warmed()
+
+    def test_snapshot_slots_hold_nothing_afterwards(self, build):
+        """CU-20: a dummy request's states are no snapshot."""
+        built = build(config_of("hybrid", "M*-"))
+        built.warmed()
+        assert set(built.engine.context.snapshots._contents) == {None}
+
+
+class TestStart:
+    def test_on_cpus_nothing_is_computed_and_nothing_said(self, build, caplog):
+        """CU-20."""
+        caplog.set_level(logging.INFO)
+        parts, phase = build(config_of("hybrid", "M*-")).parts, mock.MagicMock()
+        caplog.clear()
+        with watch() as launches:
+            warm_up(parts, phase)
+        assert not launches
+        assert not phase.called
+        assert not caplog.records
+
+    def test_where_kernels_are_compiled_it_is_a_phase(self, build, monkeypatch):
+        """CU-20."""
+        parts, phase = build(config_of("hybrid", "M*-")).parts, mock.MagicMock()
+        monkeypatch.setattr(triton, "compiles", lambda device, preferred: preferred == "triton")
+        with watch() as launches:
+            warm_up(parts, phase, is_visible=False)
+        phase.assert_called_once_with(PHASE)
+        assert launches
+
+    @pytest.mark.parametrize(
+        ("device", "preferred", "is_interpreted", "expected"),
+        [
+            ("cuda", None, False, True),
+            ("cuda", "triton", False, True),
+            ("cuda", "reference", False, False),
+            ("cuda", None, True, False),
+            ("cpu", None, False, False),
+        ],
+    )
+    def test_where_kernels_are_compiled(self, monkeypatch, device, preferred, is_interpreted, expected):
+        """CU-20."""
+        monkeypatch.setattr(triton, "is_interpreted", lambda: is_interpreted)
+        monkeypatch.setattr(triton, "_device_problem", lambda index: None)
+        assert triton.compiles(torch.device(device, 0), preferred) is expected
+
+
+def test_specialization_is_what_triton_compiles_for():
+    """CU-20: the same facts as those of Triton's own key, for each parameter that it looks at."""
+    kernel = next(one for one in kernel_registry.all_kernels() if one.name == "conv_states")
+    whole = torch.zeros(64, dtype=torch.bfloat16)
+    given = dict.fromkeys(kernel.pointers, whole) | dict.fromkeys(kernel.strides, 16) | {"kept": 1}
+    found = kernel.specialization(given)
+    assert found == {
+        f"{name}: 16" for name in ("x", "live", "snapshots", "x_row", "live_row", "snapshot_row", "channels")
+    }
+    odd = kernel.specialization(given | {"x": whole[1:], "slots": whole[1:], "live_row": 1, "channels": 2**31})
+    assert found - odd == {"x: 16", "live_row: 16"}
+    assert odd - found == {"live_row: 1", "channels: i64"}
