@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tarfile
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import httpx
 import pytest
 
 from megatron_ext.commands.main import COMMANDS
-from tests.unit_tests.support.source import ROOT
+from tests.unit_tests.support.source import PACKAGE, ROOT
 
 pytestmark = pytest.mark.long
-PARTS = ("megatron_ext", "arguments", "pyproject.toml", "README.md", "LICENSE")
+DOCUMENTS = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md", "constraints.txt", "lock.txt", "docs")
+PARTS = ("megatron_ext", "arguments", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", *DOCUMENTS)
 BUILD = "import sys; from setuptools import build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
 BESIDE = {"PYTHONPATH", "PYTHONHOME"}  # variables by which a checkout would be found
 
@@ -86,8 +88,18 @@ def test_the_sdist_has_the_sources_and_no_tests(built: Path):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "megatron_ext/models/embedded_model/config.json"} <= names
+    assert {"pyproject.toml", "LICENSE", "megatron_ext/models/embedded_model/config.json", *DOCUMENTS} <= names
+    ours = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert ours <= names
     assert not [name for name in names if name.startswith("tests")]
+
+
+def test_the_wheel_has_the_licence_and_its_types(built: Path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name.partition(".dist-info/")[2] or name for name in archive.namelist()}
+    assert {"licenses/LICENSE", "entry_points.txt", "megatron_ext/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("docs", "tests"))]
 
 
 def test_the_main_job(scripts: Path, environment: dict[str, str], tmp_path: Path):
