@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 import megatron_ext
 from arguments import parse_server_arguments
+from arguments.parser import build_parser, build_server_parser
 from megatron_ext.commands.main import COMMANDS
 from megatron_ext.server.http.auth import OPEN_PATHS
 from tests.unit_tests.support.source import ROOT
@@ -59,6 +60,19 @@ class TestVersion:
         version, date = RELEASE.search((ROOT / "CHANGELOG.md").read_text("utf-8")).groups()
         assert version == megatron_ext.__version__
         assert (CITATION["version"], str(CITATION["date-released"])) == (version, date)
+
+    def test_what_breaks_is_on_one_page(self):
+        """The newest section begins with what users of the version before should do; the flags are there."""
+        page = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1].partition("\n### Added")[0]
+        rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+        assert [row for row in rows if row.count(" | ") != 2] == []
+        assert len(rows) > 10
+        assert len(page.splitlines()) < 80
+        parsers = build_parser(), build_server_parser()
+        known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+        named = set(re.findall(r"`(--[a-z][\w-]*)", page))
+        assert len(named) > 10
+        assert sorted(named - known) == []
 
     def test_security_fixes_are_for_the_newest_version(self):
         assert "Only the latest version gets fixes" in (ROOT / "SECURITY.md").read_text("utf-8")
