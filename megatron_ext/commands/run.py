@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
+from megatron_ext.commands.next_steps import GREETING, has_flags, print_next_steps
 from megatron_ext.console.start import limit_spinning
 from megatron_ext.console.startup import StartUp
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.memory.host_limits import check_address_space
 from megatron_ext.parallel.world import is_first_rank, message_of_this_rank
 from megatron_ext.signals import NOTHING_YET, Interrupted, Interruption
+
+logger = logging.getLogger(__name__)
 
 HEAVY_PARTS = (
     "numpy",
@@ -98,10 +101,17 @@ def _run(argv: Sequence[str] | None, interruption: Interruption, program: str) -
         os.environ.update(settings.start.environment)
         limit_spinning()
         check_address_space()
+        is_first_run = is_first_rank() and not has_flags(argv)
+        if is_first_run:
+            logger.info("start: %s", GREETING)
         with StartUp(is_visible=is_first_rank()) as start_up:
             with start_up.phase("import"):
                 run_offline = _import_heavy(interruption).run_offline
-            return DONE if run_offline(settings, interruption, start_up) else REQUEST_FAILED
+            if not run_offline(settings, interruption, start_up):
+                return REQUEST_FAILED
+        if is_first_run:
+            print_next_steps()
+        return DONE
     except Exception:
         interruption.raise_swallowed()
         raise

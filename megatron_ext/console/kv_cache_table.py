@@ -14,7 +14,7 @@ from megatron_ext.console.terminal import Output, printable
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.memory.world_sizes import WorldKVCacheConfig
 
-_FILE_WIDTH = 120  # characters
+_FILE_WIDTH = 80  # characters
 
 
 def make_console(quiet: bool, output: Output | None = None) -> Console:

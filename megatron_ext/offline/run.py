@@ -143,6 +143,7 @@ class _Offline:
     def run(self) -> bool:
         """Run the prompts. Return whether every request completed."""
         engine = self._args.build_engine()
+        self._start_up.ready()  # removes the bar, which the table would begin beside
         print_kv_cache_config(
             engine.geometry,
             self._loaded.name,

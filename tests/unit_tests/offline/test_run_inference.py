@@ -262,3 +262,14 @@ def test_synthetic_prompts(tmp_path):
     results = json.loads(output.read_text())
     assert {key for key in results if key.isdigit()} == set("01234")
     assert all(4 <= results[key]["prompt_token_count"] <= 8 for key in "01234")
+
+
+def test_the_start_has_ended_before_anything_is_printed(prompt_file, monkeypatch, caplog):
+    """On a terminal the table would begin beside the progress bar of the start."""
+    caplog.set_level(logging.INFO, "megatron_ext")
+    said: list[str] = []
+    table = "megatron_ext.offline.run.print_kv_cache_config"
+    monkeypatch.setattr(table, lambda *arguments: said.append(caplog.messages[-1]))
+    path = prompt_file(json.dumps({"token_ids": [1]}))
+    assert main([*TINY, "--prompt-file", path, "--num-tokens-to-generate", "1"]) == DONE
+    assert [line.split(" after ")[0] for line in said] == ["start: ready"]
