@@ -14,7 +14,7 @@ BASED := $(if $(BASE),$(BIN)/python -m tools.bases $(BASE))
 PYTEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 	$(strip $(LOWERED) $(BASED) $(BIN)/python) -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench lint mutants golden check-pins lock
+.PHONY: help setup demo test test-all test-kernels test-versions test-gpu test-ray test-clients soak kernels oracles bench docs lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -93,6 +93,17 @@ oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then comp
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# MkDocs has an environment of its own, so that neither tests nor CI install it. Once that is there, nothing is fetched.
+PAGES := .venv-docs
+$(PAGES)/.installed: tools/pages/lock.txt
+	$(PYTHON) -m venv $(PAGES)
+	$(PAGES)/bin/python -m pip install --require-hashes --no-deps --only-binary=:all: -r tools/pages/lock.txt
+	@touch $@
+
+docs: $(STAMP) $(PAGES)/.installed ## Build the documents as a site, out/site/index.html; a warning is a failure.
+	$(BIN)/python -W ignore -m tools.pages out/pages
+	NO_MKDOCS_2_WARNING=1 $(PAGES)/bin/mkdocs build --quiet --strict
+
 lint: $(STAMP) ## Check style, formatting, docstrings and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -109,5 +120,5 @@ golden: $(STAMP) ## Write the golden values of the functional tests anew; review
 check-pins: $(STAMP) ## Resolve the pinned versions of each supported Python, without installing them.
 	$(BIN)/python -m tools.pins check $(ARGS)
 
-lock: $(STAMP) ## Write lock.txt and tests/ray/lock.txt, the hashes of the pinned wheels, anew; review the diff.
+lock: $(STAMP) ## Write lock.txt, tests/ray/lock.txt and tools/pages/lock.txt, the hashes of the pinned wheels, anew; review the diff.
 	$(BIN)/python -m tools.pins lock

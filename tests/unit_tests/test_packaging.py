@@ -120,7 +120,7 @@ class TestPins:
         assert names["3.11"] == names["3.12"] == names["3.13"] < names["3.10"]
         assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", one) for chosen in found.values() for one in chosen)
 
-    @pytest.mark.parametrize("pin_set", [pins.MAIN, pins.RAY], ids=["main", "ray"])
+    @pytest.mark.parametrize("pin_set", [pins.MAIN, pins.RAY, pins.PAGES], ids=["main", "ray", "pages"])
     def test_the_lock_is_the_pins_with_hashes(self, pin_set):
         """All but torch, whose build depends on the index; the file says so."""
         text, every = pin_set.lock.read_text("utf-8"), pins.read_pins(pin_set.constraints)

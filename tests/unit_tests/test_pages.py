@@ -1,0 +1,141 @@
+"""Pages of the site: every document is in the navigation, and links and anchors lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from arguments.parser import build_server_parser
+from tests.unit_tests.support.source import ROOT
+from tools.pages import reference, staging
+from tools.pages.staging import BrokenLinkError
+
+CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
+FOLDERS = ("docs", "examples", "benchmarks", "megatron_ext")
+DOCUMENTS = sorted(
+    [*(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")), *ROOT.glob("*.md")],
+)
+HEADING = re.compile(r"^#{1,6} (.+?)\s*$")
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub and the site make them."""
+    found: Counter[str] = Counter()
+    names, is_code = set(), False
+    for line in path.read_text("utf-8").splitlines():
+        is_code ^= bool(staging.FENCE.match(line))
+        heading = None if is_code else HEADING.match(line)
+        if heading:
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1])
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
+            names.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+            found[slug] += 1
+    return names
+
+
+def broken(path: Path) -> list[str]:
+    """Targets of a document's links that lead nowhere."""
+    targets: list[str] = []
+    staging.relinked(path.read_text("utf-8"), lambda target: targets.append(target) or target)
+    found = []
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = Path(os.path.normpath(path.parent / name)) if name else path
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    """PY-14: to a file of this tree, and to a heading of it."""
+    assert broken(path) == []
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A b\n[x](#a-b) [y](#c) [z](none.md)\n```\n[code](none.md)\n```\n`[code](none.md)`\n")
+    assert broken(page) == ["#c", "none.md"]
+
+
+def test_every_page_is_in_the_navigation_once():
+    """PY-13: MkDocs would leave a page without a place out of sight."""
+    named = re.findall(r"[\w/-]+\.md", CONFIG.split("\nnav:\n")[1])
+    assert sorted(named) == sorted([*map(str, staging.documents().values()), *staging.GENERATED])
+
+
+def test_nothing_is_fetched_by_readers():
+    assert "font: false" in CONFIG
+    assert "strict: true" in CONFIG
+    assert not re.search(r"https?://|@import", (ROOT / "tools/pages/site.css").read_text("utf-8"))
+
+
+class TestStaging:
+    """PY-13: documents of this tree as pages of the site."""
+
+    PAGES = staging.documents()
+
+    @pytest.mark.parametrize(
+        ("source", "target", "expected"),
+        [
+            ("README.md", "docs/server.md#metrics", "server.md#metrics"),
+            ("docs/scale.md", "../benchmarks/RESULTS.md", "results.md"),
+            ("docs/scale.md", "server.md", "server.md"),
+            ("README.md", "LICENSE", None),
+            ("README.md", "examples", None),
+            ("docs/policies.md", "images/policies_recorded.svg", "images/policies_recorded.svg"),
+            ("README.md", "#use", "#use"),
+            ("README.md", "https://example.org/a.md", "https://example.org/a.md"),
+        ],
+    )
+    def test_addresses(self, source, target, expected):
+        assert staging.site_link(Path(source), target, self.PAGES) == expected
+
+    def test_a_link_to_nothing(self):
+        with pytest.raises(BrokenLinkError, match=r"docs/scale\.md: none\.md leads nowhere"):
+            staging.site_link(Path("docs/scale.md"), "none.md", self.PAGES)
+
+    def test_lists_and_tables_get_a_blank_line(self):
+        text = "text\n- a\n- b\n  - c\nmore\n| a |\n|---|\n```\nx\n- y\n```"
+        expected = "text\n\n- a\n- b\n    - c\nmore\n\n| a |\n|---|\n```\nx\n- y\n```"
+        assert "\n".join(staging.spaced(text)) == expected
+
+    def test_pages_keep_their_text(self):
+        text = staging.page(Path("docs/server.md"), self.PAGES)
+        assert [line for line in text.splitlines() if line] == [
+            line for line in (ROOT / "docs/server.md").read_text("utf-8").splitlines() if line
+        ]
+
+
+class TestReference:
+    """PY-13: reference pages have what the code has."""
+
+    def test_flags(self):
+        text = reference.flags()
+        known = {option for action in build_server_parser()._actions for option in action.option_strings}
+        assert [option for option in known if f"`{option}`" not in text] == []
+        assert text.count("`--load-hf`") == 1, "each flag once"
+
+    def test_metrics(self):
+        text = reference.metrics()
+        for name in ("requests_running", "prefix_cache_hits_total", "time_to_first_token_seconds"):
+            assert f"| `megatron_ext_{name}` |" in text
+        assert "| `megatron_ext_coordinator_decision_seconds` | histogram |" in text
+        assert "__" not in text
+
+    def test_routes(self):
+        text = reference.routes()
+        assert "| `POST /v1/chat/completions` | yes |" in text
+        assert "| `GET /health` | no |" in text
+        assert "**`messages`**" in text
+
+    def test_python(self):
+        text = reference.python()
+        assert "\n## load_engine\n" in text
+        assert "\n### LoadedEngine.generate\n" in text
