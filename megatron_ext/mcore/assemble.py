@@ -89,10 +89,7 @@ def build_engine(
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
     prediction = PredictionParts(model, config, dtype) if speculation.has_prediction else None
     with phase("plan"):
-        parts = draft or prediction
-        memory = NO_DRAFT_MODEL if parts is None else parts.memory(batching)
-        if draft is not None:
-            _check_operators(draft.model, batching, draft.dtype, is_draft=True)
+        memory = _draft_memory(draft, prediction, batching)
         given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
         controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
         warmed = [WarmUpPart.of(context := controller.inference_wrapped_model.inference_context, controller)]
@@ -117,6 +114,16 @@ def build_engine(
         assert context.drafting is not None, "costs are those of drafts"
         measure_costs(engine, context.drafting)
     return engine
+
+
+def _draft_memory(
+    draft: DraftParts | None, prediction: PredictionParts | None, batching: BatchingConfig
+) -> DraftMemory:
+    """Return the memory of what drafts, whose operators are checked before anything is allocated."""
+    if draft is not None:
+        _check_operators(draft.model, batching, draft.dtype, is_draft=True)
+    parts = draft or prediction
+    return NO_DRAFT_MODEL if parts is None else parts.memory(batching)
 
 
 def _build_drafter(
