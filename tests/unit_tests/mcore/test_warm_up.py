@@ -146,7 +146,6 @@ DROPPED = {
     "copies": lambda one: one is None,
     "decodes before a prefill": lambda one: one and one.decodes > 0 and one.tokens > 0,
     "four decodes before a prefill": lambda one: one and one.decodes == 4 and one.tokens > 0,
-    "prefills of one token": lambda one: one and one.tokens == 1,
     "prefills of several tokens": lambda one: one and one.tokens > 1,
     "states kept inside": lambda one: one and one.keeps,
     "draws": lambda one: one and one.sampling == steps.DRAWN,
@@ -166,6 +165,13 @@ class TestRandomRequests:
         for name, is_dropped in DROPPED.items():
             left = [launches for one, launches in by_class.items() if not is_dropped(one)]
             assert not served <= set().union(*left), f"warm-up without {name}"
+
+    def test_prefills_of_one_token_launch_variants_of_their_own(self, build):
+        """CU-20: in fp32."""
+        built = build(config_of("hybrid", "M*-"))
+        by_class, served = built.warmed_by_class(), built.served()
+        assert served <= set().union(*by_class.values())
+        assert not served <= set().union(*(found for one, found in by_class.items() if one and one.tokens != 1))
 
     @pytest.mark.parametrize(
         ("kind", "pattern"),
