@@ -95,7 +95,7 @@ def build_engine(
         warmed = [WarmUpPart.of(context := controller.inference_wrapped_model.inference_context, controller)]
         controller.drafter = drafter
         if speculation.is_on:
-            drafting_model = _build_drafter(draft, prediction, context, batching, packs_weights)
+            drafting_model = _build_drafter(draft, prediction, controller, batching, packs_weights)
             if drafting_model is not None:
                 warmed.append(drafting_model.warm_up_part(warmed[0]))
             costs = chosen_costs(speculation, next(model.parameters()).device.type)
@@ -129,14 +129,20 @@ def _draft_memory(
 def _build_drafter(
     draft: DraftParts | None,
     prediction: PredictionParts | None,
-    context: InferenceContext,
+    controller: InferenceController,
     batching: BatchingConfig,
     packs_weights: bool,
 ) -> DraftModel | MultiTokenEngine | None:
-    """Build the model that drafts for the engine of `context`; None if none does."""
+    """Build the model that drafts for the engine of a controller; None if none does."""
+    context = controller.inference_wrapped_model.inference_context
     if draft is not None:
         return build_draft_model(draft, context.plan, batching, packs_weights)
-    return None if prediction is None else _build_prediction(prediction, context, batching)
+    if prediction is None:
+        return None
+    layer = prediction.drafter(context, batching)
+    context.recorded_steps = None  # it would repeat no hook
+    controller.hidden_states = layer.hidden_states
+    return layer
 
 
 def build_worker(
@@ -202,14 +208,6 @@ def build_draft_model(
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
     )
-
-
-def _build_prediction(parts: PredictionParts, context: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine:
-    """Build the drafter of a layer of multi-token prediction; the steps of `context` are eager from now on."""
-    if context.cuda_graph_runner is not None:
-        logger.warning("--speculative-method mtp: every step is eager, since captured ones show no hidden states")
-    context.cuda_graph_runner = context.recorded_steps = None
-    return parts.drafter(context, batching)
 
 
 def _check_operators(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype, is_draft: bool = False) -> None:

@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.engine.result import StepResult
+from megatron_ext.mcore.hidden_states import HiddenStates
 from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
@@ -63,6 +64,7 @@ class InferenceController(Controller):
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
         packed: Packed weights of the model's linear layers; None to compute with its parameters.
         records_routing: Whether results have the routing indices of their tokens.
+        hidden_states: Hidden states that a layer of multi-token prediction reads; None without one.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, vocabulary_size: int) -> None:
@@ -73,6 +75,7 @@ class InferenceController(Controller):
         self.operators: str | None = None
         self.packed: PackedWeights | None = None
         self.records_routing = False
+        self.hidden_states: HiddenStates | None = None
         self.grammars = Grammars(self.tokenizer, vocabulary_size)
 
     def _init_dynamic_sampling_tensors(self) -> None:

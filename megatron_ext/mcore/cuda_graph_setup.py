@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -16,6 +17,7 @@ from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, CudaGraphs, NoGraphs
 from megatron_ext.runner.model_input import ModelInput
+from megatron_ext.scheduling.step import ScheduledChunk
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +82,21 @@ class _ContextModel:
         """See `CapturedModel`."""
         return self._controller.weight_addresses()
 
+    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """See `CapturedModel`."""
+        if self._controller.hidden_states is not None:
+            self._controller.hidden_states.stage(chunks)
+
+    def end_step(self) -> None:
+        """See `CapturedModel`."""
+        if self._controller.hidden_states is not None:
+            self._controller.hidden_states.commit()
+
     def clear_step(self) -> None:
         """See `CapturedModel`."""
         self._context.clear_step()
+        if self._controller.hidden_states is not None:
+            self._controller.hidden_states.unstage()
 
     def forward(self, step: ModelInput) -> Tensor:
         """See `CapturedModel`."""

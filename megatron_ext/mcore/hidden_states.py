@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.runner.cuda_graphs.input_batch import DUMMY_REQUEST
 from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
+from megatron_ext.scheduling.step import ScheduledChunk
 
 KEPT_TOKENS = 256  # hidden states of a request
 
@@ -19,16 +21,21 @@ KEPT_TOKENS = 256  # hidden states of a request
 class HiddenStates:
     """Hidden states after the final norm, copied from each step as it is computed; positions in a ring per request.
 
-    A step that is computed again, or that follows rejected drafts, overwrites them.
+    A step that is computed again, or that follows rejected drafts, overwrites them. A captured step writes to rows that
+    are set before it: `stage`, the step, `commit`, and in any case `unstage`.
 
     Args:
         model: Model whose stack is watched.
         context: Context of the model's steps.
         requests: Maximum number of requests in a step.
+        captured_tokens: Maximum number of tokens of a captured step, padding included; 0 if none is captured.
     """
 
-    def __init__(self, model: HybridModel, context: InferenceContext, requests: int) -> None:
+    def __init__(self, model: HybridModel, context: InferenceContext, requests: int, captured_tokens: int = 0) -> None:
         self._context, self._requests = context, requests
+        self._captured_tokens = captured_tokens
+        self._staged: dict[int, tuple[RunningSlot, range]] = {}
+        self._targets: Tensor | None = None  # row of each token of a captured step; the one after all others is unused
         parameter = next(model.parameters())
         self._like = parameter.new_empty(0)
         self._width = model.config.hidden_size
@@ -45,13 +52,17 @@ class HiddenStates:
         weakref.finalize(self, model.decoder.register_forward_hook(watch).remove)
 
     def allocate(self) -> None:
-        """Allocate the rows."""
-        self._rows = self._like.new_empty(self._requests * KEPT_TOKENS, self._width)
+        """Allocate the rows if they are not: captured steps write to these very ones."""
+        if self._rows is not None:
+            return
+        self._rows = self._like.new_empty(self._unused + (self._captured_tokens > 0), self._width)
+        if self._captured_tokens:
+            self._targets = torch.full((self._captured_tokens,), self._unused, device=self._like.device)
 
     def free(self) -> None:
         """Free the rows and forget all requests."""
         self.reset()
-        self._rows = None
+        self._rows = self._targets = None
 
     def kept(self, request_id: int) -> range:
         """Return the positions of a request whose hidden states are kept; see `KeptStates`."""
@@ -68,6 +79,30 @@ class HiddenStates:
         for request_id in [*self._places]:
             self.forget(request_id)
 
+    @property
+    def _unused(self) -> int:
+        return self._requests * KEPT_TOKENS
+
+    def stage(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Set the rows that a captured step with these chunks, one per row of the step, writes to."""
+        if self._targets is None:
+            return
+        sources, targets, self._staged = self._places_of(chunks)
+        rows = np.full(self._captured_tokens, self._unused)
+        if sources:
+            rows[np.concatenate(sources)] = np.concatenate(targets)
+        self._targets.copy_(torch.from_numpy(rows))
+
+    def commit(self) -> None:
+        """Keep what a captured step has written."""
+        self._keep(self._staged)
+
+    def unstage(self) -> None:
+        """Let captured steps write to no row that is read, as those that only compute padding."""
+        self._staged = {}
+        if self._targets is not None:
+            self._targets.fill_(self._unused)
+
     def read(self, wanted: Sequence[tuple[int, range]]) -> Tensor:
         """Return the hidden states of positions of some requests, one after the other, [n, h]."""
         rows = [_ring(self._places[request_id][0], positions) for request_id, positions in wanted]
@@ -76,22 +111,40 @@ class HiddenStates:
 
     def _take(self, output: Tensor) -> None:
         """Copy the last hidden states of each chunk of the staged step, [T, 1, h]."""
-        if self._context.step is None or self._rows is None:
+        step = self._context.step
+        if step is None or self._rows is None:
             return
-        chunks, first = self._context.step.chunks, 0
-        running = {chunk.request_id for chunk in chunks}
-        sources, targets = [], []
-        for chunk in chunks:
-            new = range(max(chunk.start, chunk.end - KEPT_TOKENS), chunk.end)
-            if chunk.request_id not in self._places:
-                self._places[chunk.request_id] = self._slot(running), range(0)
-            slot, before = self._places.pop(chunk.request_id)
-            begin = before.start if before and before.start <= chunk.start <= before.stop else new.start
-            self._places[chunk.request_id] = slot, range(max(begin, chunk.end - KEPT_TOKENS), chunk.end)
-            sources.append(np.arange(new.start, new.stop) - chunk.start + first)
-            targets.append(_ring(slot, new))
-            first += chunk.length
+        if self._targets is not None and step.paged_batch.has_static_shapes:
+            self._rows.index_copy_(0, self._targets[: len(output)], output[:, 0])
+            return
+        sources, targets, places = self._places_of(step.chunks)
         self._rows[self._index(targets)] = output[self._index(sources), 0]
+        self._keep(places)
+
+    def _places_of(
+        self, chunks: Sequence[ScheduledChunk]
+    ) -> tuple[list[np.ndarray], list[np.ndarray], dict[int, tuple[RunningSlot, range]]]:
+        """Return the tokens of a step to keep, the rows for them, and what is kept of each request after the step."""
+        running, first = {chunk.request_id for chunk in chunks}, 0
+        sources, targets, places = [], [], {}
+        for chunk in chunks:
+            if chunk.request_id != DUMMY_REQUEST:
+                new = range(max(chunk.start, chunk.end - KEPT_TOKENS), chunk.end)
+                if chunk.request_id not in self._places:
+                    self._places[chunk.request_id] = self._slot(running), range(0)
+                slot, before = self._places[chunk.request_id]
+                begin = before.start if before and before.start <= chunk.start <= before.stop else new.start
+                places[chunk.request_id] = slot, range(max(begin, chunk.end - KEPT_TOKENS), chunk.end)
+                sources.append(np.arange(new.start, new.stop) - chunk.start + first)
+                targets.append(_ring(slot, new))
+            first += chunk.length
+        return sources, targets, places
+
+    def _keep(self, places: Mapping[int, tuple[RunningSlot, range]]) -> None:
+        """Note what is kept after a step, those of the last steps at the end."""
+        for request_id, place in places.items():
+            self._places.pop(request_id, None)
+            self._places[request_id] = place
 
     def _slot(self, running: set[int]) -> RunningSlot:
         """Return a free slot, if need be that of the request that was computed the longest ago."""

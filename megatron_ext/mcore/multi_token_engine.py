@@ -57,7 +57,8 @@ class PredictionParts:
         plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type)
         context = InferenceContext(plan, places_of(self.layer.mtp_model_layer.layer_type_list), device)
         context.allocate_all_tensors(is_init=True)
-        states = HiddenStates(self.model, target, plan.limits.max_requests)
+        captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
+        states = HiddenStates(self.model, target, plan.limits.max_requests, captured)
         return MultiTokenEngine(self, context, states, backend_selection.preferred(batching.operator_backend))
 
 
@@ -69,11 +70,15 @@ class MultiTokenEngine(MultiTokenDrafter):
         context: Context of the layer, with its pools.
         states: Hidden states of the target model.
         operators: Name of the operators' backend.
+
+    Attributes:
+        hidden_states: As given.
     """
 
     def __init__(
         self, parts: PredictionParts, context: InferenceContext, states: HiddenStates, operators: str | None
     ) -> None:
+        self.hidden_states = states
         self._parts, self._context, self._hidden, self._operators = parts, context, states, operators
         self._read_outputs: dict[int, Tensor] = {}  # after the last read token
         self._outputs: dict[int, Tensor] = {}  # after the last token, drafts included

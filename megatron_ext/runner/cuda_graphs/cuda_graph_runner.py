@@ -72,6 +72,12 @@ class CapturedModel(Protocol):
     def forward(self, step: ModelInput) -> Tensor:
         """Return the logits of a step [rows, V], computed in shapes that do not depend on values."""
 
+    def begin_step(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Prepare what else the graphs write of a step; one chunk per row."""
+
+    def end_step(self) -> None:
+        """Keep what else the graphs have written of the step."""
+
     def clear_step(self) -> None:
         """Discard the step after its end."""
 
@@ -121,6 +127,11 @@ class CudaGraphRunner:
         self._weights: tuple[int, ...] = ()
         self._chunks: tuple[ScheduledChunk, ...] = ()  # chunks of the step in the buffers
         self._logged_reasons: set[str] = set()
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a captured step, padding included."""
+        return max(one.num_tokens for one in self._layouts)
 
     # Graphs
 
@@ -229,7 +240,9 @@ class CudaGraphRunner:
         copies, block_hashes = self._open(step)
         try:
             chunks = self._send(step, bucket, copies[: bucket.copies], needs)
+            self._model.begin_step(chunks)
             self._compute(bucket, needs)
+            self._model.end_step()
             self._close(copies[bucket.copies :], block_hashes)
             layout = output_layout(bucket.rows, self._vocabulary)
             launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_ext.mcore import hidden_states
 from megatron_ext.mcore.hidden_states import HiddenStates
+from megatron_ext.runner.cuda_graphs.input_batch import DUMMY_REQUEST
 
 WIDTH = 3
 
@@ -76,6 +77,31 @@ def test_the_longest_unused_gives_way(made):
     kept.reset()
     assert not kept.kept(1)
     assert len(model.decoder._forward_hooks) == 1
+
+
+def test_captured_steps(made):
+    """SP-12: they write through rows that are set before; padding, a failed step and a capture change nothing."""
+    kept, compute, model = made
+    compute((1, 0, 3), (2, 0, 2))
+    captured = HiddenStates(model, SimpleNamespace(step=None), requests=2, captured_tokens=6)
+    chunks = [SimpleNamespace(request_id=name, start=0, end=2, length=2) for name in (1, 2)]
+    dummy = SimpleNamespace(request_id=DUMMY_REQUEST, start=0, end=1, length=1)
+    step = SimpleNamespace(chunks=(), paged_batch=SimpleNamespace(has_static_shapes=True))
+
+    def replay(first: float) -> None:
+        captured._context.step = step
+        model.decoder(torch.arange(first, first + 6)[:, None, None].expand(6, 1, WIDTH))
+        captured._context.step = None
+
+    captured.stage([chunks[0], dummy, chunks[1]])
+    replay(10.0)
+    assert not captured.kept(1), "the step may fail yet"
+    captured.commit()
+    captured.unstage()
+    replay(20.0)
+    assert captured.kept(1) == captured.kept(2) == range(2)
+    assert read(captured, (1, range(2)), (2, range(2))) == [10, 11, 13, 14]
+    assert read(kept, (1, range(3))) == [100, 101, 102]
 
 
 def test_the_model_is_left_as_it_was(made):
