@@ -214,7 +214,8 @@ BATCHING = FlagGroup(
         Flag(
             "operator_backend",
             "Implementation of attention, convolutions and scans: auto is Triton on CUDA if it can be imported, C++ on "
-            "CPUs if it could be compiled, else plain torch (reference); mamba-ssm is a library for CUDA",
+            "CPUs if it could be compiled, else plain torch (reference); mamba-ssm and flashinfer are libraries for "
+            "CUDA",
             choices=OPERATOR_BACKENDS,
         ),
         Flag(

@@ -10,8 +10,8 @@ from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
 # auto: on CUDA Triton, on CPUs C++ and, for large weights, oneDNN, else plain torch; onednn: for all weights;
-# mamba-ssm: a library for CUDA, never chosen by auto
-OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn", "mamba-ssm")
+# mamba-ssm and flashinfer: libraries for CUDA, never chosen by auto
+OPERATOR_BACKENDS = ("auto", "reference", "triton", "onednn", "mamba-ssm", "flashinfer")
 WEIGHT_QUANTIZATIONS = ("none", "int8")
 # Defaults by device type.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB

@@ -34,6 +34,7 @@ from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
+from megatron_ext.ops.libraries import OperatorShapes
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -121,7 +122,7 @@ def _draft_memory(
 ) -> DraftMemory:
     """Return the memory of what drafts, whose operators are checked before anything is allocated."""
     if draft is not None:
-        _check_operators(draft.model, batching, draft.dtype, is_draft=True)
+        _check_draft_operators(draft, batching)
     parts = draft or prediction
     return NO_DRAFT_MODEL if parts is None else parts.memory(batching)
 
@@ -210,8 +211,12 @@ def build_draft_model(
     )
 
 
-def _check_operators(model: HybridModel, batching: BatchingConfig, dtype: torch.dtype, is_draft: bool = False) -> None:
-    shapes = replace(operator_shapes(model, batching, dtype), is_draft=is_draft)
+def _check_draft_operators(draft: DraftParts, batching: BatchingConfig) -> None:
+    shapes = operator_shapes(draft.model, batching, draft.dtype)
+    _check_operators(draft.model, batching, replace(shapes, owner="the draft model", is_whole=False))
+
+
+def _check_operators(model: HybridModel, batching: BatchingConfig, shapes: OperatorShapes) -> None:
     backend_selection.check(batching.operator_backend, next(model.parameters()).device, shapes)
 
 
@@ -236,7 +241,7 @@ def _build_controller(
     packs_weights: bool = False,
 ) -> InferenceController:
     device = next(model.parameters()).device
-    _check_operators(model, batching, dtype)
+    _check_operators(model, batching, operator_shapes(model, batching, dtype))
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
         raise ConfigError(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
@@ -244,6 +249,7 @@ def _build_controller(
         )
     compile_operators(model, batching)
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
+    backend_selection.reserve(batching.operator_backend, device)
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,

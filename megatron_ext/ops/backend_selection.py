@@ -13,9 +13,9 @@ from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
-from megatron_ext.ops.libraries import LIBRARIES, OperatorShapes
+from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, OperatorShapes
 from megatron_ext.ops.linear import LINEAR, onednn
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, flashinfer
 from megatron_ext.ops.rotary import ROTARY_WRITE
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -42,6 +42,17 @@ def check(wanted: str, device: torch.device, shapes: OperatorShapes | None = Non
         problem = LIBRARIES[wanted].problem(device, shapes)
     if problem is not None:
         raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
+
+
+def reserve(wanted: str, device: torch.device) -> None:
+    """Allocate the memory that a requested library keeps, before the memory for pools is measured.
+
+    Args:
+        wanted: Name of a backend that `check` has accepted, or AUTO.
+        device: Device of the model.
+    """
+    if wanted == FLASHINFER:
+        flashinfer.workspace(device)
 
 
 def check_quantization(device: torch.device) -> None:

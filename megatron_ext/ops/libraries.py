@@ -19,8 +19,13 @@ from torch import Tensor
 from megatron_ext.ops import triton
 
 MAMBA_SSM: Final = "mamba-ssm"
+FLASHINFER: Final = "flashinfer"
 WINDOWS = (2, 3, 4)
 """Windows that causal-conv1d's kernels support."""
+HEAD_CHANNELS = (64, 128, 256)
+"""Channels of a head that FlashInfer's kernels support."""
+HALVES = (torch.bfloat16, torch.float16)
+"""Types that FlashInfer's kernels support."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ SELECTIVE_STATE_UPDATE = Package(
     "mamba-ssm", ">=2.3,<2.4", "mamba_ssm.ops.triton.selective_state_update", "selective_state_update"
 )
 CAUSAL_CONV1D_UPDATE = Package("causal-conv1d", ">=1.6,<1.8", "causal_conv1d", "causal_conv1d_update")
+PAGED_PREFILL = Package("flashinfer-python", ">=0.6,<0.8", "flashinfer", "BatchPrefillWithPagedKVCacheWrapper")
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ class OperatorShapes:
         conv_window: Window of the convolution; None without recurrent layers.
         conv_dtype: Type of the convolution's states.
         is_captured: Whether steps are captured.
-        is_draft: Whether this is a draft model, which may have none of the layers that a library computes.
+        owner: Model that has the shapes, for messages.
+        is_whole: Whether this is all of the served model; a stage of it or a draft model may have none of the layers
+            that a library computes.
     """
 
     dtype: torch.dtype
@@ -86,12 +94,8 @@ class OperatorShapes:
     conv_window: int | None = None
     conv_dtype: torch.dtype | None = None
     is_captured: bool = False
-    is_draft: bool = False
-
-    @property
-    def owner(self) -> str:
-        """Model that has the shapes, for messages."""
-        return "the draft model" if self.is_draft else "the model"
+    owner: str = "the model"
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class OperatorLibrary:
 
 def _mamba_lacks(shapes: OperatorShapes) -> str | None:
     if shapes.conv_window is None:
-        return None if shapes.is_draft else "it computes recurrent layers, and the model has none"
+        return "it computes recurrent layers, and the model has none" if shapes.is_whole else None
     if shapes.conv_window not in WINDOWS:
         return f"it has convolutions with windows of {_listed(WINDOWS)}, and {shapes.owner}'s have {shapes.conv_window}"
     if shapes.conv_dtype != shapes.dtype:
@@ -131,12 +135,27 @@ def _mamba_lacks(shapes: OperatorShapes) -> str | None:
     return None
 
 
+def _flashinfer_lacks(shapes: OperatorShapes) -> str | None:
+    if shapes.head_channels is None:
+        return "it computes attention, and the model has none" if shapes.is_whole else None
+    if shapes.dtype not in HALVES:
+        return f"it computes in 16 bits, and {shapes.owner} is in {shapes.dtype}; give --bf16 or --fp16"
+    if shapes.head_channels not in HEAD_CHANNELS:
+        return f"it has heads of {_listed(HEAD_CHANNELS)} channels, and {shapes.owner}'s have {shapes.head_channels}"
+    if shapes.has_sinks:
+        return f"its kernels are used without attention sinks, and {shapes.owner} has them"
+    if shapes.is_captured:
+        return "it plans each step from lengths on the host, and captured steps have none; leave out --cuda-graph-impl"
+    return None
+
+
 def _listed(numbers: tuple[int, ...]) -> str:
     return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
 
 
 LIBRARIES: Final = {
     MAMBA_SSM: OperatorLibrary((SELECTIVE_STATE_UPDATE, CAUSAL_CONV1D_UPDATE), _mamba_lacks, needs_triton=True),
+    FLASHINFER: OperatorLibrary((PAGED_PREFILL,), _flashinfer_lacks, needs_triton=True),
 }
 """Libraries by the name of their backends."""
 

@@ -98,4 +98,5 @@ def operator_shapes(model: HybridModel, batching: BatchingConfig, dtype: torch.d
         conv_window=shape.states.conv[1] + 1 if shape.states else None,
         conv_dtype=shape.states.conv_dtype if shape.states else None,
         is_captured=batching.has_input_buffers,
+        is_whole=model.pre_process and model.post_process,
     )

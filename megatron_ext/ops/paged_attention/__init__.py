@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.paged_attention import cpp, reference, triton, windowed
+from megatron_ext.ops.paged_attention import cpp, flashinfer, reference, triton, windowed
 from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
 
-PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
+PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, flashinfer.BACKEND, reference.BACKEND)
 
 
 def paged_attention(

@@ -11,9 +11,10 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import backend_selection, libraries, triton
+from megatron_ext.ops.paged_attention import flashinfer
 from megatron_ext.ops.triton.kernel_registry import watch
-from tests.unit_tests.ops.library_stand_ins import UPDATES, install
-from tests.unit_tests.support.caching import BLOCK
+from tests.unit_tests.ops.library_stand_ins import UPDATES, PagedPrefillWrapper, install
+from tests.unit_tests.support.caching import BLOCK, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
 from tests.unit_tests.support.models import CONFIGS
@@ -71,6 +72,43 @@ def test_updates_of_a_library_in_an_engine(get_oracle, monkeypatch, kind):
         assert_equals_oracle(driver, request_id, get_oracle(kind))
     layers = len(driver.engine.controller.inference_wrapped_model.inference_context.live_states.conv)
     assert {name: len(one.calls) for name, one in found.items()} == dict.fromkeys(updates, 2 * layers)
+
+
+def spy(monkeypatch, module, name: str, order: list[str]) -> None:
+    """Note calls of a function."""
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: order.append(name) or function(*given))
+
+
+def test_attention_of_a_library_in_an_engine(monkeypatch):
+    """CU-16: a stand-in of FlashInfer over the engine's own blocks, planned once a step, cold and after a hit."""
+    monkeypatch.setattr(libraries.OperatorLibrary, "problem", lambda *_: None)
+    install(monkeypatch, libraries.PAGED_PREFILL, PagedPrefillWrapper)
+    monkeypatch.setattr(PagedPrefillWrapper, "planned", [])
+    monkeypatch.setattr(PagedPrefillWrapper, "ran", [])
+    flashinfer._planned_layers.cache_clear()
+    order: list[str] = []
+    spy(monkeypatch, flashinfer, "workspace", order)
+    spy(monkeypatch, platform, "available_memory", order)
+    config = dataclasses.replace(CONFIGS["attention_only"], kv_channels=64)
+    model = build_model(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=3)
+    logits = {}
+    for backend, first in (("reference", "available_memory"), ("flashinfer", "workspace")):
+        order.clear()
+        driver = CachingDriver(model, config, operator_backend=backend, dtype=torch.bfloat16, max_requests=4)
+        assert order[0] == first, "pools are planned with the memory that the workspace leaves"
+        for request_id, tokens in enumerate((PROMPT, BRANCH)):
+            driver.add(request_id, tokens, num_tokens_to_generate=2, return_log_probs=False)
+            driver.run()
+        assert driver.skipped(0, 1)[1] == BLOCK
+        seen = [driver.seen[request_id].logits for request_id in range(2)]
+        logits[backend] = torch.stack([seen[i][len(one)][0] for i, one in enumerate((PROMPT, BRANCH))])
+    layers = config.hybrid_override_pattern.count("*")
+    assert len(PagedPrefillWrapper.ran) == layers * len(PagedPrefillWrapper.planned) == layers * 4
+    found, expected = logits["flashinfer"].float(), logits["reference"].float()
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (expected[0] - expected[1]).abs().max() > 0.5 * expected.abs().max(), "two prompts are told apart"
+    flashinfer._planned_layers.cache_clear()
 
 
 def bf16_driver(backend: str, driver: type = HybridDriver, **settings: object):

@@ -9,7 +9,7 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -147,3 +147,76 @@ UPDATES: dict[str, tuple[libraries.Package, Callable[[], Any]]] = {
     "plain_conv1d": (libraries.CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate),
 }
 """Operator -> the package that updates its states, and its stand-in."""
+
+
+class PagedPrefillWrapper:
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`; the class keeps what was planned and run."""
+
+    planned: ClassVar[list[dict[str, Any]]] = []
+    ran: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert float_workspace_buffer.numel() >= 128 << 20
+        assert kv_layout == "NHD"
+        assert not use_cuda_graph
+        self.plan_now: dict[str, Any] | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        lengths, count = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len), len(qo_indptr) - 1
+        assert all(one.device.type == "cpu" and one.dtype == torch.int32 for one in lengths), "read on the host"
+        assert paged_kv_indptr.shape == (count + 1,)
+        assert paged_kv_last_page_len.shape == (count,)
+        assert paged_kv_indices.dtype == torch.int32
+        assert paged_kv_indices.shape == (int(paged_kv_indptr[-1]),)
+        assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
+        assert (paged_kv_indptr.diff() >= 1).all()
+        assert num_qo_heads % num_kv_heads == 0
+        assert head_dim_qk in (64, 128, 256)
+        assert causal
+        assert q_data_type == kv_data_type
+        assert q_data_type in (torch.bfloat16, torch.float16)
+        self.plan_now = given
+        self.planned.append(given)
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        plan, (keys, values) = self.plan_now, paged_kv_cache
+        assert plan is not None
+        first, page = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
+        assert q.shape == out.shape == (first[-1], plan["num_qo_heads"], plan["head_dim_qk"])
+        assert q.dtype == out.dtype == keys.dtype == values.dtype == plan["q_data_type"]
+        assert keys.shape[1:] == values.shape[1:] == (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
+        assert keys.stride() == values.stride()
+        assert q.stride(-1) == keys.stride(-1) == 1
+        self.ran.append(paged_kv_cache)
+        group = plan["num_qo_heads"] // plan["num_kv_heads"]
+        for row, last in enumerate(plan["paged_kv_last_page_len"].tolist()):
+            pages = plan["paged_kv_indices"][page[row] : page[row + 1]].long()
+            length = (len(pages) - 1) * plan["page_size"] + last
+            k, v = (one[pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for one in paged_kv_cache)
+            queries = q[first[row] : first[row + 1]].double()
+            at = length - len(queries) + torch.arange(len(queries))[:, None]
+            seen = torch.arange(length) <= at
+            if plan["window_left"] >= 0:
+                seen &= torch.arange(length) >= at - plan["window_left"]
+            scores = torch.einsum("qhd,khd->hqk", queries, k) * plan["sm_scale"]
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[first[row] : first[row + 1]] = torch.einsum("hqk,khd->qhd", weights, v).to(out.dtype)
+        return out

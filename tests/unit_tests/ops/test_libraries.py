@@ -1,4 +1,4 @@
-"""CU-15: libraries are refused by name where they cannot be used, before anything is allocated."""
+"""CU-15, CU-16: libraries are refused by name where they cannot be used, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ext.config.batching import OPERATOR_BACKENDS, BatchingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.layers.layer_map import operator_shapes
 from megatron_ext.ops import backend_selection, libraries, triton
-from megatron_ext.ops.libraries import LIBRARIES, MAMBA_SSM, OperatorShapes
+from megatron_ext.ops.libraries import FLASHINFER, LIBRARIES, MAMBA_SSM, OperatorShapes
 from tests.unit_tests.ops.library_stand_ins import install
 from tests.unit_tests.ops.test_backends import OPERATORS
 from tests.unit_tests.support.source import ROOT
@@ -43,6 +43,12 @@ def test_a_model_that_fits(installed, wanted: str) -> None:
         (MAMBA_SSM, {"conv_window": None}, "it computes recurrent layers, and the model has none"),
         (MAMBA_SSM, {"conv_window": 5}, r"windows of 2, 3 or 4, and the model's have 5"),
         (MAMBA_SSM, {"conv_dtype": FP32}, r"they are torch.float32; leave out --mamba-inference-conv-states-dtype"),
+        (FLASHINFER, {"head_channels": None}, "it computes attention, and the model has none"),
+        (FLASHINFER, {"dtype": FP32}, r"16 bits, and the model is in torch.float32; give --bf16 or --fp16"),
+        (FLASHINFER, {"head_channels": 80}, r"heads of 64, 128 or 256 channels, and the model's have 80"),
+        (FLASHINFER, {"head_channels": 80, "owner": "the draft model"}, r"and the draft model's have 80"),
+        (FLASHINFER, {"has_sinks": True}, "without attention sinks, and the model has them"),
+        (FLASHINFER, {"is_captured": True}, "leave out --cuda-graph-impl"),
     ],
 )
 def test_a_model_that_does_not_fit(installed, wanted: str, changed: dict, message: str) -> None:
@@ -51,8 +57,8 @@ def test_a_model_that_does_not_fit(installed, wanted: str, changed: dict, messag
 
 
 @pytest.mark.parametrize("wanted", LIBRARIES)
-def test_a_draft_model_without_such_layers(installed, wanted: str) -> None:
-    backend_selection.check(wanted, CUDA, OperatorShapes(dtype=BF16, is_draft=True))
+def test_a_stage_or_a_draft_model_without_such_layers(installed, wanted: str) -> None:
+    backend_selection.check(wanted, CUDA, OperatorShapes(dtype=BF16, is_whole=False))
 
 
 @pytest.mark.parametrize("wanted", LIBRARIES)
@@ -122,4 +128,4 @@ def test_shapes_of_a_model(get_oracle, kind: str, window: int | None) -> None:
     assert shapes.dtype == FP32
     assert (shapes.head_channels is None) == (kind == "mamba1_only")
     assert (shapes.conv_window, shapes.conv_dtype) == (window, BF16 if window else None)
-    assert (shapes.has_sinks, shapes.is_captured) == (False, True)
+    assert (shapes.has_sinks, shapes.is_captured, shapes.is_whole) == (False, True, True)
