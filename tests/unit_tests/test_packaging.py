@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import glob
 import os
 import re
@@ -13,7 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.unit_tests.support.source import PACKAGE, ROOT
+from megatron_ext.ops.libraries import LIBRARIES
+from tests.unit_tests.support.source import PACKAGE, ROOT, parse
 from tools import pins
 from tools.check_python import platform_problem, python_problem, supported
 from tools.pins import Wheel
@@ -45,6 +47,57 @@ def test_data_files_are_part_of_the_package():
     assert len(files) > 10
     packed = {name for one in known for name in glob.glob(str(PACKAGE / "**" / one), recursive=True)}
     assert [path.name for path in files if str(path) not in packed] == [], "`*` leaves out names that begin with a dot"
+
+
+IMPORTED_BY_OTHERS = {
+    "einops": "megatron-core's layers, which do not require it",
+    "sentencepiece": "tokenizers of megatron-core and transformers",
+    "tiktoken": "the same",
+    "transformer-engine": "megatron.core.extensions.transformer_engine",
+}
+"""Distribution -> what imports it in place of our code."""
+MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "pyzmq": "zmq", "flashinfer-python": "flashinfer"}
+"""Distribution -> its module, where the names differ by more than dashes."""
+TOOLS = {"mypy", "pytest-asyncio", "pytest-xdist", "ruff"}
+"""Distributions of the extra `dev` that are run, not imported."""
+OWN = {"arguments", "benchmarks", "examples", "megatron_ext", "tests", "tools"}
+EXTRAS = re.findall(r"^([a-z]+) = \[", PROJECT.partition("optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE)
+
+
+def imported(*folders: str) -> set[str]:
+    """Top-level modules that the code of folders imports, those of operators' libraries included."""
+    packages = [package for library in LIBRARIES.values() for package in library.packages]
+    found = {package.module for package in packages if "megatron_ext" in folders}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module)
+    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - OWN
+
+
+def listed(name: str) -> dict[str, str]:
+    """Module -> distribution, of the project's dependencies or of an extra."""
+    (text,) = re.findall(rf"^{name} = (\[.*?\])(?: #[^\n]*)?$", PROJECT, re.MULTILINE | re.DOTALL)
+    found = [Requirement(one).name for one in ast.literal_eval(text)]
+    return {MODULES.get(one, one.replace("-", "_")): one for one in found}
+
+
+def test_every_import_is_listed_and_nothing_else():
+    """`pyproject.toml` has what the wheel's code imports, and what packages that it imports need without saying so."""
+    used = imported("megatron_ext", "arguments")
+    modules = {
+        module: one for name in ("dependencies", *EXTRAS) if name != "dev" for module, one in listed(name).items()
+    }
+    assert used - set(modules) == set()
+    assert {one for module, one in modules.items() if module not in used} == set(IMPORTED_BY_OTHERS)
+
+
+def test_extras_of_tests_are_imported():
+    used = imported("megatron_ext", "tests", "tools", "benchmarks", "examples")
+    unused = {one for module, one in listed("dev").items() if module not in used}
+    assert unused == TOOLS | {"tiktoken"}
 
 
 class TestInterpreter:
