@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from arguments.parser import build_server_parser
+from megatron_ext.commands.main import main
 from tests.unit_tests.support.source import ROOT
-from tools.pages import reference, staging
+from tools.pages import chart, figures, reference, staging, terminal
 from tools.pages.staging import BrokenLinkError
 
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
@@ -74,6 +76,56 @@ def test_nothing_is_fetched_by_readers():
     assert "font: false" in CONFIG
     assert "strict: true" in CONFIG
     assert not re.search(r"https?://|@import", (ROOT / "tools/pages/site.css").read_text("utf-8"))
+
+
+BLOCK_THAT_RUNS = re.compile(r"<!-- runnable -->\n```(\w*)\n(.*?)```", re.DOTALL)
+RUNNABLE = [
+    pytest.param(language, body, id=f"{path.relative_to(ROOT)}-{number}")
+    for path in DOCUMENTS
+    for number, (language, body) in enumerate(BLOCK_THAT_RUNS.findall(path.read_text("utf-8")))
+]
+
+
+@pytest.mark.parametrize(("language", "body"), RUNNABLE)
+def test_blocks_that_are_marked_runnable_run(language, body, tmp_path, monkeypatch, capsys):
+    """PY-14: Python as it stands there; commands by the function that the console script calls."""
+    monkeypatch.chdir(tmp_path)
+    if language == "python":
+        exec(compile(body, "block", "exec"), {})
+        return
+    for line in body.splitlines():
+        script, *words = shlex.split(line, comments=True)
+        assert script == "megatron-ext"
+        assert main(words) == 0
+    assert "tokens generated" in capsys.readouterr().out
+
+
+def test_some_blocks_are_marked():
+    assert {param.id for param in RUNNABLE} >= {"README.md-0", "README.md-1", "README.md-2"}
+
+
+class TestFigures:
+    """PY-15: pictures are what their scripts draw; the chart's figures are those of the measured table."""
+
+    @pytest.mark.parametrize("name", figures.FIGURES)
+    def test_each_is_up_to_date(self, name):
+        assert (figures.FOLDER / name).read_text("utf-8") == figures.FIGURES[name]().svg()
+
+    def test_the_chart_reads_the_table(self):
+        head = "| machine; [link](x) | ours | over the floor | over vLLM's | over transformers' |"
+        row = "| 5 M: warm, 128 | 1,100 / 2 | 3 | 0.5 / 4 | 0.25 |"
+        text = f"<!-- benchmarks: standard -->\n\n{head}\n| --- |\n{row}\n<!-- benchmarks: end -->"
+        machine, rows = chart.read(text)
+        assert machine == "machine"
+        assert rows == [chart.Row("5 M: warm, 128", [1100.0, 2.0], {"vLLM": [0.5, 4.0], "transformers": [0.25]})]
+
+    def test_the_terminal_leaves_out_the_middle(self):
+        requests = "".join(f"    {n:2}  10  0\n        < p\n        > a\n" for n in range(9))
+        lines = terminal.shortened(f"start: x\n┏━┓\n{requests}\n9 requests\n")
+        assert "┏━┓" not in lines
+        assert [line for line in lines if "more" in line] == ["        ... 3 more"]
+        assert lines[-2:] == ["", "9 requests"]
+        assert sum(line.endswith(" 10  0") for line in lines) == terminal.FIRST + terminal.LAST
 
 
 class TestStaging:

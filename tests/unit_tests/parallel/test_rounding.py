@@ -26,7 +26,7 @@ from tests.unit_tests.support.spread import Whole, fill, whole_parameters
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
-# The README's bound: error of several ranks against fp32, as a multiple of one rank's.
+# The bound of docs/ranks.md: error of several ranks against fp32, as a multiple of one rank's.
 LARGEST_FACTOR = 1.25
 SIZES = {
     "vocab_size": 128,  # else ranks pad it
