@@ -41,7 +41,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.speculation.drafter import Drafter
-from megatron_ext.speculation.drafting import Drafting
+from megatron_ext.speculation.drafting import Drafting, DraftPools
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +88,20 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
-    prediction = PredictionParts(model, config, dtype) if speculation.has_prediction else None
+    prediction = _prediction_of(model, config, dtype, speculation)
     with phase("plan"):
         memory = _draft_memory(draft, prediction, batching)
         given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
         controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
-        warmed = [WarmUpPart.of(context := controller.inference_wrapped_model.inference_context, controller)]
+        context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
+        own = _build_drafter(draft, prediction, controller, batching, packs_weights)
+        drafting_model: DraftPools | None = own
+        if speculation.has_prediction and parallel_context is not None:
+            drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
         if speculation.is_on:
-            drafting_model = _build_drafter(draft, prediction, controller, batching, packs_weights)
-            if drafting_model is not None:
-                warmed.append(drafting_model.warm_up_part(warmed[0]))
             costs = chosen_costs(speculation, next(model.parameters()).device.type)
-            context.drafting = Drafting(speculation, costs, drafting_model)
-            controller.drafter = context.drafting
+            context.drafting = controller.drafter = Drafting(speculation, costs, drafting_model)
         engine = InferenceEngine(
             controller,
             context,
@@ -110,11 +110,18 @@ def build_engine(
             parallel_context=parallel_context,
             routing=routing,
         )
-    warm_up(warmed, phase)
+    warm_up(_parts_to_warm_up(controller, own, parallel_context), phase)
     if speculation.speculative_measure_costs:
-        assert context.drafting is not None, "costs are those of drafts"
+        assert isinstance(context.drafting, Drafting), "costs are those of drafts"
         measure_costs(engine, context.drafting)
     return engine
+
+
+def _prediction_of(
+    model: HybridModel, config: ModelConfig, dtype: torch.dtype, speculation: SpeculationConfig
+) -> PredictionParts | None:
+    """Return the parts of a drafting layer; None if the settings ask for none, or it is on another stage."""
+    return PredictionParts(model, config, dtype) if speculation.has_prediction and model.mtp is not None else None
 
 
 def _draft_memory(
@@ -146,6 +153,19 @@ def _build_drafter(
     return layer
 
 
+def _parts_to_warm_up(
+    controller: InferenceController, drafter: DraftModel | MultiTokenEngine | None, parallel: ParallelContext | None
+) -> list[WarmUpPart]:
+    """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate."""
+    whole = WarmUpPart.of(controller.inference_wrapped_model.inference_context, controller)
+    if drafter is None:
+        return [whole]
+    if parallel is not None and any(place.pipeline for place in parallel.places):
+        logger.info("kernels of the drafting layer are not warmed up: only the last pipeline stage has them")
+        return [whole]
+    return [whole, drafter.warm_up_part(whole)]
+
+
 def build_worker(
     model: HybridModel,
     config: ModelConfig,
@@ -157,14 +177,17 @@ def build_worker(
     token_rounder: int = 1,
     parallel_context: ParallelContext,
     speculative_tokens: int = 0,
+    speculation: SpeculationConfig = NO_SPECULATION,
     packs_weights: bool = False,
     opener: Callable[[InferenceController], Callable[[PrefixCache], WarmRestart | None]] | None = None,
 ) -> Worker:
     """Build the worker that replaces the engine on a rank other than 0; see `build_engine`.
 
     Args:
+        speculation: See `build_engine`.
         opener: Makes the function that opens the store of this rank's part of the cache; None if it is not kept.
     """
+    prediction = _prediction_of(model, config, dtype, speculation)
     controller = _build_controller(
         model,
         config,
@@ -174,12 +197,17 @@ def build_worker(
         dtype,
         token_rounder,
         parallel_context,
-        speculative_tokens,
+        speculation.num_speculative_tokens or speculative_tokens,
+        draft=NO_DRAFT_MODEL if prediction is None else prediction.memory(batching),
         packs_weights=packs_weights,
     )
     context = controller.inference_wrapped_model.inference_context
     worker = make_worker(parallel_context, context, controller)
-    warm_up([WarmUpPart.of(context, controller)], is_visible=False)
+    layer = _build_drafter(None, prediction, controller, batching, packs_weights)
+    if speculation.has_prediction:
+        context.drafting = layer
+        worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
+    warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
     if opener is not None:
         worker.open_store = opener(controller)
     return worker

@@ -32,7 +32,7 @@ from megatron_ext.runner.step_output import scored_states
 from megatron_ext.scheduling.audit import Comparison, Differences
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.drafting import Drafting
+from megatron_ext.speculation.drafting import DraftPools
 
 
 class InferenceContext(Context):
@@ -73,7 +73,7 @@ class InferenceContext(Context):
         )
         self.pools: Pools | None = None
         self._offloaded: OffloadedPools | None = None
-        self.drafting: Drafting | None = None  # its pools are allocated and freed with these
+        self.drafting: DraftPools | None = None  # its pools are allocated and freed with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None

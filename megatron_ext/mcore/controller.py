@@ -20,6 +20,7 @@ from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
+from megatron_ext.parallel.rank_drafters import LeadingDrafter
 from megatron_ext.runner.step_output import choose_tokens
 from megatron_ext.runner.step_routing import recorded_routing, routing_by_request
 from megatron_ext.speculation.drafter import Drafter
@@ -64,6 +65,7 @@ class InferenceController(Controller):
         operators: Backend name of the operators, or None; see `ops.backend_selection`.
         packed: Packed weights of the model's linear layers; None to compute with its parameters.
         records_routing: Whether results have the routing indices of their tokens.
+        leading_drafter: Drafter of several ranks; None without one.
         hidden_states: Hidden states that a layer of multi-token prediction reads; None without one.
     """
 
@@ -75,6 +77,7 @@ class InferenceController(Controller):
         self.operators: str | None = None
         self.packed: PackedWeights | None = None
         self.records_routing = False
+        self.leading_drafter: LeadingDrafter | None = None
         self.hidden_states: HiddenStates | None = None
         self.grammars = Grammars(self.tokenizer, vocabulary_size)
 

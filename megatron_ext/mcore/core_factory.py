@@ -73,17 +73,20 @@ def make_core(
         else parallel_context.remote_executor(replica)
         for replica in range(parallel_context.replicas)
     ]
+    driver = Driver(
+        schedulers,
+        parallel_context.link.send,
+        parallel_context.heartbeat,
+        meet=parallel_context.link.meet,
+        releases=parallel_context.releases_ranks,
+    )
+    if controller.leading_drafter is not None:
+        controller.leading_drafter.driver = driver
     return EngineCore(
         list(zip(schedulers, executors, strict=True)),
         input_settings,
         proposals=proposals,
-        workers=Driver(
-            schedulers,
-            parallel_context.link.send,
-            parallel_context.heartbeat,
-            meet=parallel_context.link.meet,
-            releases=parallel_context.releases_ranks,
-        ),
+        workers=driver,
         resources=resources,
         logging_interval=logging_interval,
         routing=routing,

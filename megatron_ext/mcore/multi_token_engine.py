@@ -142,7 +142,7 @@ class MultiTokenEngine(MultiTokenDrafter):
                 shifts = [inputs[chunk.request_id].position - chunk.start for chunk in chunks]
                 lengths = torch.tensor([chunk.length for chunk in chunks])
                 shift = torch.tensor(shifts).repeat_interleave(lengths).to(positions.device)
-                embedded = model.embedding(ids, positions + shift)
+                embedded = model.embed(ids, positions + shift)
                 is_rope = model.position_embedding_type == "rope"
                 angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
                 output = self._parts.layer(hidden[:, None], embedded, context, angles)
@@ -153,7 +153,7 @@ class MultiTokenEngine(MultiTokenDrafter):
                 context.clear_step()
             tied = model.share_embeddings_and_output_weights
             weight = model.shared_embedding_or_output_weight() if tied else None
-            logits: Tensor = model.output_layer(last, weight=weight)[0][:, 0]
+            logits: Tensor = model.output_layer(last, weight=weight, runtime_gather_output=True)[0][:, 0]
             return logits
 
     def _tokens(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Mapping[int, int]:

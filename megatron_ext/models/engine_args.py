@@ -148,7 +148,7 @@ def build_follower(
         cache,
         dtype=loaded.dtype,
         parallel_context=parallel_context,
-        speculative_tokens=settings.speculation.num_speculative_tokens,
+        speculation=settings.speculation,
         packs_weights=_packs_weights(settings, loaded),
         opener=opener,
     )

@@ -97,6 +97,28 @@ class Propose:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Drafts that the ranks of a replica compute before the next step.
+
+    Attributes:
+        limits: (request id, maximum number of drafts) of each request.
+    """
+
+    limits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ForgetDrafts:
+    """End of what a drafter has kept of a request.
+
+    Attributes:
+        request_id: The request; None for all.
+    """
+
+    request_id: int | None
+
+
+@dataclass(frozen=True)
 class Allow:
     """Tokens allowed next in a structured output, and after each of its drafts."""
 
@@ -144,8 +166,10 @@ Command = (
     Add
     | Allow
     | DescribeWeights
+    | Draft
     | DropLogProbs
     | End
+    | ForgetDrafts
     | GoLive
     | KeepCache
     | LoadCommand
@@ -170,6 +194,7 @@ class Action(enum.IntEnum):
     STOP = 3  # orderly shutdown
     RELEASE = 4  # the other ranks return to their callers, until the next batch
     MEET = 5  # every rank waits until all have obeyed the commands
+    DRAFT = 7  # ranks with a `Draft` command compute drafts
     HAND_OVER = 6  # the other ranks return to their callers, who hand over shards of new weights
 
 

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from megatron_ext.engine.workers import Workers
 from megatron_ext.errors import ConfigError, RankError, WeightUpdateError, describe
 from megatron_ext.parallel.command_recorder import RecordingScheduler
-from megatron_ext.parallel.commands import Action, Batch, Command, GoLive, KeepCache, OpenStore, Resume, StartAnew
+from megatron_ext.parallel.commands import (
+    Action,
+    Batch,
+    Command,
+    Draft,
+    GoLive,
+    KeepCache,
+    OpenStore,
+    Resume,
+    StartAnew,
+)
 
 
 def _nothing() -> None:
@@ -47,12 +57,29 @@ class Driver:
         self._releases = releases
         self._is_released = False
         self.has_stores = False
-        for scheduler in self._schedulers:
-            scheduler.note(StartAnew())
+        self.note(StartAnew())
 
     def begin_step(self) -> None:
         """Send the commands and start a step; see `Workers.begin_step`."""
         self._tell(Action.STEP)
+
+    def draft(self, replica: int, command: Draft) -> None:
+        """Send a command for drafts to a replica, together with what was recorded before."""
+        self._schedulers[replica].note(command)
+        self._tell(Action.DRAFT)
+
+    def note(self, command: Command) -> None:
+        """Record a command for all replicas, sent with the next batch."""
+        for scheduler in self._schedulers:
+            scheduler.note(command)
+
+    def replica_of(self, request_id: int) -> int:
+        """Return the replica of a request in the batch."""
+        if len(self._schedulers) == 1:
+            return 0
+        queues = [one.queues for one in self._schedulers]
+        held = ({request.request_id for request in (*one.running, *one.paused)} for one in queues)
+        return next(replica for replica, names in enumerate(held) if request_id in names)
 
     def idle(self) -> None:
         """Send a heartbeat if it is due; see `Workers.idle`."""
@@ -82,8 +109,7 @@ class Driver:
                 "the other ranks do not follow while the engine is suspended; call resume() first, or "
                 "update_weights_from_shards on all ranks"
             )
-        for scheduler in self._schedulers:
-            scheduler.note(command)
+        self.note(command)
         self._tell(Action.IDLE)
 
     @contextlib.contextmanager

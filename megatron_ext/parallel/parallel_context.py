@@ -17,7 +17,9 @@ from megatron_ext.parallel.cache_ranks import CacheRanks
 from megatron_ext.parallel.executors import Part, RemoteExecutor, SharedExecutor
 from megatron_ext.parallel.link import Link
 from megatron_ext.parallel.rank_checks import CheckedExecutor
+from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
 from megatron_ext.parallel.shared_results import Results
+from megatron_ext.speculation.drafting import DraftPools
 
 T = TypeVar("T")
 
@@ -104,9 +106,31 @@ class ParallelContext:
         """Return rank 0's executor of another replica."""
         return self._checked(RemoteExecutor(self._results(replica)), replica)
 
-    def _results(self, replica: int) -> Results:
+    def drafter(self, replica: int, layer: DraftPools | None) -> RankDrafter:
+        """Return the drafter for the commands of a replica that concerns this rank.
+
+        Args:
+            replica: Number of the replica.
+            layer: See `RankDrafter`.
+        """
+        return RankDrafter(self._groups[replica], self.here.rank, self._source(replica), layer)
+
+    def leading_drafter(self, layer: DraftPools | None) -> LeadingDrafter:
+        """Return rank 0's drafter, whose drafts the ranks of each replica compute.
+
+        Args:
+            layer: Drafter of this rank's part of the model; None without one.
+        """
+        own = self.here.replica
+        drafters = [self.drafter(number, layer if number == own else None) for number in range(self.replicas)]
+        return LeadingDrafter(drafters, layer)
+
+    def _source(self, replica: int) -> int:
         (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)
-        return Results(self._groups[replica], self.here.rank, source, has_routing=self.records_routing)
+        return source
+
+    def _results(self, replica: int) -> Results:
+        return Results(self._groups[replica], self.here.rank, self._source(replica), has_routing=self.records_routing)
 
     def _checked(self, executor: Executor, replica: int) -> Executor:
         return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor

@@ -14,8 +14,10 @@ from megatron_ext.parallel.commands import (
     Batch,
     Command,
     DescribeWeights,
+    Draft,
     DropLogProbs,
     End,
+    ForgetDrafts,
     GoLive,
     KeepCache,
     OpenStore,
@@ -30,6 +32,7 @@ from megatron_ext.parallel.commands import (
     WeightsChanged,
     WeightsCommand,
 )
+from megatron_ext.parallel.rank_drafters import RankDrafter
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.warm_restart import WarmRestart
 from megatron_ext.scheduling.disk_loads import BeginLoad, EndLoad, NoteRun, PlaceLoad
@@ -77,6 +80,7 @@ class Worker:
     Attributes:
         open_store: Opens the store of this rank's part of a cache, and puts back what it has; None if it cannot be
             used, or the ranks' caches have no stores.
+        drafter: Drafter of this rank; None if rank 0 drafts alone.
         on_weights: Obeys commands for the weights of this rank; set before the first one.
         is_suspended: True while the pools are freed, so that nothing is sent until the resumption.
     """
@@ -96,6 +100,8 @@ class Worker:
         self.open_store: Callable[[PrefixCache], WarmRestart | None] = _no_store
         self._meet = meet
         self._disk: WarmRestart | None = None
+        self.drafter: RankDrafter | None = None
+        self._draft: Draft | None = None  # until it is obeyed
         self._placing: LoadPlacing | None = None  # once the store is live
         self._receive = receive
         self.step_count = 0
@@ -113,6 +119,8 @@ class Worker:
             action = batch.action
             if action is Action.STEP:
                 self.step()
+            elif action is Action.DRAFT:
+                self._compute_drafts()
             elif action is Action.MEET:
                 self._meet()
         if action is Action.STOP and self._disk is not None:
@@ -141,6 +149,8 @@ class Worker:
             self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
+        elif isinstance(command, Draft | ForgetDrafts):
+            self._obey_for_drafts(command)
         elif isinstance(command, Suspend):
             self.scheduler.suspend()
             self._memory.free()
@@ -152,6 +162,12 @@ class Worker:
             self._start_anew()
         else:
             self._obey_for_cache(command)
+
+    def _obey_for_drafts(self, command: Draft | ForgetDrafts) -> None:
+        if isinstance(command, Draft):
+            self._draft = command
+        elif self.drafter is not None:
+            self.drafter.forget(command.request_id)
 
     def _obey_for_cache(self, command: Command) -> None:
         if isinstance(command, Quarantine):
@@ -201,6 +217,11 @@ class Worker:
         self._requests: dict[int, Request] = {}  # living requests
         self._memory.allocate()
         self.is_suspended = False
+
+    def _compute_drafts(self) -> None:
+        command, self._draft = self._draft, None
+        if command is not None and self.drafter is not None:
+            self.drafter.propose(command, lambda request_id: self._requests[request_id].tokens)
 
     def step(self) -> None:
         """Plan, execute and commit one step, as `EngineCore.compute` does; a step that raises is not retried."""

@@ -81,6 +81,24 @@ class HybridModel(Model):
         hidden = self.mtp(tokens, trunk, self.embedding, depths, angles)
         return [self.output_layer(states, weight=weight)[0].transpose(0, 1) for states in hidden]
 
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return embeddings on the first or the last stage, [b, s] -> [s, b, h]; the last one has them if tied.
+
+        Args:
+            tokens: Token ids.
+            positions: Positions of the tokens.
+        """
+        if self.pre_process:
+            found: Tensor = self.embedding(tokens, positions)
+            return found
+        weight, group = self.shared_embedding_or_output_weight(), self.pg_collection.tp
+        own = tokens - group.rank() * len(weight)
+        is_here = (own >= 0) & (own < len(weight))
+        found = weight[own.clamp(0, len(weight) - 1)] * is_here[..., None]
+        if group.size() > 1:
+            torch.distributed.all_reduce(found, group=group)
+        return found.transpose(0, 1) * self.config.embedding_multiplier
+
     def _scale(self, config: LayerConfig) -> None:
         """Multiply embeddings and logits by the configured factors."""
         if self.pre_process and config.embedding_multiplier != 1.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,8 +106,37 @@ def test_a_model_without_such_a_layer_is_refused(load, predicting):
         load(**settings)
     with pytest.raises(ConfigError, match=r"needs one layer .* for all depths, and .* has 2; give .*-tokens 1"):
         load(load=predicting[1], tokenizer_type="NullTokenizer", **settings)
-    with pytest.raises(ConfigError, match="--speculative-method mtp runs on one rank only"):
-        check_prediction(SpeculationConfig(**settings), ParallelConfig(tensor_model_parallel_size=2), None)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "expected"),
+    [
+        (
+            {"expert_model_parallel_size": 2},
+            {"mtp_pattern": "*E"},
+            "expert-model-parallel-size 2 contradict .* experts",
+        ),
+        ({"pipeline_model_parallel_size": 2}, {"untie_embeddings_and_output_weights": True}, "needs the embedding"),
+        ({"pipeline_model_parallel_size": 2}, {"position_embedding_type": "learned_absolute"}, "no learned positions"),
+    ],
+)
+def test_layouts_that_cannot_draft_are_refused(parallel, model, expected):
+    """SP-13: with what would do; all else goes on."""
+    speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2)
+    usual = {
+        "mtp_pattern": "*-",
+        "mtp_layer_count": 1,
+        "untie_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+    }
+    for given in (usual, usual | model):
+        loaded = SimpleNamespace(name="a model", config=SimpleNamespace(**given))
+        if given == usual:
+            check_prediction(speculation, ParallelConfig(**parallel), loaded)
+            continue
+        with pytest.raises(ConfigError, match=expected) as error:
+            check_prediction(speculation, ParallelConfig(**parallel), loaded)
+        assert "--speculative-method ngram" in str(error.value)
 
 
 def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, caplog):

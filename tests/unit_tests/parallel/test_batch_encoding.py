@@ -12,8 +12,10 @@ from megatron_ext.parallel.commands import (
     Allow,
     Batch,
     DescribeWeights,
+    Draft,
     DropLogProbs,
     End,
+    ForgetDrafts,
     Propose,
     Quarantine,
     ReadWeights,
@@ -69,4 +71,5 @@ def test_every_command_is_small_but_those_with_contents():
     """A command that is added to the list has to find its place, or be said to be large."""
     large = {Add, Allow, DescribeWeights, DropLogProbs, Propose, Quarantine, ReadWeights, UpdateWeights, WeightsChanged}
     large |= {BeginLoad, EndLoad, NoteRun, PlaceLoad}  # rare
+    large |= {Draft, ForgetDrafts}  # beside a proposal or an end
     assert {*batch_encoding._SMALL} | large == {*commands.Command.__args__}

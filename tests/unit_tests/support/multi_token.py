@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_ext.config import ModelConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from tests.unit_tests.support.drafters import caching
@@ -29,15 +30,20 @@ def predicting(kind: str) -> HybridModel:
     return build_predicting(kind)
 
 
-def build_predicting(kind: str) -> HybridModel:
-    """A model that repeats its input, as its layer of multi-token prediction expects it to do, mostly."""
-    config = dataclasses.replace(
+def with_prediction(kind: str) -> ModelConfig:
+    """The configuration of a kind, with a layer of multi-token prediction."""
+    return dataclasses.replace(
         CONFIGS[kind],
         untie_embeddings_and_output_weights=False,
         mtp_num_layers=1,
         mtp_use_repeated_layer=True,
         mtp_hybrid_override_pattern=LAYERS[kind],
     )
+
+
+def build_predicting(kind: str, config: ModelConfig | None = None) -> HybridModel:
+    """A model that repeats its input, as its layer of multi-token prediction expects it to do, mostly."""
+    config = config or with_prediction(kind)
     model = build_slow_decay(config)
     width = config.hidden_size
     with torch.no_grad():

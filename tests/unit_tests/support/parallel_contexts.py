@@ -27,6 +27,7 @@ from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
+from tests.unit_tests.support.multi_token import drafting
 from tests.unit_tests.support.spread import Whole, fill
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -44,6 +45,7 @@ class Script:
         batching: Fields of `BatchingConfig`.
         cache: Fields of `CacheConfig`.
         drafts: See `build_engine`.
+        mtp: Drafts of the model's own layer of multi-token prediction; replaces `drafts`.
         truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
         routing: Policy that chooses among replicas.
         takes_turns: Whether request i goes to replica i modulo their number, whatever the policy says.
@@ -53,6 +55,7 @@ class Script:
     batching: Mapping[str, object] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
     drafts: int = 0
+    mtp: int = 0
     truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
     routing: RoutingConfig | None = None
     takes_turns: bool = False
@@ -94,13 +97,11 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         drafter = Knowing(right_for_a_while)
         drafter.truth = dict(script.truth)
         drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
+        drafts = {"speculation": drafting(script.mtp)} if script.mtp else drafts
         others = {"parallel_context": parallel_context, "routing": script.routing}
         return lead(build_engine(*settings, dtype=torch.float32, **others, **drafts), script)
-    return _follow(
-        build_worker(
-            *settings, dtype=torch.float32, parallel_context=parallel_context, speculative_tokens=script.drafts
-        )
-    )
+    drafts = {"speculation": drafting(script.mtp)} if script.mtp else {"speculative_tokens": script.drafts}
+    return _follow(build_worker(*settings, dtype=torch.float32, parallel_context=parallel_context, **drafts))
 
 
 def _follow(follower: Worker) -> Lived:
