@@ -37,6 +37,7 @@ MODULES = {  # in the order in which their cases run
     "throughput": (
         "throughput.kinds",
         "throughput.speculation",
+        "throughput.draft_context",
         "throughput.ranks",
         "throughput.threads",
         "throughput.rollouts",
