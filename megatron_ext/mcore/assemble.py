@@ -18,6 +18,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.core_factory import make_worker
+from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks
 from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
 from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
@@ -207,6 +208,7 @@ def build_worker(
     if speculation.has_prediction:
         context.drafting = layer
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
+    context.prepare_cuda_graphs()
     warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
     if opener is not None:
         worker.open_store = opener(controller)
@@ -275,6 +277,8 @@ def _build_controller(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
             "its owner uses as well; leave it out, or load the model here"
         )
+    if parallel_context is not None:
+        check_ranks(batching, Messages.here(device), device)
     compile_operators(model, batching)
     packed, identity = pack_weights(model, batching, parallel_context) if packs_weights else (None, "")
     backend_selection.reserve(batching.operator_backend, device)
@@ -302,7 +306,7 @@ def _build_controller(
         if parallel_context is not None:
             parallel_context.records_routing = True
     is_alone = parallel_context is None
-    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=is_alone)
+    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, has_peers=not is_alone)
     context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=is_alone)
     return controller
 

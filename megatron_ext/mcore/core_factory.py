@@ -162,8 +162,10 @@ class ContextResources:
         self._keeps_contents = False
 
     def capture(self) -> None:
-        """Capture the CUDA graphs; see `ModelResources`."""
-        self._context.prepare_cuda_graphs()
+        """Capture the CUDA graphs; see `ModelResources`. Several ranks do so in the steps that need them."""
+        runner = self._context.cuda_graph_runner
+        if runner is not None and not runner.has_peers:
+            self._context.prepare_cuda_graphs()
 
     def free(self, *, offloads: bool = False) -> None:
         """Free the pools, and packed copies of weights; see `ModelResources`."""

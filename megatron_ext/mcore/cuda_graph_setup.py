@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def cuda_graph_runner_for(
-    context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, is_alone: bool
+    context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, has_peers: bool
 ) -> CudaGraphRunner | None:
     """Return the CUDA graph runner that `batching` asks for; None if it asks for none or the model cannot have one.
 
@@ -33,11 +33,11 @@ def cuda_graph_runner_for(
         context: Context whose plan was made with the same settings.
         controller: Controller around the model.
         batching: Settings.
-        is_alone: Whether there are no other ranks.
+        has_peers: See `CudaGraphRunner`.
     """
     if not batching.has_input_buffers:
         return None
-    problem = _problem(controller, is_alone=is_alone)
+    problem = _problem(controller)
     if problem is not None:
         logger.warning("--cuda-graph-impl local: every step is eager, since %s", problem)
         return None
@@ -50,15 +50,21 @@ def cuda_graph_runner_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    return new_runner(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
+    graphs = CudaGraphs(rules.device) if is_cuda else NoGraphs()
+    return new_runner(context, controller, buckets, graphs, has_peers=has_peers)
 
 
 def new_runner(
-    context: InferenceContext, controller: InferenceController, buckets: Buckets, graphs: Capture
+    context: InferenceContext,
+    controller: InferenceController,
+    buckets: Buckets,
+    graphs: Capture,
+    *,
+    has_peers: bool = False,
 ) -> CudaGraphRunner:
     """Return a runner of captured steps around the controller's model."""
     model = _ContextModel(context, controller)
-    return CudaGraphRunner(model, context.plan, context.staging_rules, buckets, graphs)
+    return CudaGraphRunner(model, context.plan, context.staging_rules, buckets, graphs, has_peers=has_peers)
 
 
 class _ContextModel:
@@ -107,9 +113,7 @@ class _ContextModel:
         return logits[0]
 
 
-def _problem(controller: InferenceController, *, is_alone: bool) -> str | None:
-    if not is_alone:
-        return "messages between several ranks are not captured"
+def _problem(controller: InferenceController) -> str | None:
     if controller.records_routing:
         return "--moe-enable-routing-replay reads the experts of each token after a step"
     model = controller.inference_wrapped_model.model

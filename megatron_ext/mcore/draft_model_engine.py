@@ -79,7 +79,7 @@ class DraftModel(DraftModelDrafter):
 
     def warm_up_part(self, _: WarmUpPart) -> WarmUpPart:
         """Return this model's part of a warm-up, which does without the target's."""
-        return WarmUpPart(self._context, self._steps.compute, self._operators)
+        return WarmUpPart(self._context, self._steps.compute_eagerly, self._operators)
 
     def suspend(self) -> None:
         """Free the pools and discard the request states."""

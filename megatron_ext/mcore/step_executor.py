@@ -30,7 +30,9 @@ class StepExecutor:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run `compute` with the whole model on this rank."""
-        result = self.compute(step)
+        return self._whole(step, self.compute(step))
+
+    def _whole(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
         assert result is not None, "the last stage is here"
         return dataclasses.replace(result, differences=self.compare(step)) if step.comparisons else result
 
@@ -40,10 +42,14 @@ class StepExecutor:
 
     def launch(self, step: ScheduledStep) -> Computing:
         """Launch a step, see `Launching.launch`; a step without a bucket is complete when this returns."""
+        return self._launch_captured(step) or Computed(self._whole(step, self.compute_eagerly(step)))
+
+    def _launch_captured(self, step: ScheduledStep) -> Computing | None:
+        """Launch a step by captured graphs; None if it must be eager."""
         fixed = self._context.cuda_graph_runner
         bucket = None if fixed is None or step.comparisons or step.forks else fixed.find(step)
         if fixed is None or bucket is None:
-            return Computed(self.execute(step))
+            return None
         with preferring(self._controller.operators):
             return fixed.launch(step, bucket)
 
@@ -69,6 +75,18 @@ class StepExecutor:
             self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
+        """Compute a step, by captured graphs if it fits one; all ranks of a model choose the same ones.
+
+        Returns:
+            None on stages before the last one.
+
+        Raises:
+            RestoreError: A snapshot is not the one that its request was to resume from.
+        """
+        launched = self._launch_captured(step)
+        return self.compute_eagerly(step) if launched is None else launched.result()
+
+    def compute_eagerly(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, the step has no effect, and its requests' pool contents are undefined.
 
         Returns:

@@ -49,7 +49,7 @@ class WarmUpPart:
     @classmethod
     def of(cls, context: InferenceContext, controller: InferenceController) -> WarmUpPart:
         """Return the part of a context and a controller."""
-        return cls(context, StepExecutor(context, controller).compute, controller.operators)
+        return cls(context, StepExecutor(context, controller).compute_eagerly, controller.operators)
 
     @property
     def is_needed(self) -> bool:

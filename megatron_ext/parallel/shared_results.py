@@ -78,6 +78,7 @@ class Results:
             target_scores=target_scores,
             routing=routing,
             kept_prompt_log_probs=kept,
+            graph_rows=given.graph_rows,
         )
 
     def merge(self, step: ScheduledStep, own: Mapping[int, Differences]) -> dict[int, Differences]:

@@ -46,6 +46,9 @@ class Memory(Protocol):
     def mark_new_weights(self) -> None:
         """Record an in-place write of the weights."""
 
+    def use_new_weights(self) -> None:
+        """Drop what was derived from the old weights."""
+
     def allocate(self) -> None:
         """Allocate the pools if they are not allocated."""
 
@@ -180,6 +183,7 @@ class Worker:
             if self._disk is not None:
                 self._disk.weights_changed()
             self._memory.mark_new_weights()
+            self._memory.use_new_weights()
             self.scheduler.weights_changed(restarts=command.restarts)
         elif isinstance(command, DescribeWeights | ReadWeights | UpdateWeights):
             self.on_weights(command)

@@ -99,12 +99,21 @@ class CudaGraphRunner:
         rules: Constants of pools and model.
         buckets: Sizes that steps are padded to.
         graphs: Captures the graphs.
+        has_peers: Whether other ranks capture the same graphs, with messages between them inside. Then all ranks drop
+            their graphs at the same commands, and capture later ones in the steps that need them.
     """
 
     def __init__(
-        self, model: CapturedModel, plan: EnginePlan, rules: StagingRules, buckets: Buckets, graphs: Capture
+        self,
+        model: CapturedModel,
+        plan: EnginePlan,
+        rules: StagingRules,
+        buckets: Buckets,
+        graphs: Capture,
+        *,
+        has_peers: bool = False,
     ) -> None:
-        self._model, self._rules = model, rules
+        self._model, self._rules, self.has_peers = model, rules, has_peers
         self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
         self._spare = SpareSlots.of(plan, rules.device)
         self._writer = InputBatch(self._rules, self._spare)
@@ -163,8 +172,11 @@ class CudaGraphRunner:
         self._pools, self._weights = self._model.pools, self._model.weight_addresses()
 
     def notice_new_weights(self) -> None:
-        """Drop the graphs if changed weights have moved, as they would read freed memory; else keep them."""
-        if self._captured and self._weights != self._model.weight_addresses():
+        """Drop the graphs if changed weights have moved, as they would read freed memory; else keep them.
+
+        With other ranks they are dropped in any case: weights may have moved on one of them only.
+        """
+        if self._captured and (self.has_peers or self._weights != self._model.weight_addresses()):
             self.forget()
 
     def _graphs_of(self, bucket: Bucket) -> BucketGraphs:

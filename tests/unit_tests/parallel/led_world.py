@@ -173,6 +173,9 @@ class Pools:
     def mark_new_weights(self) -> None:
         self.marks += 1
 
+    def use_new_weights(self) -> None:
+        pass
+
     def allocate(self) -> None:
         self.is_there = True
 

@@ -1,0 +1,88 @@
+"""Conditions under which several ranks capture CUDA graphs together.
+
+A captured step has the all-reduces and gathers of tensor parallelism inside: NCCL can be captured, gloo, which computes
+on the host, cannot. All ranks of a model capture the same graphs in the same order: those of the start before the first
+request, later ones in the step that needs them, and all of them drop their graphs at the same commands. Otherwise one
+rank would wait in a collective operation of a capture that the others never enter.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.config import BatchingConfig, ParallelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+
+OLDEST_NCCL = (2, 9, 6)
+"""Oldest version of NCCL whose operations torch captures."""
+BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+"""Variables that make torch's waits for NCCL block the host, which a capture does not allow."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages between the ranks that share a model.
+
+    Attributes:
+        sizes: Sizes of the groups.
+        backend: Backend of the group of tensor parallelism.
+        nccl: Version of NCCL; None without it.
+        blocks: Variable of the environment that makes waits block; None if none does.
+    """
+
+    sizes: ParallelConfig
+    backend: str
+    nccl: tuple[int, ...] | None
+    blocks: str | None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Messages:
+        """Return those of Megatron's groups."""
+        backend = torch.distributed.get_backend(parallel_state.get_tensor_model_parallel_group())
+        has_nccl = device.type == "cuda" and torch.distributed.is_nccl_available()
+        version = torch.cuda.nccl.version() if has_nccl else None
+        blocks = next((name for name in BLOCKING_WAIT if os.environ.get(name, "0") not in ("", "0")), None)
+        return cls(platform.group_sizes(), str(backend), version, blocks)
+
+
+def check_ranks(batching: BatchingConfig, messages: Messages, device: torch.device) -> None:
+    """Check that the ranks of a model can compute captured steps, before anything is allocated.
+
+    On a CPU the same steps run uncaptured, over any backend.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if not batching.has_input_buffers:
+        return
+    sizes, problem = messages.sizes, None
+    if sizes.pipeline_model_parallel_size > 1:
+        problem = (
+            f"--pipeline-model-parallel-size {sizes.pipeline_model_parallel_size} sends hidden states between stages, "
+            "which is not captured; give --tensor-model-parallel-size instead"
+        )
+    elif sizes.expert_model_parallel_size > 1:
+        problem = (
+            f"--expert-model-parallel-size {sizes.expert_model_parallel_size} sends as many tokens to each rank as "
+            "the router says, which no graph can; give --expert-tensor-parallel-size instead"
+        )
+    elif sizes.tensor_model_parallel_size > 1 and device.type == "cuda":
+        problem = _problem_of_nccl(messages)
+    if problem is not None:
+        raise ConfigError(f"--cuda-graph-impl {batching.cuda_graph_impl}: {problem}, or --cuda-graph-impl none")
+
+
+def _problem_of_nccl(messages: Messages) -> str | None:
+    if "nccl" not in messages.backend:
+        return f"messages of {messages.backend} cannot be captured; give --distributed-backend nccl"
+    if messages.nccl is None or messages.nccl < OLDEST_NCCL:
+        found, oldest = (".".join(map(str, one)) for one in (messages.nccl or (0,), OLDEST_NCCL))
+        return f"NCCL {found} cannot be captured; install {oldest} or newer"
+    if messages.blocks is not None:
+        return f"{messages.blocks} makes the host wait for messages, which cannot be captured; unset it"
+    return None
