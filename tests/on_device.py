@@ -23,6 +23,7 @@ CPU = "it is about the host"
 HOST = {
     "mcore/test_recurrent_kinds.py::test_training_has_gradients_everywhere": MODEL,
     "mcore/layers/test_residual_layers.py": MODEL,
+    "mcore/layers/test_grouped_moe.py": MODEL,
     "mcore/layers/test_moe.py": MODEL,
     "mcore/layers/test_transformer_engine.py": MODEL,
     "runner/test_structured_output.py::test_the_same_request_in_any_batch": BATCH,

@@ -27,6 +27,11 @@ def recorded_routing() -> Iterator[list[Tensor]]:
         _recorded.reset(token)
 
 
+def is_routing_recorded() -> bool:
+    """Return whether this is inside `recorded_routing`."""
+    return _recorded.get() is not None
+
+
 def record_routing(probs: Tensor, routing_map: Tensor, topk: int) -> None:
     """Record a layer's routing, inside `recorded_routing` only.
 

@@ -44,6 +44,20 @@ _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
 }
 
 
+def activate_in_place(config: TransformerConfig, inner: Tensor) -> Tensor:
+    """Apply the activation of an MLP and overwrite `inner` [..., f]; [..., 2 * f], gates first, if gated."""
+    function = config.activation_func
+    activate = _IN_PLACE.get(function, function)
+    if not config.gated_linear_unit:
+        return activate(inner)
+    if function is F.silu:
+        return gated_silu(inner)
+    if isinstance(function, ScaledSilu):
+        return gated_silu(inner, function.factor)
+    gate, up = inner.chunk(2, dim=-1)
+    return function(gate).mul_(up)
+
+
 class PlainMLP(MLP):
     """Upstream's MLP with its own inference forward. Parameters, names and training are upstream's.
 
@@ -74,22 +88,9 @@ class PlainMLP(MLP):
         inner, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             inner.add_(bias)
-        return self.linear_fc2(self._activate(inner))
+        return self.linear_fc2(activate_in_place(self.config, inner))
 
     def _is_plain(self) -> bool:
         config = self.config
         is_clamped = config.activation_func_clamp_value is not None or config.glu_linear_offset != 0.0
         return not (config.use_te_activation_func or config.bias_activation_fusion or is_clamped)
-
-    def _activate(self, inner: Tensor) -> Tensor:
-        """Apply the activation and overwrite `inner` [s, b, f]; [s, b, 2 * f], gates first, if gated."""
-        function = self.config.activation_func
-        activate = _IN_PLACE.get(function, function)
-        if not self.config.gated_linear_unit:
-            return activate(inner)
-        if function is F.silu:
-            return gated_silu(inner)
-        if isinstance(function, ScaledSilu):
-            return gated_silu(inner, function.factor)
-        gate, up = inner.chunk(2, dim=-1)
-        return function(gate).mul_(up)

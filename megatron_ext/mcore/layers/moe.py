@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.layers import grouped_moe
 from megatron_ext.mcore.layers.dense_moe import compute_experts, has_fixed_shapes
 from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
@@ -144,15 +145,24 @@ class LocalMoELayer(MoELayer):
             pg_collection=pg_collection,
         )
         self.config = config
-        groups = pg_collection or get_default_pg_collection()
-        if not is_alone(groups):
+        self.groups = pg_collection or get_default_pg_collection()
+        if not is_alone(self.groups):
             self.token_dispatcher = SharedTokensDispatcher(
-                self.num_local_experts, self.local_expert_indices, _with_latent_size(config, None), groups
+                self.num_local_experts, self.local_expert_indices, _with_latent_size(config, None), self.groups
             )
         if latent_size is not None:
             hidden = config.hidden_size
             self.fc1_latent_proj = LatentProjection(hidden, latent_size, config, config.init_method)
             self.fc2_latent_proj = LatentProjection(latent_size, hidden, config, config.output_layer_init_method)
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: object = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Compute [s, b, h] -> [s, b, h] and no bias, as upstream, or by grouped products (`grouped_moe`)."""
+        if intermediate_tensors is None and padding_mask is None and grouped_moe.takes(self, hidden_states):
+            return grouped_moe.compute(self, hidden_states), None
+        found: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors, padding_mask)
+        return found
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Compute dispatched tokens [n, i] by their experts; with fixed shapes, without per-expert counts."""

@@ -1,7 +1,8 @@
 """Launches of a program on a device, counted without one: every operation that computes, and every kernel of ours.
 
-Views and allocations launch nothing. torch's RMS norm is one kernel on CUDA and several operations on a CPU, so it is
-counted by its name; what Triton's interpreter does meanwhile is not counted.
+Views and allocations launch nothing. torch's RMS norm and grouped product are one kernel on CUDA (the latter after one
+that writes its arguments) and several operations on a CPU, so they are counted by their names; what Triton's
+interpreter does meanwhile is not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, str(func._schema.name)
-        if name == "aten::rms_norm" and _is_one_kernel(*args, **kwargs):
+        if name == "aten::_grouped_mm" or (name == "aten::rms_norm" and _is_one_kernel(*args, **kwargs)):
             with self.one(name):
                 return func(*args, **kwargs)
         with self:  # count the parts of composite operations; inference mode has not decomposed them yet
