@@ -62,7 +62,7 @@ def flag_row(action: argparse.Action, known: set[str]) -> Iterator[list[str]]:
         return
     known.update(action.option_strings)
     values = action.metavar
-    if values is None and action.choices is not None:
+    if not values and action.choices:
         values = "{" + ",".join(map(str, action.choices)) + "}"
     shown = " ".join(values) if isinstance(values, tuple) else values or ""
     names = ", ".join(f"`{name}`" for name in action.option_strings)

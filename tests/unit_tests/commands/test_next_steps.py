@@ -56,7 +56,7 @@ def test_each_step_is_a_command_with_flags_that_exist():
 
 @pytest.mark.parametrize("is_on_the_path", [True, False])
 def test_the_command_can_be_typed(is_on_the_path, monkeypatch, tmp_path):
-    """By its name, or by its path from here; as a module where there is no script."""
+    """Use the name, or the path from here, or the module if there is no script."""
     monkeypatch.setattr(next_steps.shutil, "which", lambda name: f"/usr/bin/{name}" if is_on_the_path else None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))

@@ -76,6 +76,12 @@ def test_all_pages(page):
     assert re.search(r"<meta name=\"?viewport", page)
 
 
+def test_a_fleets_cards_hold_what_is_long():
+    """A hash of 32 characters stood over the next card at every width."""
+    assert re.search(r"td:last-child \{[^}]*overflow-wrap: anywhere", FLEET_PAGE)
+    assert 'told(one.weights, brief(one.weights || "-"))' in FLEET_PAGE
+
+
 # A person reads a chart with the keys, then with the pointer, and leaves it.
 READER = """<script>
 const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 50)); };
@@ -104,6 +110,7 @@ const until = async test => { while (!test()) await new Promise(done => setTimeo
   document.body.setAttribute("overflow", document.documentElement.scrollWidth - innerWidth);
   document.body.setAttribute("drafts", String(document.getElementById("drafts").hidden));
   const scales = [scale({}, [0.9, 0.92]), scale({}, [1, 9]), scale({stacked: true}, [90, 92]), scale({top: 3}, [])];
+  scales.push(scale({unit: count, stacked: true}, [0, 1]), scale({unit: count, stacked: true}, [3, 5]));
   document.body.setAttribute("scales", JSON.stringify(scales));
   document.body.setAttribute("axis", [...svg.querySelectorAll("text")].map(one => one.textContent).join("|"));
   document.body.setAttribute("uptime", document.getElementById("uptime").textContent);
@@ -157,7 +164,8 @@ def test_values_by_keys_and_pointer_and_the_grid(reading, tmp_path, monkeypatch,
     assert tiles % tile_columns == cells % card_columns == 0
     assert int(body["overflow"]) <= 0
     assert body["axis"].startswith("0|25|50|"), "the highest is 40, of 200"
-    near, wide, area, empty = json.loads(body["scales"])
+    near, wide, area, empty, one, five = json.loads(body["scales"])
+    assert (one, five) == ([0, 2], [0, 6]), "half of the highest count is a count"
     assert 0.8 <= near[0] <= 0.9 < 0.92 <= near[1] <= 1, "a small change is seen"
     assert (wide, area, empty) == ([0, 10], [0, 100], [0, 3])
     assert re.fullmatch(r"\d+ (s|min)", body["uptime"])
@@ -174,6 +182,8 @@ async def test_a_fleets_bar_is_the_skipped_share(tmp_path):
         process = await asyncio.create_subprocess_exec(*command, f"{front.url}/", stdout=pipe, stderr=pipe)
         text = (await process.communicate())[0].decode()
         (row,) = front.coordination.rows()
+    weights = row["weights"] or "-"
+    assert f'<span class="hash" title="{weights}">{weights[:12]}</span>' in text, "a hash is cut"
     share = 100 * row["skipped"] / (row["skipped"] + row["computed"])
     assert f"({share:.1f} %)" in text
     assert float(re.search(r'class="bar"><div style="width: ([0-9.]+)%', text).group(1)) == pytest.approx(
