@@ -214,7 +214,7 @@ def check_tiles(device: torch.device) -> dict[str, Figure]:
         "outputs differ by": errors[0],
         "states differ by": errors[1],
         "same bits if cut": "yes" if same else "no",
-        IS_RIGHT: is_right and (same or device.type != "cuda"),  # kernels promise the bits, see docs/cuda.md
+        IS_RIGHT: is_right and (same or device.type != "cuda"),  # kernels promise the bits, see docs/kernels.md
     }
 
 
