@@ -87,7 +87,7 @@ RUNNABLE = [
 
 
 @pytest.mark.parametrize(("language", "body"), RUNNABLE)
-def test_blocks_that_are_marked_runnable_run(language, body, tmp_path, monkeypatch, capsys):
+def test_blocks_that_are_marked_runnable_run(language, body, tmp_path, monkeypatch, capfd):
     """PY-14: Python as it stands there; commands by the function that the console script calls."""
     monkeypatch.chdir(tmp_path)
     if language == "python":
@@ -97,7 +97,7 @@ def test_blocks_that_are_marked_runnable_run(language, body, tmp_path, monkeypat
         script, *words = shlex.split(line, comments=True)
         assert script == "megatron-ext"
         assert main(words) == 0
-    assert "tokens generated" in capsys.readouterr().out
+    assert "tokens generated" in capfd.readouterr().out
 
 
 def test_some_blocks_are_marked():
