@@ -26,6 +26,7 @@ class BlockRows:
         self._padding = padding
         self._written: list[Table] = []  # by running state slot
         self._rows = np.zeros((0, 0), dtype=np.int64)
+        self._changed: set[int] = set()
 
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
         """Return a copy of the tables in these running state slots, [R, W] int64, padded after a table's end."""
@@ -42,12 +43,19 @@ class BlockRows:
         row[: len(table)] = table
         row[len(table) :] = self._padding
         self._written[slot] = table
+        self._changed.add(slot)
+
+    def changed(self, width: int) -> tuple[list[int], np.ndarray]:
+        """Return the running state slots written since the last call, and their rows, cut to `width`: [n, W] int64."""
+        slots = sorted(self._changed)
+        self._changed.clear()
+        return slots, self._rows[slots, :width]
 
     def _ensure_capacity(self, count: int, width: int) -> None:
         rows, columns = self._rows.shape
         if count <= rows and width <= columns:
             return
-        room = np.zeros((max(count, rows), max(2 * width, columns)), dtype=np.int64)
+        room = np.full((max(count, rows), max(2 * width, columns)), self._padding, dtype=np.int64)
         room[:rows, :columns] = self._rows
         self._rows = room
         self._written += [()] * (len(room) - rows)

@@ -21,6 +21,7 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_rows, c
 from megatron_ext.ops.backends import preferring
 from megatron_ext.prefix_cache.slabs import NO_CHANGES
 from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
+from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
@@ -116,7 +117,8 @@ class CudaGraphRunner:
         self._model, self._rules, self.has_peers = model, rules, has_peers
         self._buckets, self._graphs = buckets, HoldingCapture(graphs, model.weight_addresses)
         self._spare = SpareSlots.of(plan, rules.device)
-        self._writer = InputBatch(self._rules, self._spare)
+        self._tables = BlockTables(self._spare.live + 1, buckets.widths[-1], rules.dummy_block, rules.device)
+        self._writer = InputBatch(self._rules, self._spare, self._tables.rows)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._vocabulary = size = model.vocabulary_size
         self._processed, self._guided = (
@@ -287,6 +289,7 @@ class CudaGraphRunner:
         if needs.is_processed:
             used = write_logits_inputs(_sampling(chunks), self._vocabulary, arrays)
             unused = 0 if needs.has_mask else unsent_entries(room_for(bucket.rows), used)
+        self._tables.send()
         self._buffers.send(layout, unused=unused)
         self._chunks = chunks
         return chunks
@@ -354,6 +357,7 @@ class CudaGraphRunner:
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
         parts["input_ids"] = self._prev_sampled_token_ids.fill_in(bucket, parts)
+        parts["block_table"] = self._tables.gather(parts["table_rows"], bucket.blocks)
         logits = self._model.forward(model_input(self._chunks, bucket, parts, self._rules))
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])

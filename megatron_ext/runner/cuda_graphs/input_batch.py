@@ -64,7 +64,7 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
         "input_ids": (tokens,),
         "position_ids": (tokens,),
         "slot_mapping": (tokens,),
-        "block_table": (rows, bucket.blocks),
+        "table_rows": (rows,),
         "cu_seqlens_q": (rows + 1,),
         "seqlens_k": (rows,),
         "token_places": (bucket.decodes,),
@@ -92,12 +92,13 @@ class InputBatch:
     Args:
         rules: Constants of pools and model.
         spare: Slots for padding rows.
+        block_rows: Block table rows of this step and of previous ones.
     """
 
-    def __init__(self, rules: StagingRules, spare: SpareSlots) -> None:
+    def __init__(self, rules: StagingRules, spare: SpareSlots, block_rows: BlockRows) -> None:
         self._rules = rules
         self._spare = spare
-        self._block_rows = BlockRows(rules.dummy_block)
+        self._block_rows = block_rows
         self._dummy = (BlockId(rules.dummy_block),)
 
     def pad(self, step: ScheduledStep, bucket: Bucket) -> tuple[ScheduledChunk, ...]:
@@ -131,6 +132,7 @@ class InputBatch:
                 pieces = cut_chunk(chunk, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill)
                 cuts.append([*pieces, *[0] * (max_chunks - len(pieces))])
         written = input_arrays(chunks, bucket.decodes, cuts, rules, self._block_rows)
+        written["table_rows"] = written["slots"]
         written["sample_tokens"] = written["cu_seqlens_q"][1:] - 1
         if rules.has_states and self._spare.is_skipped:
             written["slots"] = np.where(written["slots"] == self._spare.live, -1, written["slots"])
@@ -146,7 +148,7 @@ class InputBatch:
     def _fill(self, written: Arrays, bucket: Bucket, arrays: Arrays) -> None:
         """Copy the arrays of a step's chunks and pad them; see `SpareSlots` for surplus snapshot entries."""
         rules, padding = self._rules, dict.fromkeys(written, 0)
-        padding["block_table"], padding["slot_mapping"] = rules.dummy_block, rules.dummy_block * rules.block_size
+        padding["slot_mapping"] = rules.dummy_block * rules.block_size
         if "cu_seqlens" in written:
             spare, last = self._spare, bucket.grid(rules.kernel_chunk).chunks - 1
             kept = spare.snapshot, -spare.is_skipped, last, int(written["cu_seqlens"][1])

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.runner.layout import Layout
 
 
-class _HostBuffer:
+class HostBuffer:
     """Host buffer, pinned if the device is CUDA; free for reuse when its copy is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class InputBuffers:
         self._device = torch.zeros(count + answer, dtype=torch.int64, device=device)
         self.answer = self._device[count:]
         self.first_token = count  # index of the last step's first token, for `gather`
-        self._host = [_HostBuffer(count, device) for _ in range(2)]
+        self._host = [HostBuffer(count, device) for _ in range(2)]
 
     def parts(self, layout: Layout) -> dict[str, Tensor]:
         """Return the device's views of the inputs that were sent."""
@@ -88,7 +88,7 @@ class AsyncModelOutput:
 
     def __init__(self, whole: Tensor, device: torch.device) -> None:
         self._whole = whole
-        self._host = [_HostBuffer(len(whole), device) for _ in range(2)]
+        self._host = [HostBuffer(len(whole), device) for _ in range(2)]
 
     def fetch(self, count: int) -> PendingOutput:
         """Enqueue the copy of the first `count` numbers."""
@@ -102,7 +102,7 @@ class AsyncModelOutput:
 class PendingOutput:
     """Output that may still be computed; must be read before the output after the next one is fetched."""
 
-    def __init__(self, buffer: _HostBuffer, count: int) -> None:
+    def __init__(self, buffer: HostBuffer, count: int) -> None:
         self._buffer, self._count = buffer, count
 
     def read(self) -> Tensor:

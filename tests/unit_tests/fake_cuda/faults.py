@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, _HostBuffer
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, HostBuffer, InputBuffers
 from megatron_ext.runner.layout import Layout
 from tests.unit_tests.fake_cuda import lives
 from tests.unit_tests.support.fake_cuda import watching
@@ -60,7 +60,7 @@ def _read_early() -> object:
 
 def _without_waiting(work: Callable[[], object]) -> Callable[[], object]:
     def broken() -> object:
-        with mock.patch.object(_HostBuffer, "wait"):
+        with mock.patch.object(HostBuffer, "wait"):
             found = work()
             watching.complete(torch.ops.pretended.last_copy())
             return found
@@ -105,7 +105,7 @@ def _wait_in_a_program() -> object:
 
 
 def _places_written_early() -> object:
-    with mock.patch.object(_HostBuffer, "wait"):
+    with mock.patch.object(HostBuffer, "wait"):
         return requests_fail("programs")
 
 
