@@ -13,7 +13,7 @@ from megatron_ext.parallel.commands import Draft, ForgetDrafts
 from megatron_ext.parallel.rank_drafters import LeadingDrafter, RankDrafter
 from megatron_ext.speculation.drafter import DraftAsk
 
-TEXTS = {7: [1, 2, 3], 9: [4, 5]}
+TEXTS = {7: [1, 2, 3], 9: [4, 5], 11: [6]}
 
 
 class Layer:
@@ -50,11 +50,11 @@ def test_every_rank_learns_the_drafts_of_the_source(sent):
     """SP-13: of as many requests as were asked for, with fewer drafts than they may have, or none."""
     pair, layer = SimpleNamespace(size=lambda: 2), Layer()
     source, first = RankDrafter(pair, 1, 1, layer), RankDrafter(pair, 0, 1, None)
-    command = Draft(((7, 3), (9, 1)))
-    expected = {7: (3, 3), 9: ()}
+    command = Draft(((7, 3), (9, 2), (11, 1)))
+    expected = {7: (3, 3), 9: (5,), 11: ()}
     assert source.propose(command, TEXTS.__getitem__) == expected
     assert first.propose(command, TEXTS.__getitem__) == expected
-    assert layer.told == [((7, 3, 3), (9, 2, 1))]
+    assert layer.told == [((7, 3, 3), (9, 2, 2), (11, 1, 1))]
     assert sent[0].shape == sent[1].shape
 
 
