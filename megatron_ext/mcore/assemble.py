@@ -25,7 +25,7 @@ from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
-from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, PredictionParts
+from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, MultiTokenEngines, PredictionParts
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
@@ -122,7 +122,9 @@ def _prediction_of(
     model: HybridModel, config: ModelConfig, dtype: torch.dtype, speculation: SpeculationConfig
 ) -> PredictionParts | None:
     """Return the parts of a drafting layer; None if the settings ask for none, or it is on another stage."""
-    return PredictionParts(model, config, dtype) if speculation.has_prediction and model.mtp is not None else None
+    if not speculation.has_prediction or model.mtp is None:
+        return None
+    return PredictionParts(model, config, dtype, speculation.num_speculative_tokens)
 
 
 def _draft_memory(
@@ -141,7 +143,7 @@ def _build_drafter(
     controller: InferenceController,
     batching: BatchingConfig,
     packs_weights: bool,
-) -> DraftModel | MultiTokenEngine | None:
+) -> DraftModel | MultiTokenEngine | MultiTokenEngines | None:
     """Build the model that drafts for the engine of a controller; None if none does."""
     context = controller.inference_wrapped_model.inference_context
     if draft is not None:
@@ -155,7 +157,9 @@ def _build_drafter(
 
 
 def _parts_to_warm_up(
-    controller: InferenceController, drafter: DraftModel | MultiTokenEngine | None, parallel: ParallelContext | None
+    controller: InferenceController,
+    drafter: DraftModel | MultiTokenEngine | MultiTokenEngines | None,
+    parallel: ParallelContext | None,
 ) -> list[WarmUpPart]:
     """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate."""
     whole = WarmUpPart.of(controller.inference_wrapped_model.inference_context, controller)

@@ -29,9 +29,18 @@ class HiddenStates:
         context: Context of the model's steps.
         requests: Maximum number of requests in a step.
         captured_tokens: Maximum number of tokens of a captured step, padding included; 0 if none is captured.
+        watches: Whether the stack's outputs are kept; else those that are written.
     """
 
-    def __init__(self, model: HybridModel, context: InferenceContext, requests: int, captured_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        context: InferenceContext,
+        requests: int,
+        captured_tokens: int = 0,
+        *,
+        watches: bool = True,
+    ) -> None:
         self._context, self._requests = context, requests
         self._captured_tokens = captured_tokens
         self._staged: dict[int, tuple[RunningSlot, range]] = {}
@@ -44,6 +53,9 @@ class HiddenStates:
         self._rows: Tensor | None = None
         self.allocate()
         take = weakref.WeakMethod(self._take)  # the model may live longer
+
+        if not watches:
+            return
 
         def watch(_: nn.Module, __: object, output: Tensor) -> None:
             if (found := take()) is not None:
@@ -117,7 +129,12 @@ class HiddenStates:
         if self._targets is not None and step.paged_batch.has_static_shapes:
             self._rows.index_copy_(0, self._targets[: len(output)], output[:, 0])
             return
-        sources, targets, places = self._places_of(step.chunks)
+        self.write(step.chunks, output)
+
+    def write(self, chunks: Sequence[ScheduledChunk], output: Tensor) -> None:
+        """Copy the last hidden states of each chunk of a step, [T, 1, h]."""
+        assert self._rows is not None, "the engine is suspended"
+        sources, targets, places = self._places_of(chunks)
         self._rows[self._index(targets)] = output[self._index(sources), 0]
         self._keep(places)
 

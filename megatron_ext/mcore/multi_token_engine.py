@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.draft_model import DraftRoom
-from megatron_ext.speculation.multi_token import ChunkInput, MultiTokenDrafter
+from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, MultiTokenDrafter
 
 
 @dataclass(frozen=True)
@@ -32,34 +32,49 @@ class PredictionParts:
     model: HybridModel
     config: ModelConfig
     dtype: torch.dtype
+    drafts: int
 
     @property
-    def layer(self) -> PredictionLayer:
-        """Layer that drafts."""
+    def depths(self) -> int:
+        """Layers that draft: one for all drafts, or one for each."""
         assert self.model.mtp is not None, "the caller has looked"
-        return self.model.mtp.layer_of(1)
+        return min(self.drafts, len(self.model.mtp.layers))
+
+    def layer(self, depth: int) -> PredictionLayer:
+        """Return the layer of a depth, counted from 1."""
+        assert self.model.mtp is not None, "the caller has looked"
+        return self.model.mtp.layer_of(depth)
 
     def _shape(self, batching: BatchingConfig) -> ModelShape:
-        return stack_shape(self.layer.mtp_model_layer, self.model.config, batching, self.dtype)
+        return stack_shape(self.layer(1).mtp_model_layer, self.model.config, batching, self.dtype)
 
     def memory(self, batching: BatchingConfig) -> DraftMemory:
-        """Return the memory that the layer needs from the budget, the target's hidden states included."""
+        """Return the memory that the layers need from the budget, the hidden states that they read included."""
         shape, hidden = self._shape(batching), KEPT_TOKENS * self.config.hidden_size * self.dtype.itemsize
-        return DraftMemory(shape.kv_bytes_per_token, shape.states.bytes if shape.states else 0, hidden)
+        states = shape.states.bytes if shape.states else 0
+        return DraftMemory(shape.kv_bytes_per_token * self.depths, states * self.depths, hidden * self.depths)
 
-    def drafter(self, target: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine:
+    def drafter(self, target: InferenceContext, batching: BatchingConfig) -> MultiTokenEngine | MultiTokenEngines:
         """Return the drafter beside a context, with pools of its own.
 
         Raises:
             ConfigError: There is less memory than seemed to be free.
         """
         device = next(self.model.parameters()).device
-        plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type)
-        context = InferenceContext(plan, places_of(self.layer.mtp_model_layer.layer_type_list), device)
-        context.allocate_all_tensors(is_init=True)
+        plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type, self.depths)
+        requests, operators = plan.limits.max_requests, backend_selection.preferred(batching.operator_backend)
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
-        states = HiddenStates(self.model, target, plan.limits.max_requests, captured)
-        return MultiTokenEngine(self, context, states, backend_selection.preferred(batching.operator_backend))
+        states = HiddenStates(self.model, target, requests, captured)
+        layers: list[MultiTokenEngine] = []
+        for depth in range(1, self.depths + 1):
+            context = InferenceContext(plan, places_of(self.layer(1).mtp_model_layer.layer_type_list), device)
+            context.allocate_all_tensors(is_init=True)
+            outputs = None
+            if depth < self.depths:
+                outputs = HiddenStates(self.model, context, requests, watches=False)
+            layers.append(MultiTokenEngine(self, context, states, operators, depth, outputs))
+            states = outputs or states
+        return layers[0] if len(layers) == 1 else MultiTokenEngines(layers)
 
 
 class MultiTokenEngine(MultiTokenDrafter):
@@ -70,14 +85,23 @@ class MultiTokenEngine(MultiTokenDrafter):
         context: Context of the layer, with its pools.
         states: Hidden states of the target model.
         operators: Name of the operators' backend.
+        depth: Depth of the layer, counted from 1.
+        outputs: Kept outputs, which the layer of the next depth reads; None without one.
 
     Attributes:
         hidden_states: As given.
     """
 
     def __init__(
-        self, parts: PredictionParts, context: InferenceContext, states: HiddenStates, operators: str | None
+        self,
+        parts: PredictionParts,
+        context: InferenceContext,
+        states: HiddenStates,
+        operators: str | None,
+        depth: int = 1,
+        outputs: HiddenStates | None = None,
     ) -> None:
+        self._layer, self._kept_outputs, self._is_layered = parts.layer(depth), outputs, parts.depths > 1
         self.hidden_states = states
         self._parts, self._context, self._hidden, self._operators = parts, context, states, operators
         self._read_outputs: dict[int, Tensor] = {}  # after the last read token
@@ -145,9 +169,11 @@ class MultiTokenEngine(MultiTokenDrafter):
                 embedded = model.embed(ids, positions + shift)
                 is_rope = model.position_embedding_type == "rope"
                 angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
-                output = self._parts.layer(hidden[:, None], embedded, context, angles)
+                output = self._layer(hidden[:, None], embedded, context, angles)
                 last = output[context.staged.sample_tokens]
                 self._keep_outputs(inputs, last)
+                if self._kept_outputs is not None:
+                    self._kept_outputs.write([_placed(one, inputs[one.request_id]) for one in chunks], output)
                 context.finish_snapshots()
             finally:
                 context.clear_step()
@@ -163,7 +189,7 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def _hidden_states(self, chunk: ScheduledChunk, given: ChunkInput) -> Tensor:
         """Return the hidden states that a chunk continues, [length, h]."""
-        if given.drafts == 0:
+        if given.drafts == 0 or self._is_layered:
             before = range(given.position - 1, given.position - 1 + chunk.length)
             return self._hidden.read([(chunk.request_id, before)])
         outputs = self._read_outputs if given.drafts == 1 else self._outputs
@@ -175,3 +201,42 @@ class MultiTokenEngine(MultiTokenDrafter):
             self._outputs[request_id] = last[number]
             if inputs[request_id].drafts == 0:
                 self._read_outputs[request_id] = last[number]
+
+
+class MultiTokenEngines(LayeredDrafter):
+    """Drafter that computes a layer for each depth; see `MultiTokenEngine`.
+
+    Args:
+        layers: Drafter of each depth.
+
+    Attributes:
+        hidden_states: Hidden states of the target model.
+    """
+
+    def __init__(self, layers: Sequence[MultiTokenEngine]) -> None:
+        super().__init__(layers)
+        self._engines = layers
+        self.hidden_states = layers[0].hidden_states
+
+    def notice_new_weights(self) -> None:
+        """Forget all requests, whose keys, values and hidden states are of the old weights."""
+        self.reset()
+
+    def warm_up_part(self, target: WarmUpPart) -> WarmUpPart:
+        """Return the part of a warm-up of the first depth, whose kernels the others launch as well."""
+        return self._engines[0].warm_up_part(target)
+
+    def suspend(self) -> None:
+        """Free the pools and discard the states of requests."""
+        for layer in self._engines:
+            layer.suspend()
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        for layer in self._engines:
+            layer.resume()
+
+
+def _placed(chunk: ScheduledChunk, given: ChunkInput) -> ScheduledChunk:
+    """Return a chunk at its position in the request."""
+    return replace(chunk, start=given.position, end=given.position + chunk.length)

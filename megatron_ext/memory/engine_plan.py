@@ -294,7 +294,9 @@ def _warn_of_cache_settings(plan: EnginePlan, cache: CacheConfig) -> None:
         logger.warning("this model has no recurrent layers: settings of snapshots have no effect")
 
 
-def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str) -> EnginePlan:
+def plan_draft_model(
+    plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str, parts: int = 1
+) -> EnginePlan:
     """Plan the pools of a draft model, within the memory that `plan` reserves: no cache, one kept state per request.
 
     Args:
@@ -302,13 +304,14 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         shape: Shape of the draft model.
         config: Architecture of the draft model.
         device_type: "cpu" or "cuda"; see `plan_engine`.
+        parts: Number of equal pools that share the memory.
     """
     drafts = plan.geometry.draft_model
     assert drafts is not None, "there is room for it in the plan"
     geometry = replace(
         plan.geometry,
-        block_bytes=drafts.block_bytes,
-        state_bytes=drafts.state_bytes,
+        block_bytes=drafts.block_bytes // parts,
+        state_bytes=drafts.state_bytes // parts,
         snapshot_slots=plan.limits.max_requests if shape.states else 0,
         live_states=plan.limits.max_requests if shape.states else 0,
         kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),

@@ -68,10 +68,10 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
             f"--speculative-method mtp needs layers of multi-token prediction, and {loaded.name} has none; give "
             "--speculative-method ngram"
         )
-    if layers > 1 and drafts > 1:
+    if 1 < layers < drafts:
         raise ConfigError(
-            f"--num-speculative-tokens {drafts} needs one layer of multi-token prediction for all depths, and "
-            f"{loaded.name} has {layers}; give --num-speculative-tokens 1"
+            f"--num-speculative-tokens {drafts} is more than the {layers} layers of multi-token prediction of "
+            f"{loaded.name}, one for each draft; give --num-speculative-tokens {layers}"
         )
 
 

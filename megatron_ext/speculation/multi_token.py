@@ -1,4 +1,4 @@
-"""Drafts of a layer of multi-token prediction, which reads the target model's hidden states (SP-10).
+"""Drafts of layers of multi-token prediction, which read the target model's hidden states (SP-10, SP-14).
 
 The layer reads token p together with the target's hidden state after token p - 1, and so predicts token p + 1: what it
 computes at p depends on tokens up to p. From its last output and its own draft it goes on greedily. Seen so it is a
@@ -12,7 +12,7 @@ a hit with the first computed token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_ext.scheduling.step import ScheduledStep
@@ -65,6 +65,7 @@ class MultiTokenDrafter:
         self._drafter = DraftModelDrafter(room, self._compute)
         self._firsts: dict[int, int] = {}  # position of the first token that the layer has read
         self._lengths: dict[int, int] = {}  # tokens of the asked requests, from the first one on
+        self.known: Mapping[int, tuple[int, ...]] = {}  # first drafts, in place of the layer's own
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
         """Propose drafts; see `Drafter`. A request without the hidden state before its last token has none."""
@@ -110,4 +111,51 @@ class MultiTokenDrafter:
             )
             for chunk in step.chunks
         }
-        return self._execute(step, inputs)
+        found = self._execute(step, inputs)
+        return {name: self._known(name, inputs[name].drafts, token) for name, token in found.items()}
+
+    def _known(self, request_id: int, draft: int, token: int) -> int:
+        known = self.known.get(request_id, ())
+        return known[draft] if draft < len(known) else token
+
+
+class LayeredDrafter:
+    """Drafter with a layer of multi-token prediction for each depth.
+
+    The layer of depth d reads a token together with the output of depth d - 1 at the token before it. It reads all
+    accepted tokens, then the drafts of the depths before it, and adds one draft.
+
+    Args:
+        layers: Drafter of each depth, whose hidden states are the outputs of the one before.
+    """
+
+    def __init__(self, layers: Sequence[MultiTokenDrafter]) -> None:
+        self.layers = layers
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+        """Propose drafts; see `Drafter`."""
+        drafts: dict[int, tuple[int, ...]] = {ask.request_id: () for ask in asks}
+        for depth, layer in enumerate(self.layers, 1):
+            going = [ask for ask in asks if ask.limit >= depth == len(drafts[ask.request_id]) + 1]
+            layer.known = drafts
+            found = layer.propose([replace(ask, limit=depth) for ask in going])
+            drafts |= {name: own for name, own in found.items() if len(own) == depth}
+        return drafts
+
+    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Ignore the result: accepted tokens are read at the next proposal."""
+
+    def forget(self, request_id: int) -> None:
+        """Free what is kept of a request."""
+        for layer in self.layers:
+            layer.forget(request_id)
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        for layer in self.layers:
+            layer.reset()
+
+    def check(self) -> None:
+        """Assert that the pools' bookkeeping is consistent."""
+        for layer in self.layers:
+            layer.check()
