@@ -118,7 +118,8 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     scalars="scale",
     types=INPUTS,
     configs=[
-        config(TILE=tile, CHANNELS=CHANNELS[one], only=(one,), registers=MAX_REGISTERS) for one, tile in TILES.items()
+        config(num_stages=3, TILE=tile, CHANNELS=CHANNELS[one], only=(one,), registers=MAX_REGISTERS)
+        for one, tile in TILES.items()
     ],
 )
 def delta_tiles(

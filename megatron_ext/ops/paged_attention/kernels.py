@@ -33,6 +33,7 @@ from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, config, kerne
 SPAN = 512  # keys of a span of a decode: constant, so that its bits depend on its own keys only
 PREFILL_SPAN = 4096  # keys of a span of a prefill
 ROWS_OF_SPLIT = 16  # minimum rows of a matrix product
+STAGES = 3  # with fewer, copies of a tile of keys are waited for before any product overlaps them
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
 MANY = {
     (types, channels): config(
@@ -42,6 +43,7 @@ MANY = {
         DP=channels,
         FULL_FP32=int(types is WIDE),
         num_warps=warps,
+        num_stages=STAGES,
         only=types,
         registers=limit,
         aligned=True,  # loading elements one by one takes too many registers
@@ -67,6 +69,7 @@ FEW = {
         N=keys,
         DP=channels,
         FULL_FP32=int(types is WIDE),
+        num_stages=STAGES,
         only=types,
         aligned=True,
         registers=limit,
@@ -74,7 +77,7 @@ FEW = {
     for types, channels, keys, limit in (
         (NARROW, 16, 32, None),
         (NARROW, 32, 64, None),
-        (NARROW, 64, 64, None),
+        (NARROW, 64, 64, MAX_REGISTERS),
         (NARROW, 128, 64, None),
         (NARROW, 256, 32, None),
         (WIDE, 16, 32, None),
@@ -167,15 +170,19 @@ def attend_keys(
     """Compute the unnormalized softmax of queries [M, DP] at their positions over the keys [first, end).
 
     Returns the maximum score of each row, the sum of its weights relative to that, and the weighted values [M, DP].
+    Block numbers are loaded a tile ahead: copies that depend on a load of the same trip would not be pipelined.
     """
     channel, head_size = tl.arange(0, DP), head_size.to(tl.int32)
     greatest = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     weighted = tl.zeros([M, DP], tl.float32)
+    place = first + tl.arange(0, N)
+    following = tl.load(table + place // block_size, mask=place < end, other=0)
     for start in range(first, end, N):
         place = start + tl.arange(0, N)
         is_key = place < end
-        block = tl.load(table + place // block_size, mask=is_key, other=0).to(tl.int64)
+        block = following.to(tl.int64)
+        following = tl.load(table + (place + N) // block_size, mask=place + N < end, other=0)
         in_block = (place % block_size) * token_stride.to(tl.int32)  # a block of a layer is small
         at = (block * block_stride + in_block)[:, None] + channel[None, :]
         is_real = is_key[:, None] & (channel < head_size)[None, :]

@@ -214,9 +214,9 @@ def weighted_sum(weights, x):
     counts="sequences heads heads_per_group heads_each has_skip",
     types=TYPES,
     configs=[
-        config(TILE=TILE, P=64, N=64, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
+        config(num_stages=3, TILE=TILE, P=64, N=64, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
         config(TILE=TILE, P=64, N=128, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
-        config(TILE=TILE, P=64, N=256, num_warps=8, only=("bf16",), aligned=True),
+        config(num_stages=3, TILE=TILE, P=64, N=256, num_warps=8, only=("bf16",), aligned=True),
         config(TILE=TILE, P=32, N=64, only=("fp16",), aligned=True),
         config(TILE=TILE, P=32, N=128, num_warps=8, only=("fp16",), aligned=True),
     ],
