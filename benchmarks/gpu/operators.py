@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.cases import Run, case
 from benchmarks.gpu.device_time import busy_seconds, passed_seconds
+from benchmarks.gpu.worst_cases import WorstCases
 from benchmarks.operators.calls import TINY, Call, Calls, Sizes
 from megatron_ext.mcore import platform
 from megatron_ext.ops.backends import preferring
@@ -17,15 +18,29 @@ ENOUGH = 0.05  # seconds for which calls are repeated, at least
 FEWEST, MOST = 3, 200  # calls
 
 
-@case("gpu", reserved=40.0, needs_cuda=True)
+Makers = dict[str, Callable[[], Call]]
+"""Makers of calls by name."""
+
+
+@case("gpu", reserved=60.0, needs_cuda=True)
 def operators(run: Run) -> None:
     """Time on the device and of a call, plain torch's time, and TB/s or TFLOP/s of each operator."""
     dtype, sizes = (torch.float32, TINY) if run.is_quick else (torch.bfloat16, Sizes())
-    made = Calls(sizes, dtype, platform.device()).all()
-    for name, make in made.items():
-        run.attempt(name, partial(_kernel, run, name, make), like="kernel")
-    for name, make in made.items():
+    mild, worst = planned_calls(sizes, dtype, platform.device(), is_quick=run.is_quick)
+    for like, calls in (("kernel", mild), ("worst case", worst)):
+        for name, make in calls.items():
+            run.attempt(name, partial(_kernel, run, name, make), like=like)
+    for name, make in mild.items():
         run.attempt(f"{name}, by plain torch", partial(_reference, run, name, make), like="plain")
+
+
+def planned_calls(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device, *, is_quick: bool = False
+) -> tuple[Makers, Makers]:
+    """Return calls with a reference to compare with, and those of attention, sampling and experts at worst shapes."""
+    mild = Calls(sizes, dtype, device).all()
+    kept = {name: make for name, make in mild.items() if not name.startswith(("attention", "tokens", "best"))}
+    return kept, WorstCases(dtype, device, is_quick=is_quick).all()
 
 
 @torch.inference_mode()
