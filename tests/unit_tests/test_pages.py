@@ -158,11 +158,14 @@ class TestStaging:
         expected = "text\n\n- a\n- b\n    - c\nmore\n\n| a |\n|---|\n```\nx\n- y\n```"
         assert "\n".join(staging.spaced(text)) == expected
 
+    def test_what_belongs_to_an_item_stays_in_it(self):
+        text = "1. a\n   b\n\n   | c |\n   ```\n   - d\n   ```\n2. e\n\n- f\n  g\nh"
+        expected = "1. a\n    b\n\n    | c |\n    ```\n    - d\n    ```\n2. e\n\n- f\n    g\nh"
+        assert "\n".join(staging.spaced(text)) == expected
+
     def test_pages_keep_their_text(self):
         text = staging.page(Path("docs/server.md"), self.PAGES)
-        assert [line for line in text.splitlines() if line] == [
-            line for line in (ROOT / "docs/server.md").read_text("utf-8").splitlines() if line
-        ]
+        assert text.split() == (ROOT / "docs/server.md").read_text("utf-8").split()
 
 
 class TestReference:

@@ -141,7 +141,7 @@ def metric_row(title: str, kind: str | None, words: list[ast.expr]) -> Iterator[
 
 
 def literal(word: ast.expr) -> str:
-    """Return the constant text of an expression, without what an f-string puts in; empty if there is none."""
+    """Return the constant text of an expression, without what an f-string puts in, or an empty text."""
     if isinstance(word, ast.JoinedStr):
         return "".join(str(part.value) for part in word.values if isinstance(part, ast.Constant))
     return word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""

@@ -34,7 +34,6 @@ FENCE = re.compile(r"^ *```")
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(`[^`]*`)")
 ITEM = re.compile(r"^(?:[-*]|\d+\.) ")
-NESTED = re.compile(r"^ {2,3}(?=(?:[-*]|\d+\.) )")
 
 
 class BrokenLinkError(Exception):
@@ -121,18 +120,21 @@ def site_link(source: Path, target: str, pages: dict[Path, Path]) -> str | None:
 
 
 def spaced(text: str) -> Iterator[str]:
-    """Yield the lines with a blank one before a list or a table that follows a paragraph; nested lists are indented."""
-    before, is_code, is_list = "", False, False
+    """Yield the lines with a blank one before a list or a table that follows a paragraph.
+
+    What belongs to an item of a list is indented by four columns: by fewer, MkDocs ends the list before it.
+    """
+    before, is_code, width = "", False, 0  # width of the mark of the item that a line belongs to
     for line in text.splitlines():
         is_fence = bool(FENCE.match(line))
         is_code ^= is_fence
-        if not is_code and not is_fence:
-            begins_list = bool(ITEM.match(line)) and not is_list
-            begins_table = line.startswith("| ") and not before.startswith("|")
-            if before.strip() and (begins_list or begins_table):
-                yield ""
-            is_list = bool(ITEM.match(line)) or (is_list and (line.startswith("  ") or not line.strip()))
-            if is_list and NESTED.match(line):
-                line = NESTED.sub("    ", line)
+        item = None if is_code or is_fence else ITEM.match(line)
+        begins_table = not is_code and line.startswith("| ") and not before.startswith("|")
+        if before.strip() and ((item and not width) or begins_table):
+            yield ""
+        if item:
+            width = len(item[0])
+        elif line.strip() and not line.startswith("  "):
+            width = 0
         before = line
-        yield line
+        yield "    " + line[width:] if width and not item and line.startswith(" " * width) else line
