@@ -61,9 +61,13 @@ class TestVersion:
         assert version == megatron_ext.__version__
         assert (CITATION["version"], str(CITATION["date-released"])) == (version, date)
 
+    def test_names_of_wheels_have_it(self):
+        named = re.findall(r"megatron_ext-([\d.]+)-py3", (ROOT / "docs/install.md").read_text("utf-8"))
+        assert set(named) == {megatron_ext.__version__}
+
     def test_what_breaks_is_on_one_page(self):
-        """The newest section begins with what users of the version before should do; the flags are there."""
-        page = (ROOT / "CHANGELOG.md").read_text("utf-8").split("\n## ")[1].partition("\n### Added")[0]
+        """The newest release begins with what users of the version before should do; the flags are there."""
+        page = (ROOT / "CHANGELOG.md").read_text("utf-8").split("### In short")[1].partition("\n### Added")[0]
         rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
         assert [row for row in rows if row.count(" | ") != 2] == []
         assert len(rows) > 10
