@@ -1,4 +1,4 @@
-"""What a longer past is worth to a layer of multi-token prediction: acceptance at depth 1 behind a cache hit.
+"""Acceptance of a multi-token prediction layer at depth 1 after a cache hit, by the length of its past.
 
 After a hit the layer's text begins with the first computed token (`speculation/multi_token.py`). The model's own greedy
 texts after the example prompts are read again by the layer alone, from the first token of the prompt, and from a few
