@@ -104,7 +104,7 @@ def chat_documents(documents: Iterable[Document]) -> list[str]:
     chats = []
     for document in documents:
         if name_hash("chat " + document.name) % ONE_MODULE_IN_CHATS == 0:
-            turns = [_turn(entry) for entry in document.entries if _is_answer(_first_paragraph(entry.text))]
+            turns = [_turn(entry) for entry in document.entries if is_answer(first_paragraph(entry.text))]
             chats += [
                 _system_turn(document, start) + "".join(turns[start : start + TURNS_PER_CHAT])
                 for start in range(0, len(turns), TURNS_PER_CHAT)
@@ -203,11 +203,13 @@ def paragraphs(text: str) -> list[str]:
     return [part for part in re.split(r"\n\s*\n", text.rstrip()) if part.strip()]
 
 
-def _first_paragraph(text: str) -> str:
+def first_paragraph(text: str) -> str:
+    """Return the first paragraph of a text on one line."""
     return " ".join(paragraphs(text)[0].split())
 
 
-def _is_answer(text: str) -> bool:
+def is_answer(text: str) -> bool:
+    """Return whether a paragraph is an answer in conversations: neither too short nor too long, and a sentence."""
     shortest, longest = ANSWER_LENGTH
     return shortest <= len(text) <= longest and text[0].isalpha()
 
@@ -222,4 +224,4 @@ def _system_turn(document: Document, start: int) -> str:
 
 def _turn(entry: Entry) -> str:
     question = QUESTIONS[name_hash(entry.name) % len(QUESTIONS)].format(name=entry.name)
-    return f"{USER}{question}{END}{ASSISTANT}{_first_paragraph(entry.text)}{END}"
+    return f"{USER}{question}{END}{ASSISTANT}{first_paragraph(entry.text)}{END}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from examples.embedded_model.corpus import held_out_documents
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.text.tokenizer import Tokenizer
 
 EVALUATION_LENGTH = 512  # tokens
@@ -65,6 +66,18 @@ def language_model_loss(
             total += F.cross_entropy(logits.float().flatten(0, 1), targets[batch].flatten(), reduction="sum").item()
     model.train(was_training)
     return total / targets.numel()
+
+
+def both_logits(model: HybridModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits of the same tokens, [b, s - 1, V] each: the trunk's after token t + 1 and the head's after t."""
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    with torch.no_grad():
+        hidden = model.decoder(model.embedding(tokens, positions(tokens)), None)
+        trunk, _ = model.output_layer(hidden[1:], weight=weight)
+    assert model.mtp is not None
+    (states,) = model.mtp(tokens, hidden, model.embedding, 1)
+    head, _ = model.output_layer(states, weight=weight)
+    return trunk.transpose(0, 1), head.transpose(0, 1)
 
 
 def windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,14 @@
-"""Train the small hybrid language model that is shipped with the package, on text that comes with Python.
+r"""Train the small hybrid language model that is shipped with the package, on text that comes with Python.
 
-Stop it at any time and start it again with the same flags: it goes on at its last checkpoint, and the weights become
+Three commands, each of which begins with what the one before has exported:
+
+    python -m examples.embedded_model.train --stage text --output out/text --checkpoint out/text.pt \
+        --tool-conversations 0 --thinking-chats 0 --steps 2000 --decay-steps 800 --batch-size 4 --length 512 \
+        --learning-rate 3e-3
+    python -m examples.embedded_model.train --initial out/text --output out/trunk
+    python -m examples.embedded_model.head --initial out/trunk
+
+Stop one at any time and start it again with the same flags: it goes on at its last checkpoint, and the weights become
 exactly those of a run without the stop. When the steps are done it measures and exports.
 """
 
@@ -10,11 +18,9 @@ import argparse
 import contextlib
 import math
 import os
-import platform
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,21 +29,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.embedded_model.corpus import ASSISTANT, END, SYSTEM, USER, chat_documents, training_documents
-from examples.embedded_model.evaluation import (
-    EVALUATION_LENGTH,
-    encode_documents,
-    held_out_tokens,
-    language_model_loss,
-    positions,
-    unigram_entropy,
-    windows,
-)
+from examples.embedded_model.conversations import training_conversations
+from examples.embedded_model.corpus import ASSISTANT, END, SYSTEM, USER, Document, chat_documents, training_documents
+from examples.embedded_model.evaluation import encode_documents, positions
+from examples.embedded_model.export import export
+from examples.embedded_model.recipe import Recipe, learning_rate, same_so_far
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.safetensors_checkpoint import load_checkpoint, save_checkpoint
-from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.models.native.safetensors_checkpoint import load_weights
+from megatron_ext.text.chat_template import read_chat_template
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", SYSTEM, USER, ASSISTANT, END)  # ids 0 to 4
@@ -55,25 +57,8 @@ MODEL = ModelConfig(
     vocab_size=VOCABULARY,
     max_position_embeddings=4096,
 )
-ZERO_STATES_EVERY = 64  # tokens, in the report
 NOT_DECAYED = ("bias", "norm.weight", "A_log", ".D")  # ends of parameter names
 ADAM_BETAS = (0.9, 0.95)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Settings that determine the weights; `steps` and `decay_steps` may change while the learning rate is constant."""
-
-    steps: int = 2000
-    decay_steps: int = 800  # the last ones
-    batch_size: int = 4  # windows a step
-    length: int = 512  # tokens a window
-    learning_rate: float = 3e-3
-    final_learning_rate: float = 1e-4
-    warmup_steps: int = 100
-    weight_decay: float = 0.1
-    gradient_norm: float = 1.0
-    seed: int = 1234
 
 
 class Batches:
@@ -102,13 +87,20 @@ class Batches:
 
 
 class Training:
-    """Model, optimizer and the number of steps done."""
+    """Model, optimizer and the number of steps done.
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    Args:
+        config: Architecture.
+        recipe: Settings.
+        tokenizer: Exported with the weights.
+        model: First weights; parameters without gradients are not trained.
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, tokenizer: Tokenizer, model: HybridModel) -> None:
         self.config = config
         self.recipe = recipe
         self.tokenizer = tokenizer
-        self.model = build_model(config, seed=recipe.seed).train()
+        self.model = model.train()
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe.weight_decay), betas=ADAM_BETAS)
         self.step = 0
 
@@ -116,15 +108,18 @@ class Training:
         """Take one optimizer step; return the batch's loss in nats per token."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.recipe)
-        inputs, targets = batches.at(self.step)
-        logits = self.model(inputs, positions(inputs), None)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = self.loss(*batches.at(self.step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.gradient_norm)
         self.optimizer.step()
         self.step += 1
         return loss.item()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of windows, nats per token."""
+        logits = self.model(inputs, positions(inputs), None)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def save(self, path: Path) -> None:
         """Write the state that the next step depends on; the file is replaced atomically."""
@@ -163,26 +158,13 @@ class Training:
         self.step = state["step"]
 
 
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Return the rate of a step: linear warm-up, constant, then half a cosine down to the final rate."""
-    if step < recipe.warmup_steps:
-        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
-    decayed = max(0, step - (recipe.steps - recipe.decay_steps)) / max(1, recipe.decay_steps)
-    above_final = recipe.learning_rate - recipe.final_learning_rate
-    return recipe.final_learning_rate + above_final * 0.5 * (1 + math.cos(math.pi * min(1.0, decayed)))
-
-
-def same_so_far(old: Recipe, new: Recipe, steps_done: int) -> bool:
-    """Return whether both recipes have the same first `steps_done` steps, so that training may go on with `new`."""
-    planned = replace(old, steps=new.steps, decay_steps=new.decay_steps)
-    return planned == new and all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
-
-
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return parameter groups: matrices decay; norms, biases and the recurrence's own parameters do not."""
+    """Return groups of the trained parameters: matrices decay; norms, biases and those of the recurrence do not."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         (others if name.endswith(NOT_DECAYED) else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
@@ -202,30 +184,27 @@ def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer
     return tokenizer
 
 
-def training_text() -> tuple[list[str], list[str]]:
-    """Return the documents and the conversations made of them."""
-    documents = training_documents()
-    return [document.text for document in documents], chat_documents(documents)
+def training_tokens(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe) -> Tensor:
+    """Return the documents and all conversations in one row, in random order."""
+    template = read_chat_template(EMBEDDED_MODEL_DIR)
+    assert template is not None
+    more = training_conversations(documents, template, recipe.tool_conversations, recipe.thinking_chats)
+    texts = [*(document.text for document in documents), *chat_documents(documents), *more]
+    return encode_documents(shuffled(texts, recipe.seed), lambda text: tokenizer.encode(text).ids, END_OF_DOCUMENT)
+
+
+def first_model(recipe: Recipe, initial: Path | None) -> HybridModel:
+    """Return the model that training begins with: an exported one, or one of random weights."""
+    model = build_model(MODEL, seed=recipe.seed)
+    if initial is not None:
+        load_weights(model, initial)
+    return model
 
 
 def shuffled(texts: list[str], seed: int) -> list[str]:
     """Return the texts in random order, so that neighbours in the packed row are unrelated."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
     return [texts[index] for index in order.tolist()]
-
-
-def report(directory: Path) -> dict[str, float]:
-    """Return losses of an exported model on the held-out split, nats per token."""
-    model, _ = load_checkpoint(directory)
-    tokens = held_out_tokens(TextTokenizer(directory))
-    measured = windows(tokens, EVALUATION_LENGTH)
-    return {
-        "held-out loss": language_model_loss(model, *measured),
-        f"held-out loss, Mamba states zeroed every {ZERO_STATES_EVERY} tokens": language_model_loss(
-            model, *measured, zero_states_every=ZERO_STATES_EVERY
-        ),
-        "entropy of the held-out unigrams": unigram_entropy(tokens),
-    }
 
 
 def train(training: Training, batches: Batches, arguments: argparse.Namespace) -> None:
@@ -247,89 +226,49 @@ def train(training: Training, batches: Batches, arguments: argparse.Namespace) -
         training.save(arguments.checkpoint)
 
 
-def model_card(training: Training, losses: dict[str, float], trained_tokens: int) -> str:
-    """Return the README that is saved with the weights."""
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    rows = "\n".join(f"| {name} | {value:.3f} |" for name, value in losses.items())
-    recipe = "\n".join(f"| {name} | {value} |" for name, value in asdict(training.recipe).items())
-    return f"""# The embedded model
-
-A hybrid language model of {parameters:,} parameters, so that the package has something real to run. Layers
-`{training.config.hybrid_override_pattern}` (M Mamba-2, * attention, - MLP), tied embeddings, no position embedding.
-It writes sentences that look like Python's documentation. It knows nothing and must not be asked for facts.
-
-Text: the help topics of `pydoc_data.topics` and the docstrings of Python {platform.python_version()}'s standard library
-(PSF licence), and conversations made of them; {trained_tokens:,} tokens. `examples/embedded_model/corpus.py` reads
-it and removes repeats. About 4 % of the text is held out, and no paragraph of it longer than a phrase is trained on.
-
-| measured on the exported bf16 weights | nats per token |
-|---|---|
-{rows}
-
-Windows of {EVALUATION_LENGTH} tokens, computed in fp32. The unigram entropy is that of the held-out text itself:
-no unigram model is better.
-
-Conversations look like this, without spaces or line breaks between the parts:
-`{SYSTEM}You are a helpful assistant.{END}{USER}What does json.loads do?{END}{ASSISTANT}`; the answer ends with
-`{END}`. `<|endoftext|>` (id 0) stands between documents.
-
-Made by `python -m examples.embedded_model.train` with torch {torch.__version__}, {training.step} steps done. Another
-Python version has slightly other text. The recipe:
-
-| | |
-|---|---|
-{recipe}
-"""
-
-
-def export(training: Training, directory: Path, trained_tokens: int) -> None:
-    """Write weights in bf16, configuration, tokenizer and model card."""
-    card = directory / "README.md"
-    card.unlink(missing_ok=True)  # a checkpoint replaces only a folder that holds nothing else
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer_file = Path(folder) / "tokenizer.json"
-        training.tokenizer.save(str(tokenizer_file))
-        save_checkpoint(directory, training.model, training.config, tokenizer_file, torch.bfloat16)
-    losses = report(directory)
-    for name, value in losses.items():
-        print(f"{name}: {value:.4f} nats per token")
-    card.write_text(model_card(training, losses, trained_tokens), encoding="utf-8")
-    print(f"exported to {directory} after {training.step} steps")
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser, recipe: Recipe, checkpoint: Path) -> None:
+    """Add the arguments of a training; those of the recipe have its values."""
     parser.add_argument("--output", type=Path, default=EMBEDDED_MODEL_DIR, help="folder to export to")
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/embedded_model.pt"), help="resumed if it exists")
+    parser.add_argument("--initial", type=Path, help="exported model to begin with; default: random weights")
+    parser.add_argument("--checkpoint", type=Path, default=checkpoint, help="resumed if it exists")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--save-seconds", type=float, default=120, help="time between checkpoints")
     parser.add_argument("--progress-seconds", type=float, default=1, help="time between updates of the progress bar")
     parser.add_argument("--export-only", action="store_true", help="measure and export the checkpoint as it is")
-    for name, default in asdict(Recipe()).items():
+    for name, default in asdict(recipe).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Train, or continue to train, then evaluate and export."""
-    arguments = parse_arguments(argv)
-    torch.set_num_threads(arguments.threads)
-    recipe = Recipe(**{name: getattr(arguments, name) for name in asdict(Recipe())})
-    documents, chats = training_text()
-    tokenizer = train_tokenizer(documents)
-    tokens = encode_documents(
-        shuffled(documents + chats, recipe.seed), lambda text: tokenizer.encode(text).ids, END_OF_DOCUMENT
-    )
-    training = Training(MODEL, recipe, tokenizer)
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """Return the recipe that the arguments describe."""
+    return Recipe(**{name: getattr(arguments, name) for name in asdict(Recipe())})
+
+
+def run(training: Training, batches: Batches, arguments: argparse.Namespace) -> None:
+    """Train, or go on at the checkpoint, unless it is only to be exported."""
     if arguments.checkpoint.exists():
         training.load(arguments.checkpoint)
         print(f"going on at step {training.step}")
     elif arguments.export_only:
         sys.exit(f"{arguments.checkpoint} does not exist; nothing to export")
     if not arguments.export_only:
-        train(training, Batches(tokens, recipe), arguments)
-    export(training, arguments.output, len(tokens))
+        train(training, batches, arguments)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, or continue to train, then evaluate and export."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, Recipe(), Path("out/embedded_model.pt"))
+    parser.add_argument("--stage", default="text, tool calls and thinking", help="its name in the model card")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    recipe = recipe_of(arguments)
+    documents = training_documents()
+    tokenizer = train_tokenizer([document.text for document in documents])
+    tokens = training_tokens(tokenizer, documents, recipe)
+    training = Training(MODEL, recipe, tokenizer, first_model(recipe, arguments.initial))
+    run(training, Batches(tokens, recipe), arguments)
+    export(training, arguments.output, arguments.stage, len(tokens), arguments.initial)
 
 
 if __name__ == "__main__":

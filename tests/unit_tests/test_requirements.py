@@ -7,7 +7,7 @@ from collections import Counter
 
 from tests.unit_tests.support.source import ROOT
 
-FAMILIES = "KV|HY|FX|LA|M1|EX|MF|MR|OB|PY|FA|SA|RP|CU|SP|SI|SE|SC|TE|DC|RL"
+FAMILIES = "KV|HY|FX|LA|M1|EX|MF|MR|OB|PY|FA|SA|RP|CU|SP|SI|SE|SC|TE|DC|RL|EM"
 ID = re.compile(rf"\b(?:{FAMILIES})-\d+\b")
 TEXT = (ROOT / "docs/requirements.md").read_text("utf-8")
 ROWS = re.findall(rf"^\| ((?:{FAMILIES})-\d+) \|", TEXT, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.embedded_model import corpus, train
+from examples.embedded_model import corpus, export, head, train
 from examples.embedded_model.evaluation import (
     EVALUATION_LENGTH,
+    both_logits,
     encode_documents,
     held_out_tokens,
     language_model_loss,
@@ -25,6 +27,7 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, embedded_config
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.models.native.safetensors_checkpoint import save_checkpoint
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
 
@@ -73,6 +76,7 @@ def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
 
 
 def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
+    """EM-20: in nats per token."""
     assert loss <= unigram_entropy(held_out[1].flatten()) - 1.0
 
 
@@ -204,9 +208,12 @@ def training(script: ModuleType, tiny_config: ModelConfig):
     """Makes equal trainings of a tiny model, and its batches."""
     recipe = script.Recipe(steps=6, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
     tokenizer = script.train_tokenizer(["some words to count"], vocabulary=270)
-    return lambda **changes: script.Training(tiny_config, replace(recipe, **changes), tokenizer), script.Batches(
-        _random_tokens(400), recipe
-    )
+
+    def make(**changes):
+        model = build_model(tiny_config, seed=recipe.seed)
+        return script.Training(tiny_config, replace(recipe, **changes), tokenizer, model)
+
+    return make, script.Batches(_random_tokens(400), recipe)
 
 
 def test_an_interrupted_training_goes_on_exactly(training, tmp_path: Path) -> None:
@@ -263,17 +270,50 @@ def test_decay_spares_norms_and_the_recurrence(script: ModuleType, tiny_model: n
 
 
 def test_exported_and_measured(
-    training, script: ModuleType, shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is a checkpoint that loads; exporting again replaces it."""
-    monkeypatch.setattr(script, "held_out_tokens", lambda _: _random_tokens(600))
+    """The folder is a checkpoint that loads; exporting again replaces it, and stages add up."""
+    monkeypatch.setattr(export, "held_out_tokens", lambda _: _random_tokens(600))
+    monkeypatch.setattr(export, "tools", lambda _: [export.Row("calls", "50.0%")])
     tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
     tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
-    state = script.Training(tiny, script.Recipe(), tokenizer)
+    state = script.Training(tiny, script.Recipe(), tokenizer, build_model(tiny))
+    trunk, both = tmp_path / "trunk", tmp_path / "both"
     for _ in range(2):
-        script.export(state, tmp_path / "exported", trained_tokens=0)
-    loaded = load_model(SourceConfig(load=str(tmp_path / "exported")), {}, device=torch.device("cpu"))
-    tokens = encode_documents(["Some words."], TextTokenizer(tmp_path / "exported").tokenize, 0)[None]
+        script.export(state, trunk, "the trunk", 0, None)
+    loaded = load_model(SourceConfig(load=str(trunk)), {}, device=torch.device("cpu"))
+    tokens = encode_documents(["Some words."], TextTokenizer(trunk).tokenize, 0)[None]
     expected = state.model.bfloat16().float()(tokens, positions(tokens), None)
     torch.testing.assert_close(loaded.model(tokens, positions(tokens), None), expected, atol=1e-2, rtol=1e-2)
-    assert "# The embedded model" in (tmp_path / "exported/README.md").read_text(encoding="utf-8")
+
+    with_head = head.HeadTraining(trunk, replace(head.RECIPE, batch_size=1, length=16))
+    script.export(with_head, both, "the head", 0, trunk)
+    card = (both / "README.md").read_text(encoding="utf-8")
+    assert card.startswith("# The embedded model")
+    assert re.findall("^## .*$", card, re.MULTILINE) == ["## Stage: the trunk", "## Stage: the head"]
+    assert "| calls | 50.0% |" in card
+    template = "chat_template.jinja"
+    assert (both / template).read_bytes() == (EMBEDDED_MODEL_DIR / template).read_bytes()
+
+
+def test_only_the_head_is_trained(script: ModuleType, tmp_path: Path) -> None:
+    """EM-22: the trunk keeps its weights, and the head comes closer to the trunk."""
+    tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
+    save_checkpoint(tmp_path / "trunk", build_model(tiny, seed=1), tiny, EMBEDDED_MODEL_DIR)
+    recipe = replace(head.RECIPE, steps=8, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
+    training = head.HeadTraining(tmp_path / "trunk", recipe)
+    before = {name: parameter.clone() for name, parameter in training.model.named_parameters()}
+    batches = script.Batches(_random_tokens(400), recipe)
+    losses = [training.advance(batches) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    for name, parameter in training.model.named_parameters():
+        assert torch.equal(parameter, before[name]) != name.startswith("mtp."), name
+
+
+def test_the_heads_target_is_the_trunk_one_token_later(tiny_config: ModelConfig) -> None:
+    """EM-22: the distributions that the loss compares are those of the same token."""
+    model = build_model(head.with_prediction(tiny_config), seed=3)
+    tokens = _random_tokens(12)[None]
+    trunk, drafted = both_logits(model, tokens)
+    torch.testing.assert_close(trunk, model(tokens, positions(tokens), None)[:, 1:])
+    torch.testing.assert_close(drafted, model.prediction_logits(tokens, 1)[0])
