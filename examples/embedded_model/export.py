@@ -33,7 +33,8 @@ from megatron_ext.text.chat_template import read_chat_template
 from megatron_ext.text.tokenizer import TextTokenizer
 
 CARD = "README.md"
-TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json")  # written by hand
+HERE = Path(__file__).parent
+TOKENIZER_FILES = (HERE / "chat_template.jinja", EMBEDDED_MODEL_DIR / "tokenizer_config.json")  # written by hand
 STAGE = "\n## Stage: "
 ZERO_STATES_EVERY = 64  # tokens, in the report
 TOOL_PROMPTS = 200
@@ -72,7 +73,7 @@ def export(training: Trained, directory: Path, name: str, trained_tokens: int, i
     with tempfile.TemporaryDirectory() as folder:
         training.tokenizer.save(str(Path(folder) / "tokenizer.json"))
         for file in TOKENIZER_FILES:
-            shutil.copy(EMBEDDED_MODEL_DIR / file, folder)
+            shutil.copy(file, folder)
         save_checkpoint(directory, training.model, training.config, folder, torch.bfloat16)
     rows = [*losses(directory), *tools(directory)]
     for row in rows:

@@ -44,6 +44,8 @@ from megatron_ext.text.chat_template import read_chat_template
 VOCABULARY = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", SYSTEM, USER, ASSISTANT, END)  # ids 0 to 4
 END_OF_DOCUMENT = 0
+THINK = "<think>"
+IGNORED = -100  # target
 MODEL = ModelConfig(
     hybrid_override_pattern="M-M*M-M-",
     hidden_size=192,
@@ -101,6 +103,7 @@ class Training:
         self.recipe = recipe
         self.tokenizer = tokenizer
         self.model = model.train()
+        self._thinking = tokenizer.encode(ASSISTANT + THINK).ids
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model, recipe.weight_decay), betas=ADAM_BETAS)
         self.step = 0
 
@@ -117,9 +120,13 @@ class Training:
         return loss.item()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of windows, nats per token."""
+        """Return the mean loss of windows, nats per token, without the begins of thinking turns.
+
+        The chat template writes them where thinking is enabled; a model that learned them would think unasked.
+        """
         logits = self.model(inputs, positions(inputs), None)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        learned = targets.masked_fill(after_first(targets, self._thinking), IGNORED)
+        return F.cross_entropy(logits.float().flatten(0, 1), learned.flatten(), ignore_index=IGNORED)
 
     def save(self, path: Path) -> None:
         """Write the state that the next step depends on; the file is replaced atomically."""
@@ -158,6 +165,15 @@ class Training:
         self.step = state["step"]
 
 
+def after_first(tokens: Tensor, sequence: list[int]) -> Tensor:
+    """Return where tokens [b, s] are those after the first one of a sequence that occurs as a whole: [b, s] bool."""
+    found = (tokens.unfold(1, len(sequence), 1) == torch.tensor(sequence)).all(-1)  # [b, s - len(sequence) + 1]
+    marked = torch.zeros_like(tokens, dtype=torch.bool)
+    for offset in range(1, len(sequence)):
+        marked[:, offset : offset + found.shape[1]] |= found
+    return marked
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Return groups of the trained parameters: matrices decay; norms, biases and those of the recurrence do not."""
     decayed: list[nn.Parameter] = []
@@ -186,7 +202,7 @@ def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer
 
 def training_tokens(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe) -> Tensor:
     """Return the documents and all conversations in one row, in random order."""
-    template = read_chat_template(EMBEDDED_MODEL_DIR)
+    template = read_chat_template(Path(__file__).parent)
     assert template is not None
     more = training_conversations(documents, template, recipe.tool_conversations, recipe.thinking_chats)
     texts = [*(document.text for document in documents), *chat_documents(documents), *more]

@@ -293,7 +293,28 @@ def test_exported_and_measured(
     assert re.findall("^## .*$", card, re.MULTILINE) == ["## Stage: the trunk", "## Stage: the head"]
     assert "| calls | 50.0% |" in card
     template = "chat_template.jinja"
-    assert (both / template).read_bytes() == (EMBEDDED_MODEL_DIR / template).read_bytes()
+    assert (both / template).read_bytes() == (export.HERE / template).read_bytes()
+
+
+def test_begins_of_thinking_turns_are_given_and_not_learned(script: ModuleType) -> None:
+    """EM-21: so the model does not think unasked; calls, which begin with the same token, are learned."""
+    tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
+    texts = ["<|end|><|assistant|><think>\nWell.", "<|assistant|><tool_call>\n{", "<think>"]
+    ids = [token for text in texts for token in tokenizer.encode(text).ids]
+    begin = tokenizer.encode("<|assistant|><think>").ids
+    marked = script.after_first(torch.tensor([ids, ids[::-1]]), begin)
+    assert marked[0].nonzero().flatten().tolist() == list(range(2, 1 + len(begin)))
+    assert not marked[1].any()
+    state = script.Training(script.MODEL, script.Recipe(), tokenizer, build_model(script.MODEL, seed=1))
+    tokens = torch.tensor([ids])
+    others = tokens.clone()
+    others[0, 3] = 7  # breaks the begin
+    with torch.no_grad():
+        assert state.loss(tokens[:, :-1], tokens[:, 1:]) != state.loss(tokens[:, :-1], others[:, 1:])
+        logits = state.model(tokens[:, :-1], positions(tokens[:, :-1]), None)
+        each = torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:], reduction="none")
+        learned = each[~marked[0, 1:]].mean()
+        torch.testing.assert_close(state.loss(tokens[:, :-1], tokens[:, 1:]), learned)
 
 
 def test_only_the_head_is_trained(script: ModuleType, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from examples.embedded_model import export
 from examples.embedded_model.conversations import (
     Exchange,
     conversation,
@@ -18,7 +19,6 @@ from examples.embedded_model.conversations import (
 )
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
-from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.text.chat_template import read_chat_template
 
 DOCUMENTS = [Document("m", tuple(Entry(f"m.f{i}", f"m.f{i}()", f"Does the thing number {i}.") for i in range(5)))]
@@ -28,7 +28,7 @@ SHORT = 15  # arguments that are numbers or names of the documentation are split
 
 @cache
 def template() -> str:
-    found = read_chat_template(EMBEDDED_MODEL_DIR)
+    found = read_chat_template(export.HERE)
     assert found is not None
     return found
 
