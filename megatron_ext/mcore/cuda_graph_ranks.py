@@ -51,30 +51,34 @@ class Messages:
 
 
 def check_ranks(batching: BatchingConfig, messages: Messages, device: torch.device) -> None:
-    """Check that the ranks of a model can compute captured steps, before anything is allocated.
+    """Check that the ranks of a model can capture their messages, before anything is allocated.
 
     On a CPU the same steps run uncaptured, over any backend.
 
     Raises:
         ConfigError: They cannot.
     """
-    if not batching.has_input_buffers:
+    sizes = messages.sizes
+    if not batching.has_input_buffers or device.type != "cuda" or uncaptured_sizes(sizes) is not None:
         return
-    sizes, problem = messages.sizes, None
-    if sizes.pipeline_model_parallel_size > 1:
-        problem = (
-            f"--pipeline-model-parallel-size {sizes.pipeline_model_parallel_size} sends hidden states between stages, "
-            "which is not captured; give --tensor-model-parallel-size instead"
-        )
-    elif sizes.expert_model_parallel_size > 1:
-        problem = (
-            f"--expert-model-parallel-size {sizes.expert_model_parallel_size} sends as many tokens to each rank as "
-            "the router says, which no graph can; give --expert-tensor-parallel-size instead"
-        )
-    elif sizes.tensor_model_parallel_size > 1 and device.type == "cuda":
-        problem = _problem_of_nccl(messages)
+    problem = _problem_of_nccl(messages) if sizes.tensor_model_parallel_size > 1 else None
     if problem is not None:
         raise ConfigError(f"--cuda-graph-impl {batching.cuda_graph_impl}: {problem}, or --cuda-graph-impl none")
+
+
+def uncaptured_sizes(sizes: ParallelConfig) -> str | None:
+    """Return why steps at these sizes are not captured; None if they are. Launch scripts of Megatron ask for both."""
+    if sizes.pipeline_model_parallel_size > 1:
+        return (
+            f"--pipeline-model-parallel-size {sizes.pipeline_model_parallel_size} sends hidden states between stages, "
+            "which is not captured (--tensor-model-parallel-size is)"
+        )
+    if sizes.expert_model_parallel_size > 1:
+        return (
+            f"--expert-model-parallel-size {sizes.expert_model_parallel_size} sends as many tokens to each rank as "
+            "the router says, which no graph can (--expert-tensor-parallel-size is captured)"
+        )
+    return None
 
 
 def _problem_of_nccl(messages: Messages) -> str | None:

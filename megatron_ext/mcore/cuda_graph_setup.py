@@ -9,8 +9,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megatron_ext.config import BatchingConfig
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.cuda_graph_ranks import uncaptured_sizes
 from megatron_ext.mcore.layers.dense_moe import fixed_shapes, problem_of
 from megatron_ext.memory.pools import Pools
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
@@ -37,7 +39,7 @@ def cuda_graph_runner_for(
     """
     if not batching.has_input_buffers:
         return None
-    problem = _problem(controller)
+    problem = (uncaptured_sizes(platform.group_sizes()) if has_peers else None) or _problem(controller)
     if problem is not None:
         logger.warning("--cuda-graph-impl local: every step is eager, since %s", problem)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +49,30 @@ def flags() -> str:
     ):
         text += f"\n## megatron-ext {command}\n"
         text += "" if command == "run" else "\nFlags of the commands above are not repeated.\n"
-        for group in parser._action_groups:
-            rows = [row for action in group._group_actions for row in flag_row(action, known)]
+        for title, actions in groups_of(parser):
+            rows = [row for action in actions for row in flag_row(action, known)]
             if rows:
-                text += f"\n### {command}: {group.title}\n\n" + table(["flag", "meaning"], rows)
+                text += f"\n### {command}: {title}\n\n" + table(["flag", "meaning"], rows)
     return text
+
+
+def groups_of(parser: argparse.ArgumentParser) -> list[tuple[str | None, list[argparse.Action]]]:
+    """Return the groups of a parser: title and arguments of each, as its help shows them."""
+    found: list[tuple[str | None, list[argparse.Action]]] = []
+
+    class Collecting(argparse.HelpFormatter):
+        def start_section(self, heading: str | None) -> None:
+            found.append((heading, []))
+            super().start_section(heading)
+
+        def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+            listed = list(actions)
+            found[-1][1].extend(listed)
+            super().add_arguments(listed)
+
+    parser.formatter_class = Collecting
+    parser.format_help()
+    return found
 
 
 def flag_row(action: argparse.Action, known: set[str]) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config import BatchingConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.core_factory import ContextResources
-from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks
+from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks, uncaptured_sizes
 from megatron_ext.mcore.cuda_graph_setup import new_runner
 from megatron_ext.parallel.commands import WeightsChanged
 from megatron_ext.parallel.worker import Worker
@@ -45,16 +45,6 @@ class TestWhichRanksCapture:
             (Messages(TWO, "gloo", NEW, None), CUDA, ["gloo", "--distributed-backend nccl"]),
             (Messages(TWO, "nccl", (2, 8, 4), None), CUDA, ["NCCL 2.8.4", "2.9.6"]),
             (Messages(TWO, "nccl", NEW, "NCCL_BLOCKING_WAIT"), CUDA, ["NCCL_BLOCKING_WAIT", "unset it"]),
-            (
-                Messages(ParallelConfig(pipeline_model_parallel_size=2), "nccl", NEW, None),
-                CPU,
-                ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size"],
-            ),
-            (
-                Messages(ParallelConfig(expert_model_parallel_size=4), "nccl", NEW, None),
-                CUDA,
-                ["--expert-model-parallel-size 4", "--expert-tensor-parallel-size"],
-            ),
         ],
     )
     def test_cannot(self, messages, device, words):
@@ -63,6 +53,16 @@ class TestWhichRanksCapture:
             check_ranks(GRAPHS, messages, device)
         assert all(word in str(caught.value) for word in ["--cuda-graph-impl local", *words, "--cuda-graph-impl none"])
         check_ranks(BatchingConfig(), messages, device)
+
+    @pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+    def test_sizes_whose_steps_are_eager(self, name):
+        """CU-21: whatever the backend; the reason has the flag and the size."""
+        sizes = ParallelConfig(**{name: 2})
+        check_ranks(GRAPHS, Messages(sizes, "gloo", None, None), CUDA)
+        reason = uncaptured_sizes(sizes)
+        assert reason is not None
+        assert f"--{name.replace('_', '-')} 2" in reason
+        assert uncaptured_sizes(TWO) is None
 
 
 class Counting:

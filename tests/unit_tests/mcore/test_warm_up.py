@@ -131,11 +131,11 @@ def build(monkeypatch):
 
 
 def _note_only(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
-    """Launch nothing; sampled tokens are token 0."""
+    """Launch nothing; sampled tokens, and those that experts get, are token 0."""
     if 0 not in grid:
         kernel._note(config, arguments)
-        if kernel.name == "draw_rows":
-            arguments["tokens"].zero_()
+        for name in {"draw_rows": ["tokens"], "sort_by_expert": ["tokens", "offsets"]}.get(kernel.name, ()):
+            arguments[name].zero_()
 
 
 def _copy_as_on_a_device(pairs, rows, target_rows) -> None:

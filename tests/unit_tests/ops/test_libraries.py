@@ -100,7 +100,7 @@ class TestPackages:
             backend_selection.check(wanted, CUDA, FITS)
 
     def test_its_versions_are_those_of_the_project(self, wanted: str, package: libraries.Package) -> None:
-        (extra,) = re.findall(r"^cuda = \[(.*)\]$", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+        (extra,) = re.findall(r"^cuda = \[\n(.*?)^\]$", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
         listed = [Requirement(one) for one in re.findall(r'"(.*?)"', extra)]
         assert Requirement(package.distribution + package.versions) in listed
 

@@ -61,7 +61,7 @@ def run(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
     size = config[constant] - (3 if constant == "N" or (constant == "K" and config[constant] < 65) else 0)
     with watch() as launches:
         Steps(operator, size, DTYPES[types.get("T", "fp32")], DTYPES[types.get("S", "fp32")]).run()
-    assert (kernel.name, config, tuple(sorted(types.items()))) in launches
+    assert (kernel.name, config, tuple(sorted(types.items()))) in [launch[:3] for launch in launches]
     assert {launch.kernel for launch in launches} == {name for name, (other, _) in COVERED.items() if other == operator}
 
 
