@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
 )
 WORDS = 97
-# Heads whose number is odd: one token of a projection is no multiple of 16 bytes, nor are all states of a request.
+# Heads whose number is odd: neither one token of a projection nor all states of a request are multiples of 16 bytes.
 ODD = {
     "hybrid": {"mamba_num_heads": 3, "mamba_num_groups": 1},
     "gated_delta_net": {"linear_num_value_heads": 3, "linear_num_key_heads": 1},

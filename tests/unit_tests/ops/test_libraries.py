@@ -72,7 +72,7 @@ def test_on_a_cpu(installed, wanted: str) -> None:
     ("wanted", "package"), [(name, one) for name, library in LIBRARIES.items() for one in library.packages]
 )
 class TestPackages:
-    """What is not installed, too old or broken."""
+    """Packages that are missing, too old or broken."""
 
     def test_not_installed(self, installed, monkeypatch, wanted: str, package: libraries.Package) -> None:
         def missing(name: str) -> str:
@@ -122,7 +122,7 @@ def test_each_library_is_a_choice() -> None:
 
 @pytest.mark.parametrize(("kind", "window"), [("hybrid", 4), ("mamba1_only", 3), ("attention_only", None)])
 def test_shapes_of_a_model(get_oracle, kind: str, window: int | None) -> None:
-    """What is checked is what the engine of the model has."""
+    """Checks see the shapes that the engine of the model has."""
     model = get_oracle(kind).model
     shapes = operator_shapes(model, BatchingConfig(conv_states_dtype="bf16", cuda_graph_impl="local"), FP32)
     assert shapes.dtype == FP32
