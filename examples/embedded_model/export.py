@@ -33,7 +33,7 @@ from megatron_ext.text.chat_template import read_chat_template
 from megatron_ext.text.tokenizer import TextTokenizer
 
 CARD = "README.md"
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent  # its template has thinking, which the shipped weights have not learned
 TOKENIZER_FILES = (HERE / "chat_template.jinja", EMBEDDED_MODEL_DIR / "tokenizer_config.json")  # written by hand
 STAGE = "\n## Stage: "
 ZERO_STATES_EVERY = 64  # tokens, in the report

@@ -120,7 +120,7 @@ class Training:
         return loss.item()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of windows, nats per token, without the begins of thinking turns.
+        """Return the mean loss of windows, nats per token, without the tokens that open a thinking turn.
 
         The chat template writes them where thinking is enabled; a model that learned them would think unasked.
         """

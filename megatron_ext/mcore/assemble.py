@@ -166,7 +166,8 @@ def _parts_to_warm_up(
     if drafter is None:
         return [whole]
     if parallel is not None and any(place.pipeline for place in parallel.places):
-        logger.info("kernels of the drafting layer are not warmed up: only the last pipeline stage has them")
+        if whole.is_needed:
+            logger.warning("kernels of the drafting layer are not warmed up: only the last pipeline stage has them")
         return [whole]
     return [whole, drafter.warm_up_part(whole)]
 

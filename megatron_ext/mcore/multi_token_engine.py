@@ -27,7 +27,14 @@ from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, Mul
 
 @dataclass(frozen=True)
 class PredictionParts:
-    """Model with a layer of multi-token prediction, in eval mode, with its configuration and parameter dtype."""
+    """Model with layers of multi-token prediction, and what its drafter is built from.
+
+    Attributes:
+        model: Model in eval mode, with the layers on this stage.
+        config: Configuration of the model.
+        dtype: Type of the parameters.
+        drafts: Maximum number of drafts.
+    """
 
     model: HybridModel
     config: ModelConfig
@@ -106,6 +113,7 @@ class MultiTokenEngine(MultiTokenDrafter):
         self._parts, self._context, self._hidden, self._operators = parts, context, states, operators
         self._read_outputs: dict[int, Tensor] = {}  # after the last read token
         self._outputs: dict[int, Tensor] = {}  # after the last token, drafts included
+        self._sampled: tuple[int, ...] = ()  # requests of the last step's rows of logits
         limits = context.plan.limits
         room = DraftRoom(
             block_size=limits.block_size,
@@ -184,8 +192,7 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def _tokens(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Mapping[int, int]:
         found = self.logits(step, inputs)
-        names = list(self._sampled)
-        return dict(zip(names, found.argmax(dim=-1).tolist(), strict=True))
+        return dict(zip(self._sampled, found.argmax(dim=-1).tolist(), strict=True))
 
     def _hidden_states(self, chunk: ScheduledChunk, given: ChunkInput) -> Tensor:
         """Return the hidden states that a chunk continues, [length, h]."""

@@ -194,8 +194,8 @@ class Action(enum.IntEnum):
     STOP = 3  # orderly shutdown
     RELEASE = 4  # the other ranks return to their callers, until the next batch
     MEET = 5  # every rank waits until all have obeyed the commands
-    DRAFT = 7  # ranks with a `Draft` command compute drafts
     HAND_OVER = 6  # the other ranks return to their callers, who hand over shards of new weights
+    DRAFT = 7  # ranks with a `Draft` command compute drafts
 
 
 @dataclass(frozen=True)

@@ -301,3 +301,17 @@ def test_specialization_is_what_triton_compiles_for():
     odd = kernel.specialization(given | {"x": whole[1:], "slots": whole[1:], "live_row": 1, "channels": 2**31})
     assert found - odd == {"x: 16", "live_row: 16"}
     assert odd - found == {"live_row: 1", "channels: i64"}
+
+
+@pytest.mark.parametrize("pipeline", [0, 1])
+def test_a_drafting_layer_of_one_stage(build, caplog, pipeline):
+    """CU-20: stages have the same steps, so a layer that one of them lacks is left out; on a CPU that needs no line."""
+    built = build(config_of("hybrid", "M*-"))
+    drafter, ranks = mock.Mock(), mock.Mock(places=[mock.Mock(pipeline=0), mock.Mock(pipeline=pipeline)])
+    with mock.patch.object(triton, "compiles", return_value=False):
+        parts = assemble._parts_to_warm_up(built.engine.controller, drafter, ranks)
+        assert len(parts) == 2 - pipeline
+        assert caplog.messages == []
+    with mock.patch.object(triton, "compiles", return_value=True):
+        assemble._parts_to_warm_up(built.engine.controller, drafter, ranks)
+    assert len(caplog.messages) == pipeline

@@ -296,7 +296,7 @@ def test_exported_and_measured(
     assert (both / template).read_bytes() == (export.HERE / template).read_bytes()
 
 
-def test_begins_of_thinking_turns_are_given_and_not_learned(script: ModuleType) -> None:
+def test_what_opens_a_thinking_turn_is_given_and_not_learned(script: ModuleType) -> None:
     """EM-21: so the model does not think unasked; calls, which begin with the same token, are learned."""
     tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
     texts = ["<|end|><|assistant|><think>\nWell.", "<|assistant|><tool_call>\n{", "<think>"]
