@@ -293,7 +293,8 @@ def _turns(draw: Draw) -> tuple[tuple[Tool, ...], list[Turn]]:
     return tuple(tools), turns
 
 
-def _system(draw: Draw) -> list[Message]:
+def system_message(draw: Draw) -> list[Message]:
+    """Return one of the usual system messages, or none in most conversations."""
     return [{"role": "system", "content": draw.one(SYSTEM_PROMPTS)}] if draw.below(SYSTEM_ONE_IN) == 0 else []
 
 
@@ -302,39 +303,28 @@ def conversation(number: int, entries: Sequence[tuple[str, str]]) -> tuple[list[
     draw = Draw(f"conversation {number}", entries, held_out=False)
     tools, turns = _turns(draw)
     thinks = draw.below(THINKING_ONE_IN) == 0
-    messages = _system(draw)
+    messages = system_message(draw)
     for turn in turns[: 1 + draw.below(2)]:
         if draw.below(SMALL_TALK_ONE_IN) == 0:
             question, answer = SMALL_TALK[draw.below(len(SMALL_TALK))]
-            messages += [{"role": "user", "content": question}, _answer(answer, "No function is needed.", thinks)]
+            messages += [
+                {"role": "user", "content": question},
+                answer_message(answer, "No function is needed.", thinks),
+            ]
         call = turn.call | ({"reasoning_content": f"{turn.thought} I call {turn.tool.name}."} if thinks else {})
         messages += [
             {"role": "user", "content": turn.question},
             call,
             {"role": "tool", "content": turn.result},
-            _answer(turn.answer, f"This is what {turn.tool.name} says.", thinks),
+            answer_message(turn.answer, f"This is what {turn.tool.name} says.", thinks),
         ]
     return messages, tools
 
 
-def _answer(text: str, thought: str, thinks: bool) -> Message:
+def answer_message(text: str, thought: str, thinks: bool) -> Message:
+    """Return the assistant's message, with its thought if it thinks."""
     message: Message = {"role": "assistant", "content": text}
     return message | ({"reasoning_content": thought} if thinks else {})
-
-
-def thinking_chat(number: int, entries: Sequence[tuple[str, str]]) -> list[Message]:
-    """Return a conversation without functions, with thinking before each answer."""
-    draw = Draw(f"thinking {number}", entries, held_out=False)
-    messages = _system(draw)
-    for _ in range(1 + draw.below(3)):
-        name, text = draw.entry()
-        question = draw.one(("What does {} do?", "What is {}?", "Can you explain {}?", "Please describe {}.")).format(
-            name
-        )
-        *_, last = name.split(".")
-        thought = f"The question is about {name}. I say what {last} is, in a sentence or two."
-        messages += [{"role": "user", "content": question}, _answer(text, thought, True)]
-    return messages
 
 
 def rendered(template: str, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
@@ -350,22 +340,6 @@ def rendered_result(template: str, exchange: Exchange) -> str:
     return render_chat(template, [*exchange.messages, exchange.turn.call, result], {}, options)
 
 
-def training_conversations(documents: Sequence[Document], template: str, count: int, thinking: int) -> Iterator[str]:
-    """Texts of `count` conversations with functions and of `thinking` ones without.
-
-    Args:
-        documents: Those of the training side.
-        template: The model's chat template.
-        count: Number of conversations with functions.
-        thinking: Number of conversations without functions, with thinking.
-    """
-    known = entries(documents)
-    for number in range(count):
-        yield rendered(template, *conversation(number, known))
-    for number in range(thinking):
-        yield rendered(template, thinking_chat(number, known), ())
-
-
 def held_out_exchanges(documents: Sequence[Document], count: int) -> Iterator[Exchange]:
     """Prompts whose function names and arguments are in no training conversation.
 
@@ -378,4 +352,4 @@ def held_out_exchanges(documents: Sequence[Document], count: int) -> Iterator[Ex
         draw = Draw(f"held out {number}", known, held_out=True)
         tools, (turn, *_) = _turns(draw)
         question: Message = {"role": "user", "content": turn.question}
-        yield Exchange(tools, (*_system(draw), question), turn)
+        yield Exchange(tools, (*system_message(draw), question), turn)

@@ -16,6 +16,7 @@ class Recipe:
     length: int = 1024  # tokens a window
     tool_conversations: int = 3000
     thinking_chats: int = 1000
+    plain_chats: int = 2000
     learning_rate: float = 2e-3
     final_learning_rate: float = 1e-4
     warmup_steps: int = 100

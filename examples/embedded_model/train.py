@@ -3,8 +3,8 @@ r"""Train the small hybrid language model that is shipped with the package, on t
 Three commands, each of which begins with what the one before has exported:
 
     python -m examples.embedded_model.train --stage text --output out/text --checkpoint out/text.pt \
-        --tool-conversations 0 --thinking-chats 0 --steps 2000 --decay-steps 800 --batch-size 4 --length 512 \
-        --learning-rate 3e-3
+        --tool-conversations 0 --thinking-chats 0 --plain-chats 0 --steps 2000 --decay-steps 800 \
+        --batch-size 4 --length 512 --learning-rate 3e-3
     python -m examples.embedded_model.train --initial out/text --output out/trunk
     python -m examples.embedded_model.head --initial out/trunk
 
@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from examples.embedded_model.conversations import training_conversations
+from examples.embedded_model.chats import training_conversations
 from examples.embedded_model.corpus import ASSISTANT, END, SYSTEM, USER, Document, chat_documents, training_documents
 from examples.embedded_model.evaluation import encode_documents, positions
 from examples.embedded_model.export import export
@@ -204,7 +204,9 @@ def training_tokens(tokenizer: Tokenizer, documents: list[Document], recipe: Rec
     """Return the documents and all conversations in one row, in random order."""
     template = read_chat_template(Path(__file__).parent)
     assert template is not None
-    more = training_conversations(documents, template, recipe.tool_conversations, recipe.thinking_chats)
+    more = training_conversations(
+        documents, template, recipe.tool_conversations, thinking=recipe.thinking_chats, plain=recipe.plain_chats
+    )
     texts = [*(document.text for document in documents), *chat_documents(documents), *more]
     return encode_documents(shuffled(texts, recipe.seed), lambda text: tokenizer.encode(text).ids, END_OF_DOCUMENT)
 

@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 
 from examples.embedded_model import export
+from examples.embedded_model.chats import chat_without_functions, training_conversations
 from examples.embedded_model.conversations import (
     Exchange,
     conversation,
     held_out_exchanges,
     is_held_out_value,
     rendered,
-    training_conversations,
 )
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
@@ -56,10 +56,18 @@ def test_held_out_names_and_arguments_are_in_no_training_conversation():
 
 
 def test_conversations_depend_on_their_number_only():
-    texts = list(training_conversations(DOCUMENTS, template(), 3, 2))
-    assert texts == list(training_conversations(DOCUMENTS, template(), 3, 2))
+    texts = list(training_conversations(DOCUMENTS, template(), 3, thinking=2, plain=4))
+    assert texts == list(training_conversations(DOCUMENTS, template(), 3, thinking=2, plain=4))
     assert texts[1] == rendered(template(), *conversation(1, ENTRIES))
-    assert len(set(texts)) == 5
+    assert len(set(texts)) == 9
+
+
+def test_chats_without_functions_call_none():
+    """EM-21: questions that a function would answer occur without functions, too, and are answered without a call."""
+    chats = [chat_without_functions(number, ENTRIES) for number in range(60)]
+    assert not any(calls_of(messages) for messages in chats)
+    asked = {message["content"] for messages in chats for message in messages if message["role"] == "user"}
+    assert any(question.startswith("What is the weather in") for question in asked)
 
 
 def test_a_conversation_calls_a_function_and_repeats_what_it_returned():
