@@ -33,8 +33,7 @@ from megatron_ext.text.chat_template import read_chat_template
 from megatron_ext.text.tokenizer import TextTokenizer
 
 CARD = "README.md"
-HERE = Path(__file__).parent  # its template has thinking, which the shipped weights have not learned
-TOKENIZER_FILES = (HERE / "chat_template.jinja", EMBEDDED_MODEL_DIR / "tokenizer_config.json")  # written by hand
+TOKENIZER_FILES = ("chat_template.jinja", "tokenizer_config.json")  # of the shipped model; written by hand
 STAGE = "\n## Stage: "
 ZERO_STATES_EVERY = 64  # tokens, in the report
 TOOL_PROMPTS = 200
@@ -73,7 +72,7 @@ def export(training: Trained, directory: Path, name: str, trained_tokens: int, i
     with tempfile.TemporaryDirectory() as folder:
         training.tokenizer.save(str(Path(folder) / "tokenizer.json"))
         for file in TOKENIZER_FILES:
-            shutil.copy(file, folder)
+            shutil.copy(EMBEDDED_MODEL_DIR / file, folder)
         save_checkpoint(directory, training.model, training.config, folder, torch.bfloat16)
     rows = [*losses(directory), *tools(directory)]
     for row in rows:
@@ -179,6 +178,6 @@ itself: no unigram model is better. Tool prompts: {TOOL_PROMPTS}, with one to th
 
 Conversations look like this, without spaces or line breaks between the parts:
 `{SYSTEM}You are a helpful assistant.{END}{USER}What does json.loads do?{END}{ASSISTANT}`; the answer ends with
-`{END}`. With the template's variable `enable_thinking` it begins with `<think>`, which the model also
-chooses by itself. `<|endoftext|>` (id 0) stands between documents. Another Python version has slightly other text.
+`{END}`. With the template's variable `enable_thinking` it begins with `<think>`. `<|endoftext|>` (id 0)
+stands between documents. Another Python version has slightly other text.
 """

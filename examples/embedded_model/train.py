@@ -202,7 +202,7 @@ def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer
 
 def training_tokens(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe) -> Tensor:
     """Return the documents and all conversations in one row, in random order."""
-    template = read_chat_template(Path(__file__).parent)
+    template = read_chat_template(EMBEDDED_MODEL_DIR)
     assert template is not None
     more = training_conversations(
         documents, template, recipe.tool_conversations, thinking=recipe.thinking_chats, plain=recipe.plain_chats

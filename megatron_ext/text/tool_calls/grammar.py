@@ -52,7 +52,8 @@ def _thinking(guidance: Guidance, rules: GrammarRules) -> str:
     space = rules.add("/\\s*/")
     if guidance.has_begun_thinking:
         return f"{rest} {space}"
-    return f"({space} {rules.marker(guidance.thinking_opening)} {rest})? {space}"
+    # Without thinking there is no space, since the template writes none: the next prompt has the answer's blocks.
+    return f"({space} {rules.marker(guidance.thinking_opening)} {rest} {space})?"
 
 
 def _answer(guidance: Guidance, form: ToolCallFormat, rules: GrammarRules) -> str:

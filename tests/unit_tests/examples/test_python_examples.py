@@ -55,7 +55,7 @@ def test_streaming(capsys):
         assert engine.statistics().use.blocks_in_use == 0
         params = RequestParams(num_tokens_to_generate=24, temperature=0.7, top_p=0.9, seed=1)
         assert answers == [record.generated_text for record in engine.generate(streaming.QUESTIONS, params)]
-    assert sentence == "Return a list of (name, value) tuples"
+    assert sentence == "Return a list of the same as for the given object"
     assert len(capsys.readouterr().out.splitlines()) > 3
 
 

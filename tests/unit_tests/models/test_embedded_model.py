@@ -293,7 +293,7 @@ def test_exported_and_measured(
     assert re.findall("^## .*$", card, re.MULTILINE) == ["## Stage: the trunk", "## Stage: the head"]
     assert "| calls | 50.0% |" in card
     template = "chat_template.jinja"
-    assert (both / template).read_bytes() == (export.HERE / template).read_bytes()
+    assert (both / template).read_bytes() == (export.EMBEDDED_MODEL_DIR / template).read_bytes()
 
 
 def test_what_opens_a_thinking_turn_is_given_and_not_learned(script: ModuleType) -> None:

@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 
-from examples.embedded_model import export
 from examples.embedded_model.chats import chat_without_functions, training_conversations
 from examples.embedded_model.conversations import (
     Exchange,
@@ -19,6 +18,7 @@ from examples.embedded_model.conversations import (
 )
 from examples.embedded_model.corpus import Document, Entry
 from examples.embedded_model.tool_evaluation import parsed_calls, score
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.text.chat_template import read_chat_template
 
 DOCUMENTS = [Document("m", tuple(Entry(f"m.f{i}", f"m.f{i}()", f"Does the thing number {i}.") for i in range(5)))]
@@ -28,7 +28,7 @@ SHORT = 15  # arguments that are numbers or names of the documentation are split
 
 @cache
 def template() -> str:
-    found = read_chat_template(export.HERE)
+    found = read_chat_template(EMBEDDED_MODEL_DIR)
     assert found is not None
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 TURNS = 12
 COMPACTION = 6  # the turn that begins with a summary
 # A penalty for repeated tokens ends an answer after some calls; a bias for line breaks, which part them, makes it two.
-SEVERAL = {"frequency_penalty": 2.0, "logit_bias": {"203": 4}}
+SEVERAL = {"frequency_penalty": 2.0, "logit_bias": {"203": 14}}
 
 
 def tool(name: str, **properties: object) -> dict:
@@ -76,6 +76,7 @@ def play(url: str, name: str = "") -> list[Turn]:
             "parallel_tool_calls": is_parallel,
             "max_tokens": 200,
             "temperature": 0,
+            "separate_reasoning": False,  # thinking is not part of the next prompt
             "return_token_ids": True,
         }
         body |= SEVERAL if is_parallel else {}

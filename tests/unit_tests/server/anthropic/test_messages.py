@@ -312,7 +312,10 @@ class TestThinking:
         assert counted(thinker, messages=contents(QUESTION), thinking={"type": "disabled"}) == off["count"]
         assert counted(thinker, messages=contents(QUESTION), thinking={"type": "adaptive"}) < off["count"]
 
-    def test_a_model_that_does_not_think_answers_all_the_same(self, embedded):
+    def test_a_model_that_does_not_think_answers_all_the_same(self, embedded, monkeypatch):
+        monkeypatch.setattr(embedded.serving.chat, "reasoning", None)
+        tokenizer = embedded.serving.tokenizer
+        monkeypatch.setattr(tokenizer, "_chat_template", tokenizer._chat_template.replace("enable_thinking", "false"))
         fields = {"messages": contents(QUESTION), "thinking": {"type": "enabled", "budget_tokens": 8}}
         assert text_of(create(embedded, **fields)) == text_of(create(embedded, messages=contents(QUESTION)))
 

@@ -201,6 +201,8 @@ class TestNextTurn:
         assert "cause" not in explanation
 
 
-def test_a_budget_needs_a_model_that_thinks(embedded):
+def test_a_budget_needs_a_model_that_thinks(embedded, monkeypatch):
     body = {"messages": QUESTION, "max_tokens": 1, "thinking_budget_tokens": 5}
+    assert embedded.http.post(CHAT, json=body).status_code == 200
+    monkeypatch.setattr(embedded.serving.chat, "reasoning", None)  # as of a template without markers
     assert "has no thinking" in check_error(embedded.http.post(CHAT, json=body), 400)["message"]

@@ -168,6 +168,7 @@ class TestGuided:
         """A guided call is spelled as the template spells it: the blocks of prompt and answer hit."""
         embedded.reset_cache()
         fields = {"model": "embedded", "tools": [FORECAST], "tool_choice": "required", "parallel_tool_calls": False}
+        fields["temperature"] = 0.0
         client = embedded.client().chat.completions
         first = client.create(messages=QUESTION, **fields)
         (call,) = first.choices[0].message.tool_calls
@@ -270,7 +271,6 @@ def function(**fields: object) -> dict:
             "cannot be combined",
             None,
         ),
-        ({"thinking_budget_tokens": 5}, "has no thinking", None),
         ({"tools": [WEATHER | {"type": "custom"}]}, "function", "tools"),
         (
             {
