@@ -174,7 +174,7 @@ class MultiTokenEngine(MultiTokenDrafter):
                 shifts = [inputs[chunk.request_id].position - chunk.start for chunk in chunks]
                 lengths = torch.tensor([chunk.length for chunk in chunks])
                 shift = torch.tensor(shifts).repeat_interleave(lengths).to(positions.device)
-                embedded = model.embed(ids, positions + shift)
+                embedded = model.embedding(ids, positions + shift)
                 is_rope = model.position_embedding_type == "rope"
                 angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
                 output = self._layer(hidden[:, None], embedded, context, angles)

@@ -234,7 +234,8 @@ def _slots(
         if not isinstance(layer, Packable) or (".experts." in name and not with_experts):
             continue
         if layer.weight is not None and not layer.weight.is_inference():
-            yield _Slot(layer, choose(layer.weight), layer.weight if keeps_originals else None)
+            is_read = keeps_originals or (model.reads_output_rows and layer is model.output_layer)
+            yield _Slot(layer, choose(layer.weight), layer.weight if is_read else None)
     if model.post_process and model.share_embeddings_and_output_weights and isinstance(model.output_layer, Packable):
         weight = model.shared_embedding_or_output_weight()
         if model.output_layer.weight is None and not weight.is_inference():

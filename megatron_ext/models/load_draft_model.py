@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.config import ParallelConfig, SourceConfig
-from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.config.tokenizer import NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
@@ -57,11 +56,11 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
         loaded: The model.
 
     Raises:
-        ConfigError: It has none, or several of their own for several drafts, or the stages cannot compute it.
+        ConfigError: It has none, fewer than drafts if several have weights of their own, or experts that ranks share.
     """
     if not speculation.has_prediction:
         return
-    _check_stages(parallel, loaded)
+    _check_experts(parallel, loaded)
     layers, drafts = loaded.config.mtp_layer_count, speculation.num_speculative_tokens
     if not layers:
         raise ConfigError(
@@ -75,23 +74,13 @@ def check_prediction(speculation: SpeculationConfig, parallel: ParallelConfig, l
         )
 
 
-def _check_stages(parallel: ParallelConfig, loaded: LoadedModel) -> None:
-    stages, experts = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
-    config, remedy = loaded.config, "leave it out, or give --speculative-method ngram"
-    if experts > 1 and "E" in config.mtp_pattern:
+def _check_experts(parallel: ParallelConfig, loaded: LoadedModel) -> None:
+    experts, remedy = parallel.expert_model_parallel_size, "leave it out, or give --speculative-method ngram"
+    if experts > 1 and "E" in loaded.config.mtp_pattern:
         raise ConfigError(
             f"--speculative-method mtp and --expert-model-parallel-size {experts} contradict each other: the layer of "
             f"multi-token prediction of {loaded.name} has experts, and a replica computes it alone; {remedy}"
         )
-    if stages == 1:
-        return
-    contradict = f"--speculative-method mtp and --pipeline-model-parallel-size {stages} contradict each other:"
-    if config.untie_embeddings_and_output_weights:
-        raise ConfigError(
-            f"{contradict} the last stage needs the embedding, which it has only if it is the output layer's; {remedy}"
-        )
-    if config.position_embedding_type == LEARNED_POSITIONS:
-        raise ConfigError(f"{contradict} the last stage has no learned positions; {remedy}")
 
 
 def _check_ranks(speculation: SpeculationConfig, parallel: ParallelConfig) -> None:

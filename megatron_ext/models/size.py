@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
+from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.share import Share
 from megatron_ext.parallel.stages import Stage
@@ -41,13 +42,17 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
 
 
 def _embeddings(config: ModelConfig, share: Share) -> int:
-    """Count vocabulary tables on the first and last stage, once if they are the same, and position embeddings."""
+    """Count vocabulary tables and position embeddings of the first and last stage, a shared table once.
+
+    With layers of multi-token prediction the last stage has the embedding, too.
+    """
     assert config.vocab_size is not None, "the tokenizer says it where the configuration does not"
-    has_own_output = share.is_last and (config.untie_embeddings_and_output_weights or not share.is_first)
-    tables = share.is_first + has_own_output
-    positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
+    has_embedding = share.is_first or (share.is_last and config.mtp_layer_count > 0)
+    is_untied = config.untie_embeddings_and_output_weights
+    tables = has_embedding + share.is_last if is_untied else share.is_first or share.is_last
+    positions = config.max_position_embeddings if config.position_embedding_type == LEARNED_POSITIONS else 0
     rows = math.ceil(config.vocab_size / share.parallel.tensor_model_parallel_size)  # the last ranks' rows are padded
-    return (tables * rows + share.is_first * positions) * config.hidden_size
+    return (tables * rows + has_embedding * positions) * config.hidden_size
 
 
 def _attention(config: ModelConfig) -> int:

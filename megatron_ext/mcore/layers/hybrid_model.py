@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import torch
 from megatron.core import parallel_state
@@ -11,6 +12,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megatron_ext.config.model_fields import LEARNED_POSITIONS
+from megatron_ext.mcore.layers.last_stage_embedding import LastStageEmbedding
 from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.mcore.layers.linear import ColumnLinear
 from megatron_ext.mcore.layers.multi_token_prediction import MultiTokenPrediction
@@ -34,7 +37,8 @@ class HybridModel(Model):
 
     Attributes:
         entries: V; upstream's `vocab_size` counts the rows of all ranks.
-        mtp: Layers of multi-token prediction, on the last stage; upstream's forward does not compute them.
+        mtp: Layers of multi-token prediction, on the last stage; upstream's forward does not compute them. If that is
+            not the first one, it has an `embedding` for them.
     """
 
     def __init__(
@@ -59,10 +63,15 @@ class HybridModel(Model):
         if self.post_process and self.vocab_size != self.entries:
             self.output_layer.register_forward_hook(self._drop_padding)
 
-        self._scale(config)
+        self._has_prediction = prediction is not None
         self.mtp: MultiTokenPrediction | None = None
         if prediction is not None and self.post_process:
             self.mtp = MultiTokenPrediction(config, stack_spec.submodules, *prediction, self.pg_collection)
+        if self.mtp is not None and not self.pre_process:
+            positions = self.max_sequence_length if self._has_learned_positions else 0
+            tied = self.output_layer if self.share_embeddings_and_output_weights else None
+            self.embedding = LastStageEmbedding(config, self.vocab_size, positions, tied, self.pg_collection.tp)
+        self._scale(config)
 
     def prediction_logits(self, tokens: Tensor, depths: int) -> list[Tensor]:
         """Return the logits of whole sequences by multi-token prediction, [b, s - d, V] of each depth d from 1.
@@ -81,27 +90,18 @@ class HybridModel(Model):
         hidden = self.mtp(tokens, trunk, self.embedding, depths, angles)
         return [self.output_layer(states, weight=weight)[0].transpose(0, 1) for states in hidden]
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return embeddings on the first or the last stage, [b, s] -> [s, b, h]; the last one has them if tied.
+    @property
+    def reads_output_rows(self) -> bool:
+        """True if rows of the output layer are read as embeddings: of a tied model, for multi-token prediction."""
+        return self.mtp is not None and self.share_embeddings_and_output_weights and not self.pre_process
 
-        Args:
-            tokens: Token ids.
-            positions: Positions of the tokens.
-        """
-        if self.pre_process:
-            found: Tensor = self.embedding(tokens, positions)
-            return found
-        weight, group = self.shared_embedding_or_output_weight(), self.pg_collection.tp
-        own = tokens - group.rank() * len(weight)
-        is_here = (own >= 0) & (own < len(weight))
-        found = weight[own.clamp(0, len(weight) - 1)] * is_here[..., None]
-        if group.size() > 1:
-            torch.distributed.all_reduce(found, group=group)
-        return found.transpose(0, 1) * self.config.embedding_multiplier
+    @property
+    def _has_learned_positions(self) -> bool:
+        return bool(self.position_embedding_type == LEARNED_POSITIONS)
 
     def _scale(self, config: LayerConfig) -> None:
         """Multiply embeddings and logits by the configured factors."""
-        if self.pre_process and config.embedding_multiplier != 1.0:
+        if (self.pre_process or self.mtp is not None) and config.embedding_multiplier != 1.0:
             self.embedding.register_forward_hook(lambda _, __, output: output * config.embedding_multiplier)
         if self.post_process and config.logits_multiplier != 1.0:
             factor = config.logits_multiplier
@@ -128,10 +128,23 @@ class HybridModel(Model):
             weight.shared = True
 
     def copy_embeddings(self) -> None:
-        """Copy the first stage's tied embedding to the last stage; each stage calls this once its weights are set."""
-        if not self.share_embeddings_and_output_weights or not (self.pre_process or self.post_process):
+        """Copy the first stage's embedding to the last stage, as far as that has one; each stage calls this once.
+
+        Its weights are set before.
+        """
+        if not (self.pre_process or self.post_process):
             return
         group = parallel_state.get_embedding_group()
         if group.size() > 1:
             first = torch.distributed.get_process_group_ranks(group)[0]
-            torch.distributed.broadcast(self.shared_embedding_or_output_weight().data, first, group=group)
+            for weight in self._copied_weights():
+                torch.distributed.broadcast(weight.data, first, group=group)
+
+    def _copied_weights(self) -> Iterator[Tensor]:
+        """Yield this stage's weights of the embedding that both the first and the last stage have."""
+        if self.share_embeddings_and_output_weights:
+            yield self.shared_embedding_or_output_weight()
+        elif self._has_prediction:
+            yield self.embedding.get_parameter("word_embeddings.weight")
+        if self._has_prediction and self._has_learned_positions:
+            yield self.embedding.get_parameter("position_embeddings.weight")

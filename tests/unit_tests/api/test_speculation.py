@@ -111,35 +111,19 @@ def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
         load(load=predicting[1], tokenizer_type="NullTokenizer", **settings)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "model", "expected"),
-    [
-        (
-            {"expert_model_parallel_size": 2},
-            {"mtp_pattern": "*E"},
-            "expert-model-parallel-size 2 contradict .* experts",
-        ),
-        ({"pipeline_model_parallel_size": 2}, {"untie_embeddings_and_output_weights": True}, "needs the embedding"),
-        ({"pipeline_model_parallel_size": 2}, {"position_embedding_type": "learned_absolute"}, "no learned positions"),
-    ],
-)
-def test_layouts_that_cannot_draft_are_refused(parallel, model, expected):
+def test_layouts_that_cannot_draft_are_refused():
     """SP-13: with what would do; all else goes on."""
     speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2)
-    usual = {
-        "mtp_pattern": "*-",
-        "mtp_layer_count": 1,
-        "untie_embeddings_and_output_weights": False,
-        "position_embedding_type": "rope",
-    }
-    for given in (usual, usual | model):
-        loaded = SimpleNamespace(name="a model", config=SimpleNamespace(**given))
-        if given == usual:
-            check_prediction(speculation, ParallelConfig(**parallel), loaded)
-            continue
-        with pytest.raises(ConfigError, match=expected) as error:
-            check_prediction(speculation, ParallelConfig(**parallel), loaded)
-        assert "--speculative-method ngram" in str(error.value)
+    parallel = ParallelConfig(expert_model_parallel_size=2)
+    loaded, with_experts = (
+        SimpleNamespace(name="a model", config=SimpleNamespace(mtp_pattern=pattern, mtp_layer_count=1))
+        for pattern in ("*-", "*E")
+    )
+    check_prediction(speculation, parallel, loaded)
+    check_prediction(speculation, ParallelConfig(pipeline_model_parallel_size=2), with_experts)
+    with pytest.raises(ConfigError, match=r"expert-model-parallel-size 2 contradict .* experts") as error:
+        check_prediction(speculation, parallel, with_experts)
+    assert "--speculative-method ngram" in str(error.value)
 
 
 def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, caplog):

@@ -41,12 +41,15 @@ pytestmark = pytest.mark.worlds
 TOKENS = [int(token) for token in torch.randint(96, (40,), generator=torch.Generator().manual_seed(1))]
 SAVE = {"native": save_checkpoint, "distributed": save_dist_checkpoint}
 DENSE = ("mamba2", "odd vocabulary", "untied", "biases", "mamba1", "gated_delta_net")
+WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+ROUTER = "decoder.layers.2.mlp.router.weight"
+PREDICTION = ("prediction", "prediction_positions")
 LAYOUTS = [
-    (sizes(tp=2), (*DENSE, "latent_experts")),
-    (sizes(pp=2), (*DENSE, "latent_experts")),
+    (sizes(tp=2), (*DENSE, *PREDICTION, "latent_experts")),
+    (sizes(pp=2), (*DENSE, *PREDICTION, "latent_experts")),
     (sizes(pp=2, first=1), ("mamba2",)),
     (sizes(pp=4), ("mamba2",)),  # stages of two, one, one and one layers
-    (sizes(tp=2, pp=2), ("odd vocabulary", "latent_experts")),
+    (sizes(tp=2, pp=2), ("odd vocabulary", "prediction", "latent_experts")),
     (sizes(ep=2), ("experts", "latent_experts")),
     (sizes(tp=2, ep=2), ("latent_experts",)),
     (sizes(tp=2, ep=2, etp=1), ("latent_experts",)),
@@ -97,21 +100,25 @@ def random_parts(config: ModelConfig, parallel: ParallelConfig) -> Part:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world"),
-    [(sizes(tp=2, ep=2), 4), (sizes(pp=2), 4)],  # the second: two replicas
-    ids=["TP 2, EP 2", "PP 2, two replicas"],
+    ("kind", "parallel", "world", "expected"),
+    [
+        pytest.param("latent_experts", sizes(tp=2, ep=2), 4, {WORDS, ROUTER}, id="TP 2, EP 2"),
+        pytest.param("latent_experts", sizes(pp=2), 4, {WORDS, ROUTER}, id="PP 2, two replicas"),
+        pytest.param("prediction", sizes(pp=2), 2, {WORDS}, id="PP 2, prediction"),
+        pytest.param("prediction_positions", sizes(pp=2), 2, {WORDS, POSITIONS}, id="PP 2, prediction and positions"),
+    ],
 )
-def test_random_weights_agree(parallel, world):
-    """Tensors that several ranks hold are equal: routers, norms, tied embeddings on the first and last stage."""
+def test_random_weights_agree(kind, parallel, world, expected):
+    """Tensors that several ranks hold are equal: routers, norms, embeddings on the first and last stage."""
     seen: dict[tuple[str, str], Tensor] = {}
     shared = set()
-    for part in run_ranks(random_parts, world, CONFIGS["latent_experts"], parallel):
+    for part in run_ranks(random_parts, world, CONFIGS[kind], parallel):
         for name, (whole_name, boxes) in part.where.items():
             for box, local in boxes:
                 own, key = part.tensors[name][local], (whole_name, str(box))
                 shared |= {whole_name} if key in seen else set()
                 assert torch.equal(seen.setdefault(key, own), own), key
-    assert {"embedding.word_embeddings.weight", "decoder.layers.2.mlp.router.weight"} <= shared
+    assert expected <= shared
 
 
 def refused_spec(config: ModelConfig, parallel: ParallelConfig) -> str:

@@ -31,7 +31,16 @@ from tests.unit_tests.support.ranks import run_ranks
 pytestmark = pytest.mark.worlds
 
 LAYOUTS = {"1": sizes(), "TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}
-KINDS = ("mamba2", "odd vocabulary", "untied", "mamba1", "gated_delta_net", "latent_experts")
+KINDS = (
+    "mamba2",
+    "odd vocabulary",
+    "untied",
+    "prediction",
+    "prediction_positions",
+    "mamba1",
+    "gated_delta_net",
+    "latent_experts",
+)
 
 
 def kinds_at(layout: str) -> list[str]:

@@ -71,6 +71,12 @@ def test_parts_of_stages_and_of_experts():
     for shape, copies in ((SHAPES["hybrid"], 1), (SHAPES["untied"], 0)):
         parts = [count(shape, two, stages, index) for index in range(2)]
         assert sum(parts) == matrix_parameter_count(shape) + copies * table
+    for shape in (SHAPES["untied"], SHAPES["positions"]):  # the embedding again, for multi-token prediction
+        shape = dataclasses.replace(shape, mtp_num_layers=1, mtp_hybrid_override_pattern="*-")
+        parts = [count(shape, two, stages, index) for index in range(2)]
+        is_learned = shape.position_embedding_type == "learned_absolute"
+        copies = table + is_learned * shape.max_position_embeddings * shape.hidden_size
+        assert sum(parts) == matrix_parameter_count(shape) + copies
     experts = SHAPES["experts"]
     routed = experts.num_experts * 2 * experts.hidden_size * experts.moe_ffn_hidden_size
     half = count(experts, ParallelConfig(expert_model_parallel_size=2), (Stage(0, 3),))

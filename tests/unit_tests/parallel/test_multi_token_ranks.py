@@ -1,58 +1,168 @@
-"""SP-13: drafts of multi-token prediction on several ranks are those of one rank; all counts show it."""
+"""SP-13, SP-15, SP-16: drafts of multi-token prediction on several ranks are those of one rank.
+
+All counts show it, and the logits of each draft, since verification hides wrong drafts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
+from torch import nn
 
-from megatron_ext.config import ParallelConfig
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config.draft_costs import CostTable
+from megatron_ext.mcore import assemble
+from megatron_ext.ops.linear import onednn
+from megatron_ext.scheduling.record import Status
+from megatron_ext.speculation.drafting import Drafting
 from tests.priority import TestPriority
-from tests.unit_tests.support.multi_token import LAYERS, build_predicting, with_prediction
-from tests.unit_tests.support.parallel_contexts import assert_same, assert_same_record, live
+from tests.unit_tests.support import parallel_contexts
+from tests.unit_tests.support.multi_token import (
+    LAYERS,
+    Logits,
+    build_predicting,
+    difference,
+    watched,
+    with_prediction,
+)
+from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_same, assert_same_record, live
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import ACTIONS, everything, part_of, with_vocabulary
-from tests.unit_tests.support.spread import whole_parameters
+from tests.unit_tests.support.spread import Whole, whole_parameters
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 TENSOR, PIPELINE = ParallelConfig(tensor_model_parallel_size=2), ParallelConfig(pipeline_model_parallel_size=2)
 BOTH = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+LAYOUTS = {"tensor": (TENSOR, 2), "pipeline": (PIPELINE, 2), "both": (BOTH, 4)}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+POSITIONS = {"position_embedding_type": "learned_absolute"}
+DEPTHS = {"mtp_num_layers": 4, "mtp_use_repeated_layer": False}
+# Kind of the trunk, fields of the model, layout, drafts, mode of the cache.
+FORMS = {
+    "untied-pipeline": ("hybrid", UNTIED, "pipeline", 1, "kernel"),
+    "untied-both": ("attention_only", UNTIED, "both", 4, "off"),
+    "positions-pipeline": ("hybrid", POSITIONS, "pipeline", 2, "align"),
+    "untied_positions-pipeline": ("short_conv", UNTIED | POSITIONS, "pipeline", 3, "kernel"),
+    "depths-tensor": ("hybrid", DEPTHS, "tensor", 3, "kernel"),
+    "depths-pipeline": ("gated_delta_net", DEPTHS, "pipeline", 2, "align"),
+    "untied_depths-both": ("mamba1", DEPTHS | UNTIED, "both", 4, "kernel"),
+    "untied_depths-pipeline": ("attention_only", DEPTHS | UNTIED, "pipeline", 4, "off"),
+}
+SMOKE = ("untied-pipeline", "depths-tensor")
+
+BACKEND = onednn.NAME if onednn.problem() is None else "auto"  # packs all, or as the table says
 
 
-def script_of(mode: str, *, is_whole: bool):
+def config_of(kind: str, fields: dict[str, object]) -> ModelConfig:
+    return dataclasses.replace(with_vocabulary(with_prediction(kind)), **fields)
+
+
+def script_of(mode: str, *, is_whole: bool, drafts: int = 3) -> Script:
     """A life with drafts: the first third has hits, a snapshot's restore, chunks, scores and an abort."""
-    script = dataclasses.replace(everything(mode), mtp=3)
+    script = dataclasses.replace(everything(mode), mtp=drafts)
     return script if is_whole else dataclasses.replace(script, actions=ACTIONS[:13])
+
+
+def live_watched(
+    parallel: ParallelConfig | None,
+    config: ModelConfig,
+    whole: Whole,
+    script: Script,
+    damage: Callable[[nn.Module], None] | None = None,
+) -> tuple[Lived, Logits]:
+    """`live`, and the logits of this rank's drafts; `damage` is for the model of each rank."""
+    fill = parallel_contexts.fill
+
+    def damaged(model: nn.Module, whole: Whole) -> None:
+        fill(model, whole)
+        if damage is not None:
+            damage(model)
+
+    with watched() as kept, mock.patch.object(parallel_contexts, "fill", damaged):
+        return live(parallel, config, whole, script), kept
 
 
 def cases() -> list:
     """The first third of a life on two layouts, and whole ones."""
     smoke = pytest.mark.worlds(smoke=True)
-    layouts = {"tensor": TENSOR, "pipeline": PIPELINE}
-    found = [pytest.param("hybrid", one, 2, False, id=name, marks=smoke) for name, one in layouts.items()]
-    for name, one in layouts.items():
-        found += [pytest.param(kind, one, 2, True, id=f"{kind}-{name}", marks=pytest.mark.worlds) for kind in LAYERS]
-    return [*found, pytest.param("hybrid", BOTH, 4, True, id="both", marks=pytest.mark.worlds)]
+    found = [pytest.param("hybrid", {}, one, 3, "kernel", False, id=one, marks=smoke) for one in ("tensor", "pipeline")]
+    found += [pytest.param(*FORMS[name], False, id=f"{name}-short", marks=smoke) for name in SMOKE]
+    for layout in ("tensor", "pipeline"):
+        found += [
+            pytest.param(kind, {}, layout, 3, "kernel", True, id=f"{kind}-{layout}", marks=pytest.mark.worlds)
+            for kind in LAYERS
+        ]
+    found += [pytest.param(*one, True, id=name, marks=pytest.mark.worlds) for name, one in FORMS.items()]
+    return [*found, pytest.param("hybrid", {}, "both", 3, "kernel", True, id="both", marks=pytest.mark.worlds)]
 
 
-@pytest.mark.parametrize(("kind", "parallel", "ranks", "is_whole"), cases())
-def test_ranks_draft_as_one(kind, parallel, ranks, is_whole):
-    """SP-13: tokens, log-probs, drafted, accepted and skipped tokens of each request, and all counters."""
-    config, script = with_vocabulary(with_prediction(kind)), script_of("kernel", is_whole=is_whole)
+@pytest.mark.parametrize(("kind", "fields", "layout", "drafts", "mode", "is_whole"), cases())
+def test_ranks_draft_as_one(kind, fields, layout, drafts, mode, is_whole):
+    """SP-13, SP-15, SP-16: tokens, log-probs, drafted, accepted and skipped tokens, all counters, drafts' logits."""
+    config, script = config_of(kind, fields), script_of(mode, is_whole=is_whole, drafts=drafts)
     whole = whole_parameters(build_predicting(kind, config))
-    alone = live(None, config, whole, script)
-    lived, *others = run_ranks(live, ranks, parallel, config, whole, script)
+    alone, expected = live_watched(None, config, whole, script)
+    parallel, ranks = LAYOUTS[layout]
+    (lived, first), *others = run_ranks(live_watched, ranks, parallel, config, whole, script)
     assert_same(lived, alone)
     assert lived.counters.accepted > 5
-    for other in others:
+    last_stage = [logits for logits in (first, *(logits for _, logits in others)) if logits]
+    assert len(last_stage) == parallel.tensor_model_parallel_size
+    for logits in last_stage:
+        assert difference(logits, expected) < 1e-4
+    for other, _ in others:
         assert (other.counters.drafted, other.counters.accepted) == (alone.counters.drafted, alone.counters.accepted)
 
 
+def without_words(model: nn.Module) -> None:
+    """Zero the last stage's copy of the embedding of tokens."""
+    if not model.pre_process:
+        model.embedding.word_embeddings.weight.data.zero_()
+
+
+def without_positions(model: nn.Module) -> None:
+    """Zero the last stage's copy of learned positions."""
+    if not model.pre_process:
+        model.embedding.position_embeddings.weight.data.zero_()
+
+
 @pytest.mark.worlds
-def test_replicas_draft_for_their_own():
-    """SP-13: each replica drafts as an engine of its own."""
-    config = with_vocabulary(with_prediction("hybrid"))
+@pytest.mark.parametrize("damage", [without_words, without_positions])
+def test_drafts_read_the_copy_of_the_embedding(damage):
+    """SP-15: a negative control of the logits above; the tokens do not change."""
+    config, script = config_of("hybrid", UNTIED | POSITIONS), script_of("kernel", is_whole=False)
+    whole = whole_parameters(build_predicting("hybrid", config))
+    alone, expected = live_watched(None, config, whole, script)
+    (lived, _), (_, logits) = run_ranks(live_watched, 2, PIPELINE, config, whole, script, damage)
+    for name, record in alone.records.items():
+        if record.status is Status.COMPLETED:  # where others end differs
+            assert lived.records[name].generated_tokens == record.generated_tokens
+    assert logits[0][0] == expected[0][0]
+    assert (logits[0][1] - expected[0][1]).abs().max() > 0.01
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("fields", [{}, UNTIED], ids=["tied", "untied"])
+def test_rows_of_packed_weights_are_read(fields):
+    """SP-15, SC-12: the last stage reads rows of an output layer that is packed."""
+    config, script = config_of("hybrid", fields), script_of("kernel", is_whole=False)
+    script = dataclasses.replace(script, packs_weights=True, batching={**script.batching, "operator_backend": BACKEND})
+    whole = whole_parameters(build_predicting("hybrid", config))
+    alone, expected = live_watched(None, config, whole, script)
+    (lived, _), (_, logits) = run_ranks(live_watched, 2, PIPELINE, config, whole, script)
+    assert_same(lived, alone)
+    assert difference(logits, expected) < 1e-4
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("fields", [{}, DEPTHS], ids=["one_layer", "depths"])
+def test_replicas_draft_for_their_own(fields):
+    """SP-13, SP-16: each replica drafts as an engine of its own."""
+    config = config_of("hybrid", fields)
     script = dataclasses.replace(script_of("kernel", is_whole=False), takes_turns=True)
     whole = whole_parameters(build_predicting("hybrid", config))
     lived, _ = run_ranks(live, 2, ParallelConfig(), config, whole, script)
@@ -61,3 +171,42 @@ def test_replicas_draft_for_their_own():
         for name, record in alone.records.items():
             assert_same_record(lived.records[name], record)
     assert lived.counters.accepted > 5
+
+
+def live_measured(
+    parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script, costs: CostTable | None = None
+) -> tuple[Lived, CostTable | None]:
+    """`live`, and the costs that were measured; `costs` are used from the start."""
+    measured: list[CostTable] = []
+
+    def use(self: Drafting, found: CostTable) -> None:
+        measured.append(found)
+        self._costs = found
+        self.reset()
+
+    chosen = assemble.chosen_costs if costs is None else lambda *_: costs
+    with mock.patch.object(Drafting, "use", use), mock.patch.object(assemble, "chosen_costs", chosen):
+        lived = live(parallel, config, whole, script)
+    assert len(measured) <= 1
+    return lived, next(iter(measured), None)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    ("layout", "fields"), [("tensor", {}), ("pipeline", UNTIED | DEPTHS), ("both", UNTIED)], ids=["one", "depths", "4"]
+)
+def test_measured_costs_are_those_of_all_ranks(layout, fields):
+    """SP-17: after a measurement on several ranks all of them have the drafts of one rank with the same costs."""
+    config, script = config_of("hybrid", fields), script_of("kernel", is_whole=False)
+    script = dataclasses.replace(script, speculation={"speculative_adaptive": True})
+    whole = whole_parameters(build_predicting("hybrid", config))
+    parallel, ranks = LAYOUTS[layout]
+    measuring = dataclasses.replace(script, speculation=script.speculation | {"speculative_measure_costs": True})
+    (lived, costs), *others = run_ranks(live_measured, ranks, parallel, config, whole, measuring)
+    assert costs is not None
+    alone, none = live_measured(None, config, whole, script, costs)
+    assert none is None
+    assert_same(lived, alone)
+    for other, measured in others:
+        assert measured is None
+        assert (other.counters.drafted, other.counters.accepted) == (alone.counters.drafted, alone.counters.accepted)

@@ -38,11 +38,18 @@ HYBRID = ModelConfig(
     vocab_size=96,
 )
 _EXPERTS = {"hybrid_override_pattern": "M*EME", "num_experts": 4, "moe_ffn_hidden_size": 24, "swiglu": True}
+_PREDICTION = {"mtp_hybrid_override_pattern": "M*-"}
 CONFIGS = {
     "mamba2": HYBRID,
     "odd vocabulary": dataclasses.replace(HYBRID, vocab_size=97),
     "untied": dataclasses.replace(
         HYBRID, vocab_size=97, untie_embeddings_and_output_weights=True, swiglu=False, squared_relu=True
+    ),
+    "prediction": dataclasses.replace(
+        HYBRID, vocab_size=97, untie_embeddings_and_output_weights=True, mtp_num_layers=2, **_PREDICTION
+    ),
+    "prediction_positions": dataclasses.replace(
+        HYBRID, position_embedding_type="learned_absolute", mtp_num_layers=1, **_PREDICTION
     ),
     "biases": dataclasses.replace(
         HYBRID, disable_bias_linear=False, normalization="LayerNorm", position_embedding_type="learned_absolute"
@@ -111,7 +118,7 @@ def load(directory: Path, parallel: ParallelConfig, *, is_hf: bool = False) -> H
     """Load this rank's part of a stored model."""
     platform.initialize(parallel)
     source = SourceConfig(load_hf=str(directory)) if is_hf else SourceConfig(load=str(directory))
-    loaded = load_model(source, {"spec": None}, parallel=parallel, device=CPU)
+    loaded = load_model(source, {"spec": None}, parallel=parallel, device=CPU, reads_prediction=True)
     assert isinstance(loaded.model, HybridModel)
     return loaded.model
 

@@ -5,16 +5,20 @@ Verification hides wrong drafts, so tokens alone cannot show that a layer reads 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.multi_token_engine import MultiTokenEngine
 from tests.unit_tests.support.drafters import caching
 from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
@@ -22,6 +26,8 @@ from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 # Kind of the trunk -> layers that draft, of which at least one has keys or states.
 LAYERS = {"hybrid": "M*-", "gated_delta_net": "M*", "mamba1": "M-", "short_conv": "M", "attention_only": "*-"}
 MODES = ["kernel", "align", None]
+
+Logits = list[tuple[tuple[int, ...], Tensor]]  # of each step of a layer: its requests, and a row for each
 
 
 @cache
@@ -42,19 +48,31 @@ def with_prediction(kind: str) -> ModelConfig:
 
 
 def build_predicting(kind: str, config: ModelConfig | None = None) -> HybridModel:
-    """A model that repeats its input, as its layer of multi-token prediction expects it to do, mostly."""
+    """A model that repeats its input, as its layers of multi-token prediction expect it to do, mostly.
+
+    With an output layer of its own it counts instead of repeating: the row of a token is the embedding of the one
+    before.
+    """
     config = config or with_prediction(kind)
     model = build_slow_decay(config)
     width = config.hidden_size
     with torch.no_grad():
-        weight = model.mtp.layers[0].eh_proj.weight
-        weight[:, :width] += 2 * torch.eye(width)
-        weight[:, width:] *= 0.5
+        for layer in model.mtp.layers:
+            weight = layer.eh_proj.weight
+            weight[:, :width] += 2 * torch.eye(width)
+            weight[:, width:] *= 0.5
+        if config.untie_embeddings_and_output_weights:
+            words = model.embedding.word_embeddings.weight.mul_(2)
+            model.output_layer.weight.copy_(words.roll(1, dims=0))
+        if config.position_embedding_type == LEARNED_POSITIONS:
+            model.embedding.position_embeddings.weight.mul_(0.2)
     return model
 
 
-def drafting(count: int) -> SpeculationConfig:
-    return SpeculationConfig(speculative_method="mtp", num_speculative_tokens=count, speculative_adaptive=False)
+def drafting(count: int, **settings: object) -> SpeculationConfig:
+    """Settings for K drafts, whose number is not adapted unless further fields say so."""
+    fields = {"speculative_method": "mtp", "num_speculative_tokens": count, "speculative_adaptive": False}
+    return SpeculationConfig(**(fields | settings))
 
 
 class Watching:
@@ -140,3 +158,25 @@ def worst_difference(driver: Watching, texts: Mapping[int, Sequence[int]] | None
         texts = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in driver.records.items()}
     pairs = zip(driver.drafts, expected(driver, texts), strict=True)
     return max(float((one[-1] - other).abs().max()) for one, other in pairs)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Logits]:
+    """Within it the logits of this rank's drafts are kept."""
+    kept: Logits = []
+    compute = MultiTokenEngine.logits
+
+    def logits(self, step, inputs):
+        found = compute(self, step, inputs)
+        if self._sampled:
+            kept.append((self._sampled, found.clone()))
+        return found
+
+    with mock.patch.object(MultiTokenEngine, "logits", logits):
+        yield kept
+
+
+def difference(one: Logits, other: Logits) -> float:
+    """Largest difference between the logits of equal steps."""
+    assert [names for names, _ in one] == [names for names, _ in other]
+    return max(float((left - right).abs().max()) for (_, left), (_, right) in zip(one, other, strict=True))

@@ -46,9 +46,11 @@ class Script:
         cache: Fields of `CacheConfig`.
         drafts: See `build_engine`.
         mtp: Drafts of the model's own layer of multi-token prediction; replaces `drafts`.
+        speculation: Further fields of `SpeculationConfig` with `mtp`.
         truth: Tokens that the drafter predicts for requests (see `Knowing`); right at first.
         routing: Policy that chooses among replicas.
         takes_turns: Whether request i goes to replica i modulo their number, whatever the policy says.
+        packs_weights: Whether weights are packed.
     """
 
     actions: Sequence[tuple]
@@ -56,9 +58,11 @@ class Script:
     cache: CacheConfig = field(default_factory=CacheConfig)
     drafts: int = 0
     mtp: int = 0
+    speculation: Mapping[str, object] = field(default_factory=dict)
     truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
     routing: RoutingConfig | None = None
     takes_turns: bool = False
+    packs_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +97,20 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         BatchingConfig(**({"block_size": 16, "block_count": 40, "max_requests": 4} | dict(script.batching))),
         script.cache,
     )
+    mtp = {"speculation": drafting(script.mtp, **script.speculation)} if script.mtp else None
+    shared = {"dtype": torch.float32, "parallel_context": parallel_context, "packs_weights": script.packs_weights}
     if parallel_context is None or parallel_context.is_driver:
         drafter = Knowing(right_for_a_while)
         drafter.truth = dict(script.truth)
         drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
-        drafts = {"speculation": drafting(script.mtp)} if script.mtp else drafts
-        others = {"parallel_context": parallel_context, "routing": script.routing}
-        return lead(build_engine(*settings, dtype=torch.float32, **others, **drafts), script)
-    drafts = {"speculation": drafting(script.mtp)} if script.mtp else {"speculative_tokens": script.drafts}
-    return _follow(build_worker(*settings, dtype=torch.float32, parallel_context=parallel_context, **drafts))
+        others = shared | {"routing": script.routing}
+        return lead(build_engine(*settings, **others, **(mtp or drafts)), script)
+    drafts = (
+        {"speculation": drafting(script.mtp, **script.speculation)}
+        if script.mtp
+        else {"speculative_tokens": script.drafts}
+    )
+    return _follow(build_worker(*settings, **shared, **drafts))
 
 
 def _follow(follower: Worker) -> Lived:
