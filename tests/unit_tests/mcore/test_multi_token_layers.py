@@ -14,18 +14,24 @@ from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.multi_token import LAYERS, MODES, build_predicting, drafting, whole, with_prediction
 
 
-class Layered(Driver):
-    """Engine around a model with a layer for each depth, of which the logits of all drafts are kept.
+class WatchingLayers:
+    """Mixin for drivers of a model with a layer for each depth: the logits of all drafts are kept.
+
+    Args:
+        kind: Kind of the model.
+        count: K, and the number of layers.
+        mode: Mode of snapshots; None turns the cache off.
+        settings: Keywords of `Driver`.
 
     Attributes:
         drafts: Of each draft: request, tokens before it that count, drafts before it, first token that depth 1 has
             read, logits [V].
     """
 
-    def __init__(self, kind: str, count: int, mode: str | None) -> None:
+    def __init__(self, kind: str, count: int, mode: str | None, **settings: object) -> None:
         config = dataclasses.replace(with_prediction(kind), mtp_num_layers=count, mtp_use_repeated_layer=False)
         self.model, self.config = build_predicting(kind, config), config
-        super().__init__(self.model, config, cache=caching(mode), speculation=drafting(count))
+        super().__init__(self.model, config, cache=caching(mode), speculation=drafting(count), **settings)
         self.drafter = self.context.drafting._model
         self.drafts: list[tuple[int, int, tuple[int, ...], int, Tensor]] = []
         for depth, layer in enumerate(self.drafter.layers, 1):
@@ -60,6 +66,10 @@ class Layered(Driver):
             logits = model.output_layer(hidden[-1:], weight=model.shared_embedding_or_output_weight())[0][0, 0]
             worst = max(worst, float((row - logits).abs().max()))
         return worst
+
+
+class Layered(WatchingLayers, Driver):
+    """`Driver`, watched."""
 
 
 def cases() -> list:
