@@ -47,6 +47,12 @@ class ParallelConfig:
             f"--expert-tensor-parallel-size {expert_tensor} must divide --tensor-model-parallel-size {tensor}: ranks "
             "that share an expert share the layers, too",
         )
+        require(
+            not self.check_ranks or self.smallest_world == tensor * self.pipeline_model_parallel_size,
+            f"--check-ranks and --expert-model-parallel-size {self.expert_model_parallel_size} contradict each other: "
+            "replicas that share experts compute their steps at once, and are compared one after the other; leave "
+            "--check-ranks out",
+        )
         minutes = self.distributed_timeout_minutes
         require(
             math.isfinite(minutes) and 0 < minutes <= LONGEST_TIMEOUT,

@@ -128,8 +128,11 @@ class Driver:
         self._tell(Action.RELEASE)
 
     def meet(self) -> None:
-        """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`."""
-        if not self.has_stores:
+        """Send the recorded commands, and wait until they are obeyed, if ranks have stores; see `Workers.meet`.
+
+        Released ranks obey them first of all when they follow again; nothing is sent to them before.
+        """
+        if not self.has_stores or self._is_released:
             return
         self._tell(Action.MEET)
         try:

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine
+from megatron_ext import ConfigError, RequestParams, WeightUpdateError, follow_engine, load_engine, load_follower
+from megatron_ext.config import ParallelConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.mcore import platform
 from megatron_ext.models.update import ranks, weight_update
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.parallel.driver import driver_of
@@ -262,3 +264,37 @@ def test_quantized_weights():
     alone = quantized({})
     firsts = [[log_probs[0] for _, log_probs in one] for one in (found, alone)]
     assert firsts[0] == pytest.approx(firsts[1], abs=0.02)  # parts of rows have scales of their own
+
+
+def changed_while_released(folder: str) -> object:
+    """Tokens and skipped tokens on rank 0 before and after a change of weights while the other rank is released."""
+    platform.initialize(ParallelConfig(tensor_model_parallel_size=2))
+    settings = SETTINGS | {"tensor_model_parallel_size": 2, "prefix_cache_dir": folder}
+    settings["distributed_timeout_minutes"] = 0.5
+    if dist.get_rank():
+        with load_follower(**settings) as follower:
+            follower.follow()
+            dist.barrier()
+            follower.follow()
+        return None
+    seen = []
+    with load_engine(**settings) as engine:
+        for _ in range(2):
+            (record,) = engine.generate(SHARED, PARAMS)
+            seen.append((record.generated_tokens, record.skipped_prefill_token_count))
+        engine.suspend()
+        engine.weights_changed()
+        engine.reset_prefix_cache()
+        dist.barrier()
+        engine.resume()
+        (record,) = engine.generate(SHARED, PARAMS)
+        return [*seen, (record.generated_tokens, record.skipped_prefill_token_count)]
+
+
+@pytest.mark.worlds
+def test_released_ranks_with_stores_are_not_awaited(tmp_path):
+    """RL-1, DC-4: with a cache on disk; the other rank forgets its part when it follows again."""
+    (cold, warm, again), _ = run_ranks(changed_while_released, 2, str(tmp_path))
+    assert cold == again
+    assert warm[0] == cold[0]
+    assert warm[1] > cold[1] == 0

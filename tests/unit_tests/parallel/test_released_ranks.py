@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.parallel.commands import Action, Batch
+from megatron_ext.parallel.commands import Action, Batch, Command, Resume, WeightsChanged
 from megatron_ext.parallel.driver import Driver
 
 
@@ -12,6 +12,18 @@ class Sent(list[Batch]):
     @property
     def actions(self) -> list[Action]:
         return [batch.action for batch in self]
+
+
+class Recorded(list[Command]):
+    """Commands of a scheduler."""
+
+    def note(self, command: Command) -> None:
+        self.append(command)
+
+    def take_commands(self) -> list[Command]:
+        taken = [*self]
+        self.clear()
+        return taken
 
 
 def made(sent: Sent, *, releases: bool) -> Driver:
@@ -51,6 +63,20 @@ def test_ranks_with_stores_meet_after_a_resumption():
     driver.resume()
     driver.meet()
     assert sent.actions == [Action.IDLE, Action.MEET]
+
+
+def test_released_ranks_with_stores_are_not_awaited():
+    """DC-4, RL-1: new weights during a suspension are told to them with the first batch after it."""
+    sent = Sent()
+    driver = Driver([Recorded()], sent.append, heartbeat=0.0, releases=True)
+    driver.has_stores = True
+    driver.suspend()
+    driver.note(WeightsChanged(restarts=True))
+    driver.meet()
+    assert sent.actions == [Action.RELEASE]
+    driver.resume()
+    driver.begin_step()
+    assert [command for _, command in sent[-1].commands] == [WeightsChanged(restarts=True), Resume()]
 
 
 def test_other_engines_keep_their_ranks():
