@@ -72,6 +72,32 @@ def test_every_page_is_in_the_navigation_once():
     assert sorted(named) == sorted([*map(str, staging.documents().values()), *staging.GENERATED])
 
 
+# First words of pages: what can be done after reading.
+VERBS = set(
+    "Add Build Choose Compute Connect Control Decide Decode Find Install Keep Know Let Load Look Measure Predict Read"
+    " Run Send Serve Set Tell Understand".split()
+)
+OPENING = re.compile(r"\A# .+\n\n(\S+)")
+
+
+@pytest.mark.parametrize("address", re.findall(r"[\w/-]+\.md", CONFIG.split("\nnav:\n")[1]))
+def test_each_page_begins_with_what_can_be_done_after_it(address):
+    """PY-13: the first word after the title is a verb of the reader's."""
+    sources = {str(there): source for source, there in staging.documents().items()}
+    if address in sources:
+        text = staging.page(sources[address], staging.documents())
+    else:
+        text = staging.GENERATED[address]()
+    first = OPENING.match(text)
+    assert first is not None
+    assert first[1] in VERBS
+
+
+def test_a_page_that_begins_with_a_description_is_seen():
+    assert OPENING.match("# Design\n\nThe package extends\n")[1] not in VERBS
+    assert OPENING.match("# Design\n![figure](a.svg)\n\nRead on\n") is None
+
+
 def test_nothing_is_fetched_by_readers():
     assert "font: false" in CONFIG
     assert "strict: true" in CONFIG
@@ -163,9 +189,15 @@ class TestStaging:
         expected = "1. a\n    b\n\n    | c |\n    ```\n    - d\n    ```\n2. e\n\n- f\n    g\nh"
         assert "\n".join(staging.spaced(text)) == expected
 
+    def test_labels_are_titles_where_they_were_names_of_files(self):
+        """Readers of the site see no files; a label that says something stays, and so does a link to a picture."""
+        text = "[clients.md](clients.md#x) [a client](clients.md) [images/speed.svg](images/speed.svg) [no.md](no.md)"
+        found = staging.with_titles(Path("docs/server.md"), text)
+        assert found == text.replace("[clients.md]", "[Clients]")
+
     def test_pages_keep_their_text(self):
-        text = staging.page(Path("docs/server.md"), self.PAGES)
-        assert text.split() == (ROOT / "docs/server.md").read_text("utf-8").split()
+        text = staging.page(Path("docs/concepts/blocks.md"), self.PAGES)
+        assert text.split() == (ROOT / "docs/concepts/blocks.md").read_text("utf-8").split()
 
 
 class TestReference:
@@ -176,6 +208,11 @@ class TestReference:
         known = {option for action in build_server_parser()._actions for option in action.option_strings}
         assert [option for option in known if f"`{option}`" not in text] == []
         assert text.count("`--load-hf`") == 1, "each flag once"
+
+    def test_help_is_no_markdown(self):
+        """A list like ([0]*1+[1]*3) lost its stars, and was set in italics."""
+        (row,) = [line for line in reference.flags().splitlines() if "`--moe-layer-freq`" in line]
+        assert r"(\[0\]\*1+\[1\]\*3)" in row
 
     def test_metrics(self):
         text = reference.metrics()

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tools.pages.markdown import plain, table
+
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {
     "The server": "megatron_ext/server/monitoring/metrics.py",
@@ -22,17 +24,6 @@ FAMILIES = {
     "GaugeMetricFamily": "gauge",
     "_GAUGES": "gauge",
 }
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *([cell(one) for one in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def cell(text: str) -> str:
-    """Return a text for a cell of a table: on one line, without bars and tags."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def flags() -> str:
@@ -82,10 +73,10 @@ def flag_row(action: argparse.Action, known: set[str]) -> Iterator[list[str]]:
     known.update(action.option_strings)
     values = action.metavar
     if not values and action.choices:
-        values = "{" + ",".join(map(str, action.choices)) + "}"
+        values = "{" + ", ".join(map(str, action.choices)) + "}"
     shown = " ".join(values) if isinstance(values, tuple) else values or ""
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    yield [f"{names} {shown}".strip(), (action.help or "").replace("%%", "%")]
+    yield [f"{names} {plain(shown)}".strip(), plain((action.help or "").replace("%%", "%"))]
 
 
 def routes() -> str:

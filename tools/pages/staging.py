@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.pages import reference
+from tools.pages import json_fields, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 # Documents outside docs/, with their addresses on the site.
@@ -26,6 +26,7 @@ OTHERS = {
 }
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/flags.md": reference.flags,
+    "reference/json.md": json_fields.json_fields,
     "reference/metrics.md": reference.metrics,
     "reference/routes.md": reference.routes,
     "reference/python.md": reference.python,
@@ -71,8 +72,20 @@ def page(source: Path, pages: dict[Path, Path]) -> str:
         source: Document, relative to the root.
         pages: See `documents`.
     """
-    text = (ROOT / source).read_text("utf-8")
+    text = with_titles(source, (ROOT / source).read_text("utf-8"))
     return "\n".join(spaced(relinked(text, lambda target: site_link(source, target, pages)))) + "\n"
+
+
+def with_titles(source: Path, text: str) -> str:
+    """Return a document with titles of pages in place of file names that are labels of links to them."""
+
+    def titled(found: re.Match[str]) -> str:
+        file = ROOT / source.parent / found[2].partition("#")[0]
+        is_named = file.is_file() and found[1].endswith(".md") and Path(found[1]).name == file.name
+        heading = re.match(r"# ([^:\n]+)", file.read_text("utf-8")) if is_named else None
+        return f"[{heading[1]}]({found[2]})" if heading else found[0]
+
+    return re.sub(r"\[([^][]+)\]\(([^)\s]+)\)", titled, text)
 
 
 def relinked(text: str, address: Callable[[str], str | None]) -> str:

@@ -1,0 +1,114 @@
+"""PY-13: the reference page of JSON fields has what runs and servers write."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections import Counter
+
+import httpx
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from megatron_ext.commands.main import main
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.http.field_descriptions import FIELDS
+from tests.unit_tests.support.server import embedded_engine
+from tools.pages import json_fields
+from tools.pages.attributes import Field, fields_of
+
+
+@functools.cache
+def page() -> str:
+    """The page."""
+    return json_fields.json_fields()
+
+
+@dataclasses.dataclass
+class Sample:
+    """Sample.
+
+    Attributes:
+        one: First line,
+            and a second one.
+    """
+
+    one: int = 0  # not this
+    two: str | None = None  # of the comment
+
+
+def beyond(model: BaseModel, path: str = "") -> set[str]:
+    """Paths of fields that a class of OpenAI's client does not declare."""
+    found = {path + name for name in model.model_extra or {}}
+    for name in model.model_fields_set - (model.model_extra or {}).keys():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            found |= beyond(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            found |= beyond(value[0], f"{path}{name}[].")
+    return found
+
+
+def section(title: str) -> set[str]:
+    """Names of the fields in the table of a section."""
+    return set(re.findall(r"^\| `([^`]+)` ", page().split(f" {title}\n\n")[1].split("\n#")[0], re.MULTILINE))
+
+
+def test_results_of_a_run(tmp_path):
+    """Every key, those of objects included; with drafts, log-probs, events and explanations."""
+    output = tmp_path / "out.json"
+    options = "--output-request-events --return-log-probs --top-n-logprobs 2 --explain-prefix-cache"
+    options += f" --speculative-method ngram --num-speculative-tokens 2 --prefix-cache-dir {tmp_path / 'cache'}"
+    options += f" --num-tokens-to-generate 2 --prefix-cache-audit 1 --output-path {output}"
+    assert main(["run", "--prompts", "A list is", *options.split()]) == 0
+    entry = json.loads(output.read_text("utf-8"))["0"]
+    assert entry.keys() | {"routing_indices"} == section("Results of a request")
+    explained = entry["prefix_cache_explanation"].keys() | {"before", "after"}
+    assert explained == section("Explanation of a prompt")
+    counts = json.loads((tmp_path / "out.run.json").read_text("utf-8"))
+    assert counts.keys() == section("Results of a run")
+    for name in ("prefix_cache", "prefix_cache_lost", "speculation", "prefix_cache_disk"):
+        assert counts[name].keys() == section(name), name
+    assert counts["geometry"].keys() <= section("geometry")
+
+
+def test_records():
+    assert {field.name for field in dataclasses.fields(RequestRecord)} == section("RequestRecord")
+
+
+def test_bodies():
+    """Every field that a server describes, each in one group."""
+    named = re.findall(r"^\| `(\w+)` ", page().split("## Fields of bodies")[1].split("\n## ")[0], re.MULTILINE)
+    assert Counter(named) == Counter(FIELDS.keys())
+    assert "min_tokens" in section("Extensions")
+    assert {"modalities", "priority"} <= section("Accepted with neutral values")
+
+
+def test_answers(serve):
+    """Fields beyond those of OpenAI's classes are on the page, and no others."""
+    server = serve(embedded_engine(explain_prefix_cache=True), "model")
+    asked = {"model": "model", "max_tokens": 2, "explain_prefix_cache": True}
+    asked |= {"return_token_ids": True, "return_weights_version": True}
+    plain = httpx.post(f"{server.url}/v1/completions", json={**asked, "prompt": "a"}).json()
+    chat = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**asked, "messages": [{"role": "user", "content": "a"}]}
+    ).json()
+    found = beyond(Completion.model_validate(plain)) | beyond(ChatCompletion.model_validate(chat))
+    thinking = {"choices[].message.reasoning", "choices[].message.reasoning_content"}
+    assert found | thinking == section("Fields of answers beyond OpenAI's")
+
+
+def test_a_field_without_a_meaning_is_an_error():
+    with pytest.raises(ValueError, match="the field new has no meaning"):
+        json_fields.rows_of([("new", "integer")], {})
+
+
+def test_meanings_come_from_docstrings_and_comments():
+    assert fields_of(Sample) == {
+        "one": Field("int", "First line, and a second one."),
+        "two": Field("str | None", "of the comment"),
+    }
