@@ -100,6 +100,12 @@ class TestMetadata:
         assert len(re.findall(r'"[a-z-]+"', re.search(r"^keywords = (.*)$", PROJECT, re.MULTILINE)[1])) > 3
         assert CITATION["authors"][0]["name"] in PROJECT
 
+    def test_addresses_are_of_projects_that_exist(self):
+        """This repository has no public host yet, so metadata name the engine's alone, and none that is made up."""
+        assert section("project.urls").split() == ['"megatron-core"', "=", '"https://github.com/NVIDIA/Megatron-LM"']
+        assert not {"url", "repository", "repository-code", "repository-artifact"} & CITATION.keys()
+        assert "private report form of the site that hosts this repository" in (ROOT / "SECURITY.md").read_text("utf-8")
+
     @pytest.mark.parametrize("extra", sorted(set(extras()) - {"cuda", "ray"}))
     def test_each_extra_has_pins(self, extra):
         """A set-up with the constraints file resolves every extra; those of `cuda` depend on the machine's CUDA."""
