@@ -48,7 +48,7 @@ IMPLEMENTATION = group(
     f"--inference-grouped-gemm-backend {BATCHING}-sampling-backend",
 )
 ANYWAY = group(
-    "so anyway",
+    "what always holds",
     Effect.ACCEPTED,
     "always holds here: batching is dynamic, and the model's settings decide its layers and positions",
     bare=f"{BATCHING} --is-hybrid-model --no-position-embedding",

@@ -24,6 +24,11 @@ def make_console(quiet: bool, output: Output | None = None) -> Console:
     return Console(file=file, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
+def counted(number: int, name: str) -> str:
+    """Return a number of things with their name, in the plural unless it is one."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
 def print_kv_cache_config(
     geometry: KVCacheConfig,
     model: str,
@@ -51,7 +56,8 @@ def print_kv_cache_config(
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
         table.add_row("snapshots", f"{at_most}{geometry.snapshot_slots:,} slots of the same size")
     if geometry.slabs:
-        held = f"{geometry.slabs.blocks_per_slab:,} blocks or {geometry.slabs.snapshots_per_slab:,} snapshots"
+        layout = geometry.slabs
+        held = f"{counted(layout.blocks_per_slab, 'block')} or {counted(layout.snapshots_per_slab, 'snapshot')}"
         table.add_row("shared memory", f"{geometry.slabs.slabs:,} slabs of {geometry.slab_bytes:,} bytes: {held} each")
     if geometry.draft_states:
         table.add_row("states after drafts", f"{geometry.draft_states:,} of the same size")

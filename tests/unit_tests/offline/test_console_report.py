@@ -106,6 +106,9 @@ def test_geometry_of_an_arena():
     assert "at most 300 blocks of 64 tokens" in text
     assert "at most 200 slots" in text
     assert "100 slabs of 600,000 bytes: 3 blocks or 2 snapshots each" in text
+    single = dataclasses.replace(arena, slabs=dataclasses.replace(layout, snapshots_per_slab=1))
+    text = " ".join(printed(print_kv_cache_config, single, "a model").split())
+    assert "600,000 bytes: 3 blocks or 1 snapshot each" in text
     assert arena.shown()["slabs"] == dataclasses.asdict(layout)
     assert not {"slabs", "slab_bytes", "apart_slots"} & HYBRID.shown().keys()
 
