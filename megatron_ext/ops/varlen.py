@@ -131,10 +131,25 @@ def packed_chunks(
 
 
 def stage_arrays(arrays: dict[str, np.ndarray], device: torch.device | str | None) -> dict[str, Tensor]:
-    """Send integer arrays to the device in one copy; returns int64 views of one buffer, in the same shapes."""
-    buffer = np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()])
-    parts = to_device(torch.from_numpy(buffer), device).split([array.size for array in arrays.values()])
-    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
+    """Send integer arrays to the device in one copy; returns views of one buffer, in the same shapes.
+
+    Arrays of int32 become views of int32, two elements in a number of the buffer; all others become views of int64.
+    """
+    packed = [_packed(array) for array in arrays.values()]
+    parts = to_device(torch.from_numpy(np.concatenate(packed)), device).split([part.size for part in packed])
+    return {name: _unpacked(part, array) for (name, array), part in zip(arrays.items(), parts, strict=True)}
+
+
+def _packed(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    if flat.dtype == np.int32:
+        return np.pad(flat, (0, flat.size % 2)).view(np.int64)
+    return flat.astype(np.int64, copy=False)
+
+
+def _unpacked(part: Tensor, array: np.ndarray) -> Tensor:
+    own = part.view(torch.int32)[: array.size] if array.dtype == np.int32 else part
+    return own.view(array.shape)
 
 
 def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -25,11 +25,11 @@ class BlockRows:
     def __init__(self, padding: int = 0) -> None:
         self._padding = padding
         self._written: list[Table] = []  # by running state slot
-        self._rows = np.zeros((0, 0), dtype=np.int64)
+        self._rows = np.zeros((0, 0), dtype=np.int32)
         self._changed: set[int] = set()
 
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
-        """Return a copy of the tables in these running state slots, [R, W] int64, padded after a table's end."""
+        """Return a copy of the tables in these running state slots, [R, W] int32, padded after a table's end."""
         width = max(map(len, tables))
         self._ensure_capacity(max(slots) + 1, width)
         written = self._written
@@ -46,7 +46,7 @@ class BlockRows:
         self._changed.add(slot)
 
     def changed(self, width: int) -> tuple[list[int], np.ndarray]:
-        """Return the running state slots written since the last call, and their rows, cut to `width`: [n, W] int64."""
+        """Return the running state slots written since the last call, and their rows, cut to `width`: [n, W] int32."""
         slots = sorted(self._changed)
         self._changed.clear()
         return slots, self._rows[slots, :width]
@@ -55,7 +55,7 @@ class BlockRows:
         rows, columns = self._rows.shape
         if count <= rows and width <= columns:
             return
-        room = np.full((max(count, rows), max(2 * width, columns)), self._padding, dtype=np.int64)
+        room = np.full((max(count, rows), max(2 * width, columns)), self._padding, dtype=np.int32)
         room[:rows, :columns] = self._rows
         self._rows = room
         self._written += [()] * (len(room) - rows)

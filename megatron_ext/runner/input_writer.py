@@ -92,7 +92,7 @@ def _token_arrays(
     owners = np.repeat(np.arange(len(chunks)), lengths)
     shared_ends = np.asarray([chunk.shared_end for chunk in chunks])
     blocks, places = np.divmod(positions, rules.block_size)
-    blocks = np.where(positions < shared_ends[owners], rules.dummy_block, table[owners, blocks])
+    blocks = np.where(positions < shared_ends[owners], rules.dummy_block, table[owners, blocks]).astype(np.int64)
     return {"input_ids": token_ids, "position_ids": positions, "slot_mapping": blocks * rules.block_size + places}
 
 

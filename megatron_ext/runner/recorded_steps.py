@@ -99,7 +99,7 @@ class _Size:
     def __init__(self, rows: int, width: int, rules: StagingRules) -> None:
         self._rules = rules
         self._numbers = torch.zeros(5, rows, dtype=torch.int64)
-        self._table = torch.zeros(rows, width, dtype=torch.int64)
+        self._table = torch.zeros(rows, width, dtype=torch.int32)
         self._number_array, self._table_array = self._numbers.numpy(), self._table.numpy()
         self._written: list[Sequence[BlockId]] = [()] * rows
         self._firsts, self._rows = torch.arange(rows + 1), torch.arange(rows)

@@ -86,7 +86,7 @@ class Calls:
         batch = build_paged_batch(tables, queries, [self.step.keys] * self.sequences, self.step.decodes, BLOCK, "cpu")
         if not self.step.is_captured or self.device != "meta":
             return batch
-        table = torch.zeros(self.sequences, -(-MAX_LENGTH // BLOCK), dtype=torch.int64)
+        table = batch.block_table.new_zeros(self.sequences, -(-MAX_LENGTH // BLOCK))
         table[:, :count] = batch.block_table
         return replace(batch, block_table=table)
 

@@ -173,5 +173,5 @@ def _paged(
 
     size = keys.shape[1]
     most = (table.shape[1] * size,) * lengths.numel()
-    batch = StaticBatch(decoding, queries, most, size, table.long(), begins.long(), lengths.long())
+    batch = StaticBatch(decoding, queries, most, size, table.int(), begins.long(), lengths.long())
     return paged_attention(q, keys, values, batch, scale=scale)

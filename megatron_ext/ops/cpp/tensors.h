@@ -73,10 +73,11 @@ class Rows {
   int64_t token_, head_;
 };
 
-// int64 numbers of a dense tensor that the caller holds.
-inline const int64_t* integers(const at::Tensor& t) {
+// Integers of a dense tensor that the caller holds.
+template <typename Integer = int64_t>
+const Integer* integers(const at::Tensor& t) {
   TORCH_CHECK(t.is_contiguous(), "indices are dense");
-  return t.const_data_ptr<int64_t>();
+  return t.const_data_ptr<Integer>();
 }
 
 // int64 numbers in any stride, held as long as this.

@@ -30,7 +30,7 @@ class PagedBatch(StepMetadata):
             them.
         kv_lengths: Keys of each sequence, the queries' own included, on the host.
         block_size: B, tokens.
-        block_table: [R, W] int64, blocks of each sequence in order; entries after its keys are never used.
+        block_table: [R, W] int32, blocks of each sequence in order; entries after its keys are never used.
         cu_seqlens_q: [R+1] int64, first query of each sequence, then the number of queries.
         seqlens_k: [R] int64, number of keys of each sequence.
     """
@@ -77,7 +77,7 @@ def build_paged_batch(
     """
     assert all(length == 1 for length in query_lengths[:num_decode])
     counts = [-(-keys // block_size) for keys in kv_lengths]
-    table = np.zeros((len(counts), max(counts, default=0)), dtype=np.int64)
+    table = np.zeros((len(counts), max(counts, default=0)), dtype=np.int32)
     for row, blocks, queries, keys, count in zip(table, block_tables, query_lengths, kv_lengths, counts, strict=True):
         assert 1 <= queries <= keys <= len(blocks) * block_size
         row[:count] = blocks[:count]

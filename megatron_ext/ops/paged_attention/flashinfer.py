@@ -82,7 +82,7 @@ def page_table(batch: PagedBatch) -> PageTable:
         query_starts=_on_host(starts(batch.query_lengths), device),
         page_starts=_on_host(page_starts, device),
         last_lengths=_on_host((lengths - 1) % size + 1, device),
-        pages=pages.int(),
+        pages=pages,
     )
 
 

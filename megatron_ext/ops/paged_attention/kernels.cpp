@@ -51,7 +51,7 @@ struct Step {
   int64_t query_stride, query_head_stride;
   float* out;  // [T, Hq, D], dense
   Cache keys, values;
-  const int64_t* tables;   // [R, W]
+  const int32_t* tables;   // [R, W]
   const int64_t* starts;   // [R+1]
   const int64_t* lengths;  // [R]
   int64_t width, heads, shared, head_size, block_size;  // shared: J
@@ -133,7 +133,7 @@ void with_way(const Step& step, int64_t rows, const F& f) {
 // f(block, offset, k, count) for each run of keys within one block: of [first, end), those from first + k on.
 template <typename F>
 void each_run(const Step& step, const Rows& rows, int64_t first, int64_t end, const F& f) {
-  const int64_t* block = step.tables + rows.sequence * step.width + first / step.block_size;
+  const int32_t* block = step.tables + rows.sequence * step.width + first / step.block_size;
   for (int64_t position = first, offset = first % step.block_size; position < end; offset = 0, ++block) {
     const int64_t count = std::min(step.block_size - offset, end - position);
     f(*block, offset, position - first, count);
@@ -370,7 +370,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, con
   at::Tensor out = at::empty(q.sizes(), queries.options());
   const int64_t sequences = lengths.size(0), heads = q.size(1), head_size = q.size(2), key_heads = key_cache.size(2);
   const Step step{floats(queries), queries.stride(0), queries.stride(1), out.mutable_data_ptr<float>(),
-                  Cache(key_cache), Cache(value_cache), integers(tables), integers(starts), integers(lengths),
+                  Cache(key_cache), Cache(value_cache), integers<int32_t>(tables), integers(starts), integers(lengths),
                   tables.size(1), heads, heads / key_heads, head_size, key_cache.size(1), static_cast<float>(scale * LOG2_E),
                   sinks ? floats(*sinks) : nullptr};
   TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "a sink for each head");

@@ -205,8 +205,10 @@ def attend_keys(
     pointers={
         "T": "q key_cache value_cache out",
         "fp32": "sinks sums parts",
-        "i64": "block_table cu_seqlens_q seqlens_k",
+        "i32": "block_table",
+        "i64": "cu_seqlens_q seqlens_k",
     },
+    views="block_table",
     strides="head_size q_row block_stride token_stride",
     counts="num_sequences slots group_size window block_size table_row",
     scalars="scale",
@@ -286,8 +288,10 @@ def paged_prefill(
     pointers={
         "T": "q key_cache value_cache",
         "fp32": "sums parts",
-        "i64": "block_table cu_seqlens_q seqlens_k",
+        "i32": "block_table",
+        "i64": "cu_seqlens_q seqlens_k",
     },
+    views="block_table",
     strides="head_size q_row block_stride token_stride",
     counts="tiles rows slots group_size window block_size table_row",
     scalars="scale",

@@ -45,7 +45,7 @@ class PrefillPlan:
     Attributes:
         queries: Slice of its queries on the token axis.
         kv_length: Number of its keys.
-        blocks: [ceil(kv_length / B)] int64.
+        blocks: [ceil(kv_length / B)] int32.
         mask: [queries, kv_length] bool, True where a query sees a key; None if plain causal (equal lengths) or if its
             only query sees every key.
     """
@@ -86,7 +86,7 @@ def plan_gathers(batch: PagedBatch) -> GatherPlan:
 def _decode_places(batch: PagedBatch) -> tuple[Tensor, Tensor | None]:
     lengths, device = batch.kv_lengths[: batch.num_decode], batch.block_table.device
     longest = max(lengths, default=0)
-    table = batch.block_table[: batch.num_decode, : -(-longest // batch.block_size)]  # [R, W]
+    table = batch.block_table[: batch.num_decode, : -(-longest // batch.block_size)].long()  # [R, W]
     offsets = torch.arange(batch.block_size, device=device)
     places = (table.unsqueeze(-1) * batch.block_size + offsets).flatten(1)[:, :longest]
     if len(set(lengths)) <= 1:

@@ -98,7 +98,7 @@ def _prefills_of(window: int | None, max_tokens: int) -> Callable[[PagedBatch], 
 
 
 def _places(batch: PagedBatch, rows: slice) -> Tensor:
-    table = batch.block_table[rows]
+    table = batch.block_table[rows].long()
     offsets = torch.arange(batch.block_size, device=table.device)
     places = (table.unsqueeze(-1) * batch.block_size + offsets).flatten(1)  # [S, K]
     is_real = torch.arange(places.shape[1], device=table.device) < batch.seqlens_k[rows, None]

@@ -54,7 +54,7 @@ def _decode_places(batch: PagedBatch, window: int) -> tuple[Tensor, Tensor]:
     positions = first + torch.arange(longest, device=device)  # [R, K]
     is_real = positions < lengths
     positions = positions.where(is_real, first)
-    blocks = batch.block_table[:decodes].gather(1, positions // batch.block_size)
+    blocks = batch.block_table[:decodes].gather(1, positions // batch.block_size).long()
     return blocks * batch.block_size + positions % batch.block_size, is_real[:, None, None]
 
 

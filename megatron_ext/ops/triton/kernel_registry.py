@@ -133,6 +133,7 @@ class Kernel:
         types: Combinations of types that the letters may stand for.
         configs: All configurations that it is compiled with.
         fits: Returns whether a configuration supports such types, beyond its `only`.
+        views: Tensor parameters that are treated as those of `WHEREVER`, whatever their types.
     """
 
     name: str
@@ -144,11 +145,13 @@ class Kernel:
     types: tuple[Types, ...]
     configs: tuple[Config, ...]
     fits: Callable[[Config, Types], bool]
+    views: tuple[str, ...] = ()
 
     @property
     def aligned(self) -> tuple[str, ...]:
         """Parameters specialized on alignment: they begin at, or are, multiples of 16."""
-        return (*(name for name, type_name in self.pointers.items() if type_name not in WHEREVER), *self.strides)
+        found = [name for name, type_name in self.pointers.items() if type_name not in WHEREVER]
+        return (*(name for name in found if name not in self.views), *self.strides)
 
     def lacks(self, **letters: torch.dtype) -> str | None:
         """Return why there is no kernel for tensors of these types, by letter; None if there is one."""
@@ -234,6 +237,7 @@ _observers: list[Callable[[Iterable[Argument]], None]] = []
 def kernel(
     *,
     pointers: Mapping[str, str],
+    views: str = "",
     strides: str = "",
     counts: str = "",
     scalars: str = "",
@@ -245,6 +249,7 @@ def kernel(
 
     Args:
         pointers: Space-separated names of tensors by their type, or by a letter.
+        views: Space-separated names of parameters; see `Kernel`.
         strides: Space-separated names of parameters; see `Kernel`.
         counts: Space-separated names of parameters; see `Kernel`.
         scalars: Space-separated names of parameters; see `Kernel`.
@@ -257,7 +262,7 @@ def kernel(
     def register(function: Callable[..., None]) -> Kernel:
         name = function.__name__
         assert name not in _REGISTRY.kernels, f"two kernels are called {name}"
-        wherever = [one for type_name in WHEREVER for one in pointers.get(type_name, "").split()]
+        wherever = [one for type_name in WHEREVER for one in pointers.get(type_name, "").split()] + views.split()
         made = Kernel(
             name,
             triton.jit(function, do_not_specialize=counts.split(), do_not_specialize_on_alignment=wherever),
@@ -268,6 +273,7 @@ def kernel(
             tuple(types),
             tuple(configs),
             fits,
+            tuple(views.split()),
         )
         constants = {constant for one in configs for constant, _ in one.constants}
         declared = {*made.pointers, *made.strides, *made.counts, *made.scalars, *constants}

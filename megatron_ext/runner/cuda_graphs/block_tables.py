@@ -14,7 +14,7 @@ class BlockTables:
     """Block table of each running state slot, on the device.
 
     Rows are sent before a step's graph, which gathers those of its requests: they may change places between two steps.
-    Block ids are sent as int32, two in a number of the buffer.
+    Block ids are int32, two in a number of the buffer that is sent.
 
     Args:
         slots: Number of running state slots, that of padding included.
@@ -25,7 +25,7 @@ class BlockTables:
 
     def __init__(self, slots: int, width: int, padding: int, device: torch.device) -> None:
         self.rows = BlockRows(padding)
-        self._tables = torch.full((slots, width), padding, dtype=torch.int64, device=device)
+        self._tables = torch.full((slots, width), padding, dtype=torch.int32, device=device)
         count = slots + -(-slots * width // 2)
         self._staged = torch.zeros(count, dtype=torch.int64, device=device)
         self._host = [HostBuffer(count, device) for _ in range(2)]
@@ -45,10 +45,10 @@ class BlockTables:
         buffer.mark()
         self._host.reverse()
         index, packed = self._staged[: len(slots)], self._staged[len(slots) : count]
-        blocks = packed.view(torch.int32)[:entries].view(rows.shape).long()
+        blocks = packed.view(torch.int32)[:entries].view(rows.shape)
         self._tables[:, : rows.shape[1]].index_copy_(0, index, blocks)
         return whole.nbytes
 
     def gather(self, slots: Tensor, width: int) -> Tensor:
-        """Return the tables of slots [R] int64: [R, width] int64. Captured code."""
+        """Return the tables of slots [R] int64: [R, width] int32. Captured code."""
         return self._tables[:, :width].index_select(0, slots)

@@ -122,7 +122,7 @@ def test_attention_by_lengths_on_the_device(backend, window, gap):
     step = Step([(1, 40), (1, 17), (1, 1), (9, 33), (20, 20), (1, 5)], decode_rows=3)
     queries, keys = zip(*step.rows, strict=True)
     plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")
-    padding = torch.full((6, 5 - plain.block_table.shape[1]), len(step.key_cache) - 1)
+    padding = plain.block_table.new_full((6, 5 - plain.block_table.shape[1]), len(step.key_cache) - 1)
     bounded = StaticBatch(
         num_decode=3,
         query_lengths=(1, 1, 1, 40, 40, 40),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_ext.ops.varlen import pack_chunks, pack_sequences
+from megatron_ext.ops.varlen import pack_chunks, pack_sequences, stage_arrays
 
 
 def test_pack_sequences_literal() -> None:
@@ -32,6 +33,19 @@ def test_index_tensors_share_one_buffer() -> None:
     staged = [chunks.sequences.cu_seqlens, chunks.sequences.seq_idx, chunks.cu_chunk_seqlens, chunks.chunk_seq_idx]
     staged += [chunks.last_chunk_indices]
     assert len({tensor.untyped_storage().data_ptr() for tensor in staged}) == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 5])
+def test_arrays_of_int32_share_the_buffer(size: int) -> None:
+    """CU-24: two elements in a number; the arrays around them keep their values, types and shapes."""
+    table = np.arange(2 * size, dtype=np.int32).reshape(2, size)[:1]
+    given = {"before": np.arange(3), "table": table, "flags": np.asarray([True, False]), "after": np.asarray([2**40])}
+    staged = stage_arrays(given, "cpu")
+    assert {name: one.dtype for name, one in staged.items()} == dict.fromkeys(given, torch.int64) | {
+        "table": torch.int32
+    }
+    assert {name: one.tolist() for name, one in staged.items()} == {name: one.tolist() for name, one in given.items()}
+    assert len({one.untyped_storage().data_ptr() for one in staged.values()}) == 1
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -70,6 +72,17 @@ def test_the_same_table_is_read_once(monkeypatch: pytest.MonkeyPatch):
     assert rows.of([4], [(3,)]).tolist() == [[3]]
     assert rows.of([4, 1], [one, other]).tolist() == [[7, 8, 9], [5, 0, 0]], "what others left behind is gone"
     assert written == [4, 1, 1, 4, 4, 1]
+
+
+def test_tables_are_int32_and_places_are_not():
+    """CU-24: a pool may have more than 2^31 tokens, in fewer blocks than that."""
+    rules = dataclasses.replace(RULES, block_size=1 << 24, dummy_block=1 << 9)
+    steps = [one for one in play(0) if one.chunks]
+    staged = [stage_step(one, rules) for one in steps]
+    assert {one.paged_batch.block_table.dtype for one in staged} == {torch.int32}
+    assert {one.slot_mapping.dtype for one in staged} == {torch.int64}
+    assert min(int(one.slot_mapping.min()) for one in staged) >= 0
+    assert max(int(one.slot_mapping.max()) for one in staged) > 1 << 31
 
 
 def test_rows_are_copies():

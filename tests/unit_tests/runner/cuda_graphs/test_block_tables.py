@@ -10,6 +10,7 @@ import torch
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.launches import LaunchCounter
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedHybridDriver
 
@@ -43,6 +44,19 @@ def test_bytes():
     assert tables.send() == 0
     tables.rows.of([0, 1], [one, (*other, BlockId(4))])
     assert tables.send() == 8 + 2 * 4
+
+
+def test_tables_are_sent_and_gathered_as_they_are_read():
+    """CU-24: int32 in both; a copy and a write by slot beside the graph, a gather in it, and no conversion."""
+    tables = BlockTables(SLOTS, WIDTH, PADDING, torch.device("cpu"))
+    tables.rows.of([0, 3], [(BlockId(1), BlockId(2)), (BlockId(2**31 - 1),)])
+    with LaunchCounter() as beside:
+        tables.send()
+    with LaunchCounter() as captured:
+        found = tables.gather(torch.tensor([3]), 2)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[2**31 - 1, PADDING]]
+    assert (beside.launches.total(), captured.launches.total()) == (2, 1)
 
 
 @pytest.fixture
