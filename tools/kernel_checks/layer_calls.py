@@ -12,6 +12,8 @@ from torch import Tensor
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.ops.activation import triton as activation
 from megatron_ext.ops.causal_conv1d import triton as causal_conv1d
+from megatron_ext.ops.experts import triton as experts
+from megatron_ext.ops.experts.reference import Function, Scores
 from megatron_ext.ops.gated_delta_rule import triton as gated_delta_rule
 from megatron_ext.ops.gated_norm import triton as gated_norm
 from megatron_ext.ops.gated_norm.reference import Order, RowNorm
@@ -63,6 +65,8 @@ class Calls:
         yield "copies", self._copy
         yield "norms", self._norms
         yield "MLP", self._mlp
+        if self.model.experts:
+            yield "experts", self._experts
         if self.step.decodes:
             yield "sampling", self._sample
 
@@ -213,6 +217,18 @@ class Calls:
             activation.gated_silu(inner, 1.0)
         else:
             activation.squared_relu(inner)
+
+    def _experts(self) -> None:
+        """Choose experts, sort tokens by them and sum their outputs; the products in between are torch's."""
+        (rows, hidden), chosen, count = (self.step.rows, self.model.hidden), self.model.chosen, self.model.experts
+        logits, bias = self._make(rows, count), self._make(count, dtype=torch.float32)
+        ids, _ = experts.choose_experts(logits, bias, chosen, Scores(Function.SIGMOID))
+        pairs = torch.arange(rows * chosen, dtype=torch.int32).view(rows, chosen)
+        places = experts.sort_by_expert(pairs % count if ids.is_meta else ids, count).places
+        if ids.is_meta:  # no kernel has sorted: the first token has the last rows
+            places = pairs.flip(0)
+        weights = self._make(rows, chosen, dtype=torch.float32)
+        experts.combine(self._make(rows * chosen, hidden), places, weights, self._make(rows, hidden))
 
     def _sample(self) -> None:
         rows = self.step.decodes

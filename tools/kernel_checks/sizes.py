@@ -64,7 +64,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model; `gated` MLPs have two inner products of `mlp` channels."""
+    """Sizes of a model; `gated` MLPs have two inner products of `mlp` channels; a token has `chosen` of `experts`."""
 
     name: str
     hidden: int
@@ -73,12 +73,14 @@ class Model:
     recurrence: Mamba2 | DeltaNet
     mlp: int
     gated: bool = True
+    experts: int = 0
+    chosen: int = 10
 
 
 MODELS = (
     Model("Nemotron-H 8B", 4096, 131_072, Attention(32, 8, 128), Mamba2(24, 128, 64, 8, 128), mlp=21_504, gated=False),
-    Model("Granite 4 H Small", 4096, 100_352, Attention(32, 8, 128), Mamba2(36, 128, 64, 1, 128), mlp=1536),
-    Model("Qwen3-Next", 2048, 151_936, Attention(16, 2, 256, 64), DeltaNet(36, 32, 16, 128), mlp=512),
+    Model("Granite 4 H Small", 4096, 100_352, Attention(32, 8, 128), Mamba2(36, 128, 64, 1, 128), mlp=1536, experts=72),
+    Model("Qwen3-Next", 2048, 151_936, Attention(16, 2, 256, 64), DeltaNet(36, 32, 16, 128), mlp=512, experts=512),
     Model("Falcon-H1 7B", 3072, 130_048, Attention(12, 2, 128, 128), Mamba2(44, 24, 128, 1, 256), mlp=12_288),
 )
 

@@ -6,6 +6,8 @@ kernels that break each limit.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from megatron_ext.ops.triton.kernel_registry import Function, Kernel, config
 from tests.unit_tests.support.planted_kernels import mostly_idle, narrow_offset, over_all_keys, wide_offset
 from tools.kernel_checks.figures import row_of, rows_of
 from tools.kernel_checks.known import KNOWN
+from tools.kernel_checks.layer_calls import Calls
 from tools.kernel_checks.sizes import MODELS, Step
 from tools.kernel_checks.virtual_launch import MadeBytes, Recorded, measure, recording
 
@@ -31,6 +34,31 @@ def test_attention_breaks_no_other_limit(step: Step) -> None:
     found = {row.kernel: set(row.problems) for row in rows_of(MODELS[0], step, ("attention",))}
     assert {(kernel, problem) for kernel, problems in found.items() for problem in problems} <= KNOWN
     assert set(found) == {"paged_prefill" if step is WARM else "paged_decode_split", "merge_splits"}
+
+
+@pytest.mark.parametrize("step", [DECODE, Step(0, 16_384, 131_072, is_captured=False)], ids=lambda step: step.name)
+def test_experts_break_no_limit(step: Step) -> None:
+    """CU-26: 72 experts, 10 of them for each token; a program sorts all pairs."""
+    granite = next(model for model in MODELS if model.experts == 72)
+    found = {row.kernel: row for row in rows_of(granite, step, ("experts",))}
+    assert list(found) == ["choose_experts", "sort_by_expert", "combine"]
+    assert {problem for row in found.values() for problem in row.problems} == set()
+    assert found["sort_by_expert"].trips == -(-step.rows * 10 // 4096)
+    assert found["combine"].programs == step.rows * 32
+
+
+def test_rows_of_experts_beyond_those_that_there_are_are_found() -> None:
+    """CU-26: the last place is addressed, so the check sees where it leads."""
+    granite = next(model for model in MODELS if model.experts == 72)
+    with recording() as launches:
+        dict(Calls(granite, DECODE).all())["experts"]()
+    (launch,) = [one for one in launches if one.kernel.name == "combine"]
+    places = launch.arguments["places"]
+    assert isinstance(places, torch.Tensor)
+    wrong = dataclasses.replace(launch, arguments={**launch.arguments, "places": places + 1})
+    assert problems(launch) == ()
+    (problem,) = problems(wrong)
+    assert problem.startswith("address: combine")
 
 
 def launch_of(function: Function, programs: int, x: torch.Tensor, n: int) -> Recorded:
