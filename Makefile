@@ -49,7 +49,7 @@ test-all: test ## Run `make test`, then the tests that are marked long.
 	$(PYTEST) -m long $(ARGS) $(if $(ARGS),|| [ $$? -eq 5 ])
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
-	$(PYTEST) -m kernels $(ARGS)
+	$(PYTEST) -m "kernels and (long or not long)" $(ARGS)
 
 test-versions: $(STAMP) ## Save and load checkpoints with four versions of megatron-core, which are fetched: minutes.
 	$(PYTEST) -m "versions and (long or not long)" $(ARGS)

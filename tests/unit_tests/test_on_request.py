@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,10 @@ def test_long(): pass
 @pytest.mark.kernels
 def test_kernels(): pass
 
+@pytest.mark.long
+@pytest.mark.kernels
+def test_long_kernels(): pass
+
 @pytest.mark.worlds
 class TestWorlds:
     def test_ranks(self): pass
@@ -35,6 +40,15 @@ class TestWorlds:
 SHORT = {"short", "of_numbers", "few_ranks"}
 
 
+def expression_of(target: str) -> str:
+    """Return the expression of `-m` of a target of the Makefile."""
+    found = re.search(
+        rf'^{target}: .*\n\t\$\(PYTEST\) -m "?([^"$]+?)"? \$\(ARGS\)', (ROOT / "Makefile").read_text(), re.M
+    )
+    assert found is not None
+    return found[1]
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
@@ -43,8 +57,9 @@ SHORT = {"short", "of_numbers", "few_ranks"}
         ("long", {"long", "ranks"}),
         ("kernels", {"kernels"}),
         ("long or not long", SHORT | {"long", "ranks"}),
-        ("long or kernels", {"long", "ranks", "kernels"}),
-        ("long or not long or kernels", SHORT | {"long", "ranks", "kernels"}),  # `make test-gpu`
+        ("long or kernels", {"long", "ranks", "kernels", "long_kernels"}),
+        ("long or not long or kernels", SHORT | {"long", "ranks", "kernels", "long_kernels"}),  # `make test-gpu`
+        (expression_of("test-kernels"), {"kernels", "long_kernels"}),
     ],
 )
 def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):
