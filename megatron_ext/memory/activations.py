@@ -20,6 +20,8 @@ SPLIT_TILES, TILE_ELEMENTS = 192, 128 * 64
 """Tiles of a prefill whose keys are split, at most, and query elements of a tile."""
 TILE = 64
 """Tokens of a tile of a recurrence on CUDA, which leaves a state for each tile."""
+DRAWN_ROWS = 128
+"""Rows that are drawn at once on CUDA, at most, each with scratch memory of its size."""
 _FP32 = 4  # bytes
 
 
@@ -69,6 +71,8 @@ def activation_bytes(config: ModelFields, step: FullStep, widths: LayerWidths) -
         found += (step.tokens // TILE + 2 * step.requests) * widths.state_elements * widths.itemsize
     if step.is_cuda and any(map(is_attention, letters)):
         found += _partial_sums(config, step, math.ceil(config.num_attention_heads * widths.share))
+    if step.is_cuda:
+        found += min(step.requests, DRAWN_ROWS) * (config.vocab_size or 0) * _FP32
     return found + step.requests * (config.vocab_size or 0) * (widths.itemsize + 2 * _FP32)
 
 

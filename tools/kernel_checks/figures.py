@@ -23,8 +23,6 @@ FULL_DEVICE = 192
 """Tiles of a prefill's attention that fill a device: what they do together takes the time, not the longest loop."""
 TRIPS_OF_A_DECODE = 1024
 """Trips of `paged_decode_split`: with many rows their programs fill the device, and few of them share a row's keys."""
-PASSES_OF_A_DRAW = 32
-"""Passes of `draw_rows` over a row, at most, in blocks of 4,096 words."""
 MOST_BYTES, MOST_BYTES_OF_A_TOKEN = 256 << 20, 128 << 10
 """Bytes that the operators of a part of a layer may allocate for results and in between: in all, or for each token."""
 
@@ -59,8 +57,6 @@ def most_trips(launch: Recorded, model: Model, step: Step) -> float:
     kernel = launch.kernel
     if kernel.name == "paged_prefill" and launch.programs >= FULL_DEVICE and launch.grid[2] == 1:
         return math.inf
-    if kernel.name == "draw_rows":
-        return PASSES_OF_A_DRAW * -(-model.vocabulary // 4096)
     if kernel.name == "paged_decode_split":
         return TRIPS_OF_A_DECODE
     is_recurrence = kernel.name.startswith(("ssd_prefill", "state_passing", "delta_prefill", "selective_prefill"))

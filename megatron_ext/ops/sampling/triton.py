@@ -12,6 +12,11 @@ from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
 MAX_WORDS = 1 << 22
 """Largest vocabulary: the sum of this many masses does not overflow."""
+PROGRAMS = 128
+"""Maximum number of programs of a launch, each with a row of scratch: as many as devices have multiprocessors, nearly,
+since a program takes half of one's threads or more."""
+ALIGNMENT = 16
+"""Rows of scratch lie a multiple of this many elements apart."""
 
 
 def _lacks(logits: Tensor) -> str | None:
@@ -31,17 +36,21 @@ def sample_tokens(logits: Tensor, metadata: SamplingMetadata, _: int | None = No
         return None
     from megatron_ext.ops.sampling import kernels
 
-    logits, tokens = rows_of(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    logits, words = rows_of(logits), logits.shape[1]
+    programs, width = min(PROGRAMS, len(logits)), -(-words // ALIGNMENT) * ALIGNMENT
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     config = next(one for one in kernels.draw_rows.configs if one.suits({"T": TYPE_NAMES[logits.dtype]}))
     fractions = {name: getattr(metadata, name).contiguous() for name in ("temperature", "top_p", "uniform")}
     kernels.draw_rows.launch(
-        (len(logits),),
+        (programs,),
         config,
         logits=logits,
+        scratch=logits.new_empty(programs, width),
         top_k=metadata.top_k.contiguous(),
         tokens=tokens,
         row_stride=logits.stride(0),
-        words=logits.shape[1],
+        rows=len(logits),
+        words=words,
         **{name: column.view(torch.int64) for name, column in fractions.items()},
     )
     return tokens

@@ -18,6 +18,7 @@ from megatron_ext.memory.activations import (
     DECODE_GROUP,
     DECODE_SLOTS,
     DECODE_SPAN,
+    DRAWN_ROWS,
     PREFILL_SPAN,
     SPLIT_TILES,
     TILE,
@@ -30,6 +31,7 @@ from megatron_ext.memory.budget import GIB, ModelMemory
 from megatron_ext.memory.fitting import plan_within
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import triton as paged_attention
+from megatron_ext.ops.sampling import triton as sampling
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tools.kernel_checks.layer_calls import Calls
@@ -168,6 +170,21 @@ def test_sizes_of_kernels_are_those_counted():
     assert max(one["M"] * one["DP"] for one in kernels.MANY.values()) == TILE_ELEMENTS
     assert max(one["M"] for one in kernels.MANY.values()) == 128
     assert kernels_tiles.TILE == TILE
+    assert sampling.PROGRAMS == DRAWN_ROWS
+
+
+def test_scratch_of_draws_is_counted_for_as_many_rows_as_are_drawn_at_once():
+    """CU-30: a row of fp32 each up to 128 rows, on CUDA only, beside the logits."""
+    config = CONFIGS["attention_only"]
+
+    def counted(requests: int, *, is_cuda: bool) -> int:
+        return activation_bytes(config, FullStep(TOKENS, requests, 1, is_cuda=is_cuda), LayerWidths(2))
+
+    logits = config.vocab_size * (2 + 4 + 4)
+    assert counted(128, is_cuda=False) - counted(127, is_cuda=False) == logits
+    sums = config.num_attention_heads * (config.head_channels + 2) * 4  # attention's, of one span
+    assert counted(128, is_cuda=True) - counted(127, is_cuda=True) == logits + config.vocab_size * 4 + sums
+    assert counted(129, is_cuda=True) - counted(128, is_cuda=True) == logits + sums
 
 
 def test_a_plan_leaves_room_for_the_largest_step():

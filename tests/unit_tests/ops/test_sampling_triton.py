@@ -1,4 +1,4 @@
-"""The kernel that draws: beside plain torch, which orders every row, and beside distributions written out by hand."""
+"""Sampling kernel, compared with plain torch, which sorts every row, and with distributions written out by hand."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, SamplingMetadata, sample_tokens, sampling_metadata
+from megatron_ext.ops.sampling import triton as sampling_triton
 from megatron_ext.ops.sampling.reference import draw_sorted
 from megatron_ext.ops.triton.kernel_registry import watch
 from tests.unit_tests.ops.backends import usable
@@ -61,6 +62,64 @@ def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: in
         drawn = sample_tokens(logits, metadata(rows))
     assert [one.kernel for one in launches] == list(COVERED)
     assert drawn.tolist() == draw_sorted(logits, metadata(rows)).tolist()
+
+
+def shaped_logits(words: int) -> dict[str, Tensor]:
+    """Rows by what is gathered of them: `STEP` nats below the best word, deeper, all words, or a single one."""
+    rank, generator = torch.arange(words), torch.Generator().manual_seed(words)
+    mixed = torch.randperm(words, generator=generator)
+    rows = {
+        "flat": torch.zeros(words),
+        "within a nat": torch.rand(words, generator=generator),
+        "Zipf": -1.5 * (1.0 + rank[mixed]).log(),
+        "steep": -7.0 * (rank[mixed] // 3),
+        "at the borders": -10.0 * (rank[mixed] // 50),
+        "beyond the border": torch.full((words,), -10.1),  # a sixth of the mass, or more
+        "one word": torch.full((words,), -math.inf),
+        "ten words": torch.where(mixed < 10, torch.rand(words, generator=generator), -math.inf),
+    }
+    rows["beyond the border"][1] = rows["one word"][words // 2] = 0.0
+    return rows
+
+
+CUTS = {
+    "flat": [(1.0, 0, 0.5), (0.9, 40, 0.8), (1.0, 0, 0.0)],
+    "within a nat": [(0.7, 50, 0.0), (1.3, 0, 0.9999999)],
+    "Zipf": [(1.0, 0, 0.9), (0.7, 50, 0.0), (1.0, 4000, 0.0)],
+    "steep": [(1.0, 4, 0.0), (1.0, 0, 0.9), (2.0, 4000, 0.99)],
+    "at the borders": [(1.0, 50, 0.0), (1.0, 51, 0.0), (1.0, 0, 0.9), (1.0, 101, 0.9999)],
+    "beyond the border": [(1.0, 1, 0.0), (1.0, 0, 0.95), (1.0, 2, 0.99)],
+    "one word": [(1.0, 0, 0.9), (1.0, 5, 0.0), (0.5, 10**6, 1.0)],
+    "ten words": [(1.0, 0, 0.5), (1.0, 20, 0.9)],
+}
+"""Temperature, top_k and top_p of the rows of each shape."""
+A_FEW = ("Zipf", "beyond the border")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "shapes"),
+    [
+        (torch.bfloat16, 2600, A_FEW),
+        *(pytest.param(dtype, 4501, tuple(CUTS), marks=pytest.mark.kernels) for dtype in TYPES),
+        pytest.param(torch.bfloat16, 151_936, A_FEW, marks=pytest.mark.kernels),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_sorted_rows_however_many_words_are_gathered(
+    dtype: torch.dtype, words: int, shapes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CU-30: cuts within the gathered words, at their border and beyond them; odd strides; programs take turns."""
+    given = shaped_logits(words)
+    options = metadata([(*cut, 0.99) for shape in shapes for cut in CUTS[shape]])
+    wide = torch.full((len(options.uniform), words + 3), math.inf, dtype=dtype, device=DEVICE)
+    wide[:, 2:-1] = torch.stack([given[shape] for shape in shapes for _ in CUTS[shape]])
+    monkeypatch.setattr(sampling_triton, "PROGRAMS", 4)
+    with watch() as launches:
+        drawn = sample_tokens(wide[:, 2:-1], options)
+    assert [one.kernel for one in launches] == list(COVERED)
+    assert drawn.tolist() == draw_sorted(wide[:, 2:-1], options).tolist()
+    uncut = options._replace(top_k=options.top_k * 0, top_p=options.top_p * 0)
+    assert (draw_sorted(wide[:, 2:-1], uncut) != drawn).sum() >= len(shapes), "top_k and top_p decide"
 
 
 def frequencies(
