@@ -104,7 +104,7 @@ def test_a_model_without_such_a_layer_is_refused(load, predicting, tmp_path):
     settings = {"speculative_method": "mtp", "num_speculative_tokens": 2}
     config = ModelConfig(hybrid_override_pattern="M*-", hidden_size=64, vocab_size=64, mamba_head_dim=16)
     save_checkpoint(tmp_path / "plain", build_model(config, seed=1), config)
-    with pytest.raises(ConfigError, match="needs layers of multi-token prediction, and .*plain has none"):
+    with pytest.raises(ConfigError, match=r"needs layers of multi-token prediction, and .*plain has none"):
         load(load=str(tmp_path / "plain"), tokenizer_type="NullTokenizer", **settings)
     settings["num_speculative_tokens"] = 3
     with pytest.raises(ConfigError, match=r"-tokens 3 is more than the 2 layers .* give --num-speculative-tokens 2"):
