@@ -38,6 +38,7 @@ MODULES = {  # in the order in which their cases run
         "throughput.kinds",
         "throughput.speculation",
         "throughput.draft_context",
+        "throughput.prediction",
         "throughput.ranks",
         "throughput.threads",
         "throughput.rollouts",

@@ -124,6 +124,14 @@ def _all() -> Iterator[Goal]:
         name = f"drafts, {text}, 1 at once: tokens/s with / without, worst model"
         yield Goal(name, drafts, f"{text}, 1 at once*", "ratio", 1.8, False)
     yield Goal("drafts, any text and number: tokens/s with / without, worst", drafts, "*", "ratio", 0.98, False)
+    layer, ratio = "throughput.prediction", "with / without"
+    for text in ("greedy", "sampled"):
+        row = f"K = 1: {text}, 32 at once"
+        yield Goal(f"drafts of mtp, {text}: accepted at depth 1", layer, row, "accepted at 1", 0.55, False)
+        row = f"adaptive mtp: {text}, 1 at once"
+        yield Goal(f"drafts of mtp, {text}, 1 at once: tokens/s with / without", layer, row, ratio, 1.3, False)
+    name = "drafts of mtp, mtp_ngram, ngram, adaptive: tokens/s with / without, worst"
+    yield Goal(name, layer, "adaptive *", ratio, 0.98, False)
 
 
 GOALS = tuple(_all())

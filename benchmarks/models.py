@@ -34,6 +34,7 @@ from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.engine_step import StepOutput
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model
@@ -252,6 +253,13 @@ class Engine:
 def engine(
     loaded: LoadedModel, cache: CacheConfig = OFF, speculation: SpeculationConfig = NO_SPECULATION, **batching: object
 ) -> Engine:
+    """Build an engine core around a model, by default without a cache; see `inference_engine`."""
+    return Engine(inference_engine(loaded, cache, speculation, **batching).core)
+
+
+def inference_engine(
+    loaded: LoadedModel, cache: CacheConfig = OFF, speculation: SpeculationConfig = NO_SPECULATION, **batching: object
+) -> InferenceEngine:
     """Build an engine around a model, by default without a cache.
 
     Args:
@@ -261,7 +269,7 @@ def engine(
         batching: Fields of `BatchingConfig`.
     """
     settings = BatchingConfig(**batching)
-    built = build_engine(
+    return build_engine(
         loaded.model,
         loaded.config,
         loaded.tokenizer,
@@ -271,7 +279,6 @@ def engine(
         speculation=speculation,
         packs_weights=True,
     )
-    return Engine(built.core)
 
 
 def prompts(count: int, length: int, name: str = "prompt", vocabulary: int = VOCABULARY) -> list[list[int]]:

@@ -31,10 +31,10 @@ SIZES = {"block_count": 64, "max_requests": 8, "max_tokens": 8192, "max_prefills
 def draft_context(run: Run, load: str = "", prompts: int = 24, tokens: int = 192) -> None:
     """Accepted share of first drafts by the tokens computed before generation, of the model in `load`."""
     platform.initialize()
-    loaded = _loaded(Path(load) if load else None)
+    loaded = load_predicting(Path(load) if load else None)
     if loaded.config.mtp_num_layers is None:
         run.remark("the model has no layer of multi-token prediction; a random one shows how long this takes, only")
-        loaded = _with_random_layer(loaded)
+        loaded = with_random_layer(loaded)
     built = engine(loaded, **SIZES)
     asked = [loaded.tokenizer.tokenize(str(one.content)) for one in example_prompts(RequestParams())]
     pieces = [one[start : start + 200] for one in asked for start in range(0, max(1, len(one) - 200), 200)][:prompts]
@@ -72,12 +72,14 @@ def hits(model: HybridModel, text: list[int], first: int, computed: int | None) 
     return drafts == ids[0, first + 1 :]
 
 
-def _loaded(directory: Path | None) -> LoadedModel:
+def load_predicting(directory: Path | None, *, reads_prediction: bool = True) -> LoadedModel:
+    """Load a model with its layers of multi-token prediction, or without; by default the embedded model."""
     source = SourceConfig() if directory is None else SourceConfig(load=str(directory))
-    return load_model(source, {}, device=platform.device(), reads_prediction=True)
+    return load_model(source, {}, device=platform.device(), reads_prediction=reads_prediction)
 
 
-def _with_random_layer(loaded: LoadedModel) -> LoadedModel:
+def with_random_layer(loaded: LoadedModel) -> LoadedModel:
+    """Return a model with a layer of attention that drafts, of random weights."""
     config = replace(loaded.config, mtp_num_layers=1, mtp_hybrid_override_pattern="*")
     model = build_model(config, device=platform.device())
     own = dict(loaded.model.named_parameters())
