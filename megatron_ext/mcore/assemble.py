@@ -151,8 +151,9 @@ def _build_drafter(
     if prediction is None:
         return None
     layer = prediction.drafter(context, batching)
-    context.recorded_steps = None  # it would repeat no hook
     controller.hidden_states = layer.hidden_states
+    if context.recorded_steps is not None:
+        context.recorded_steps.keep(layer.hidden_states)
     return layer
 
 

@@ -21,16 +21,22 @@ KEPT_TOKENS = 256  # hidden states of a request
 class HiddenStates:
     """Hidden states after the final norm, copied from each step as it is computed; positions in a ring per request.
 
-    A step that is computed again, or that follows rejected drafts, overwrites them. A captured step writes to rows that
-    are set before it: `stage`, the step, `commit`, and in any case `unstage`.
+    A step that is computed again, or that follows rejected drafts, overwrites them. A captured or recorded step writes
+    to rows that are set before it: `stage`, the step, `commit`, and in any case `unstage`.
 
     Args:
         model: Model whose stack is watched.
         context: Context of the model's steps.
         requests: Maximum number of requests in a step.
         captured_tokens: Maximum number of tokens of a captured step, padding included; 0 if none is captured.
+        recorded_tokens: Maximum number of tokens of a recorded step, which has no padding; 0 if none is recorded.
         watches: Whether the stack's outputs are kept; else those that are written.
+
+    Attributes:
+        hook: Id of the forward hook on the stack; see `KeptOutputs`.
     """
+
+    hook = -1
 
     def __init__(
         self,
@@ -39,10 +45,11 @@ class HiddenStates:
         requests: int,
         captured_tokens: int = 0,
         *,
+        recorded_tokens: int = 0,
         watches: bool = True,
     ) -> None:
         self._context, self._requests = context, requests
-        self._captured_tokens = captured_tokens
+        self._is_padded, self._fixed_tokens = captured_tokens > 0, max(captured_tokens, recorded_tokens)
         self._staged: dict[int, tuple[RunningSlot, range]] = {}
         self._targets: Tensor | None = None  # row of each token of a captured step; the one after all others is unused
         parameter = next(model.parameters())
@@ -61,15 +68,17 @@ class HiddenStates:
             if (found := take()) is not None:
                 found(output)
 
-        weakref.finalize(self, model.decoder.register_forward_hook(watch).remove)
+        handle = model.decoder.register_forward_hook(watch)
+        self.hook = handle.id
+        weakref.finalize(self, handle.remove)
 
     def allocate(self) -> None:
         """Allocate the rows if they are not: captured steps write to these very ones."""
         if self._rows is not None:
             return
-        self._rows = self._like.new_empty(self._unused + (self._captured_tokens > 0), self._width)
-        if self._captured_tokens:
-            self._targets = torch.full((self._captured_tokens,), self._unused, device=self._like.device)
+        self._rows = self._like.new_empty(self._unused + self._is_padded, self._width)
+        if self._fixed_tokens:
+            self._targets = torch.full((self._fixed_tokens,), self._unused, device=self._like.device)
 
     def free(self) -> None:
         """Free the rows and forget all requests."""
@@ -100,9 +109,8 @@ class HiddenStates:
         if self._targets is None:
             return
         sources, targets, self._staged = self._places_of(chunks)
-        rows = np.full(self._captured_tokens, self._unused)
-        if sources:
-            rows[np.concatenate(sources)] = np.concatenate(targets)
+        rows = np.full(self._fixed_tokens, self._unused)
+        rows[sources] = targets
         self._targets.copy_(torch.from_numpy(rows))
 
     def commit(self) -> None:
@@ -119,14 +127,14 @@ class HiddenStates:
         """Return the hidden states of positions of some requests, one after the other, [n, h]."""
         rows = [_ring(self._places[request_id][0], positions) for request_id, positions in wanted]
         assert self._rows is not None, "the engine is suspended"
-        return self._rows[self._index(rows)]
+        return self._rows[self._index(np.concatenate(rows))]
 
     def _take(self, output: Tensor) -> None:
         """Copy the last hidden states of each chunk of the staged step, [T, 1, h]."""
         step = self._context.step
         if step is None or self._rows is None:
             return
-        if self._targets is not None and step.paged_batch.has_static_shapes:
+        if self._targets is not None and (self._staged or step.paged_batch.has_static_shapes):
             self._rows.index_copy_(0, self._targets[: len(output)], output[:, 0])
             return
         self.write(step.chunks, output)
@@ -135,15 +143,17 @@ class HiddenStates:
         """Copy the last hidden states of each chunk of a step, [T, 1, h]."""
         assert self._rows is not None, "the engine is suspended"
         sources, targets, places = self._places_of(chunks)
-        self._rows[self._index(targets)] = output[self._index(sources), 0]
+        self._rows[self._index(np.array(targets, np.int64))] = output[self._index(np.array(sources, np.int64)), 0]
         self._keep(places)
 
     def _places_of(
         self, chunks: Sequence[ScheduledChunk]
-    ) -> tuple[list[np.ndarray], list[np.ndarray], dict[int, tuple[RunningSlot, range]]]:
+    ) -> tuple[list[int], list[int], dict[int, tuple[RunningSlot, range]]]:
         """Return the tokens of a step to keep, the rows for them, and what is kept of each request after the step."""
         running, first = {chunk.request_id for chunk in chunks}, 0
-        sources, targets, places = [], [], {}
+        sources: list[int] = []
+        targets: list[int] = []
+        places = {}
         for chunk in chunks:
             if chunk.request_id != DUMMY_REQUEST:
                 new = range(max(chunk.start, chunk.end - KEPT_TOKENS), chunk.end)
@@ -152,8 +162,8 @@ class HiddenStates:
                 slot, before = self._places[chunk.request_id]
                 begin = before.start if before and before.start <= chunk.start <= before.stop else new.start
                 places[chunk.request_id] = slot, range(max(begin, chunk.end - KEPT_TOKENS), chunk.end)
-                sources.append(np.arange(new.start, new.stop) - chunk.start + first)
-                targets.append(_ring(slot, new))
+                sources += range(new.start - chunk.start + first, first + chunk.length)
+                targets += [slot * KEPT_TOKENS + position % KEPT_TOKENS for position in new]
             first += chunk.length
         return sources, targets, places
 
@@ -169,8 +179,8 @@ class HiddenStates:
             self.forget(next(one for one in self._places if one not in running))
         return self._slots.take()
 
-    def _index(self, parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(self._like.device, non_blocking=True)
+    def _index(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(self._like.device, non_blocking=True)
 
 
 def _ring(slot: RunningSlot, positions: range) -> np.ndarray:

@@ -20,6 +20,7 @@ from megatron_ext.memory.draft_memory import DraftMemory
 from megatron_ext.memory.engine_plan import ModelShape, plan_draft_model
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
+from megatron_ext.runner.recorded_steps import MAX_ROWS
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.draft_model import DraftRoom
 from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, MultiTokenDrafter
@@ -71,7 +72,8 @@ class PredictionParts:
         plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type, self.depths)
         requests, operators = plan.limits.max_requests, backend_selection.preferred(batching.operator_backend)
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
-        states = HiddenStates(self.model, target, requests, captured)
+        recorded = 0 if target.recorded_steps is None else min(requests, MAX_ROWS)
+        states = HiddenStates(self.model, target, requests, captured, recorded_tokens=recorded)
         layers: list[MultiTokenEngine] = []
         for depth in range(1, self.depths + 1):
             context = InferenceContext(plan, places_of(self.layer(1).mtp_model_layer.layer_type_list), device)

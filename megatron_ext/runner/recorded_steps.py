@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,25 @@ class _Batch(PagedBatch):
         return "_is_read" in self.__dict__
 
 
+class KeptOutputs(Protocol):
+    """Outputs of a module that its forward hook copies to rows which are set before a step.
+
+    Attributes:
+        hook: Id of the hook, whose operators are recorded with those of the forward.
+    """
+
+    hook: int
+
+    def stage(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Set the rows of a step's tokens."""
+
+    def commit(self) -> None:
+        """Keep what the step has written."""
+
+    def unstage(self) -> None:
+        """Let later steps set the rows anew."""
+
+
 class Wiring:
     """All that a forward's Python code finds in its modules and that may be replaced: parameters, modules, hooks.
 
@@ -60,6 +79,7 @@ class Wiring:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.recorded_hook: int | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -70,7 +90,9 @@ class Wiring:
         places += [(vars(one), "packed") for one in modules if isinstance(one, Packable)]
         self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
         self._held: list[object] | None = list(map(dict.get, self._spaces, self._names))
-        self._hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        hooks = [hooks for one in modules for hooks in (one._forward_hooks, one._forward_pre_hooks)]
+        self._hooks = [one for one in hooks if self.recorded_hook not in one]
+        self._recorded = [one for one in hooks if self.recorded_hook in one]
 
     def release(self) -> None:
         """Keep nothing alive; it is not current until the next `renew`."""
@@ -83,8 +105,8 @@ class Wiring:
 
     @property
     def has_hooks(self) -> bool:
-        """True if a module has forward hooks, which are Python code that a record does not repeat."""
-        return any(self._hooks)
+        """True if a module has other forward hooks than the recorded one: Python code that a record does not repeat."""
+        return any(self._hooks) or any(len(hooks) > 1 for hooks in self._recorded)
 
 
 class _Size:
@@ -169,7 +191,13 @@ class RecordedSteps:
         self._sizes: dict[tuple[int, int], _Size] = {}
         self._wiring = Wiring(model)
         self._staged: tuple[_Size, ModelInput] | None = None
+        self._kept: KeptOutputs | None = None
         self.problem = ""  # why no step can be recorded
+
+    def keep(self, outputs: KeptOutputs) -> None:
+        """Record the copies of kept outputs, too."""
+        self._kept, self._wiring.recorded_hook = outputs, outputs.hook
+        self._wiring.renew()
 
     def forget(self) -> None:
         """Drop all records and what they keep alive, after pools or weights have been replaced."""
@@ -210,7 +238,18 @@ class RecordedSteps:
         staged, self._staged = self._staged, None
         if staged is None or staged[1] is not step or self._wiring.has_hooks:
             return run()
-        size = staged[0]
+        if self._kept is None:
+            return self._repeat(staged[0], run, step)
+        try:
+            self._kept.stage(step.chunks)
+            result = self._repeat(staged[0], run, step)
+            self._kept.commit()
+            return result
+        finally:
+            self._kept.unstage()
+
+    def _repeat(self, size: _Size, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
+        """Repeat the step's forward if it has been recorded, else run and record it."""
         if not self._wiring.is_current:
             self._renew(size)
         if size.record is not None and not size.record.is_current():

@@ -1,4 +1,4 @@
-"""Drafts of multi-token prediction beside captured steps, which write the hidden states that later drafts read."""
+"""Drafts of multi-token prediction beside captured and recorded steps, which write hidden states for later drafts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import itertools
 
 import pytest
 
+from megatron_ext.mcore.hidden_states import HiddenStates
+from megatron_ext.ops import cpp
 from megatron_ext.runner.cuda_graphs import buckets as sizes
 from tests.unit_tests.mcore.test_multi_token_layers import WatchingLayers
 from tests.unit_tests.runner.cuda_graphs.test_graph_capture import Captured
 from tests.unit_tests.support.drafters import caching
-from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import CONFIGS
-from tests.unit_tests.support.multi_token import Watching, worst_difference
+from tests.unit_tests.support.multi_token import Watched, Watching, build_predicting, predicting, worst_difference
+from tests.unit_tests.support.oracle import Oracle
 
 KINDS = ["attention_only", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hybrid", "gated_delta_net"))]
 
@@ -62,3 +65,71 @@ def test_captured_steps_keep_hidden_states(monkeypatch, kind, is_layered):
     for name in range(2):  # the hidden states of a prompt are those of a captured step
         firsts = {draft[3] if is_layered else draft[4] for draft in driver.drafts if draft[0] == name}
         assert firsts == {1}
+
+
+class WatchedRecorded(Watched):
+    """Driver with drafts after every fifth step, so that others are repeated; `replays` counts these.
+
+    Its model is its own: hooks of other engines on a shared one would stop the records.
+    """
+
+    def __init__(self, kind: str, count: int, mode: str | None) -> None:
+        super().__init__(kind, count, mode, build_predicting(kind), max_requests=2)
+        propose, turns, self.replays = self.drafter.propose, itertools.count(), 0
+        self.drafter.propose = lambda asks: {} if next(turns) % 5 else propose(asks)
+
+        records = self.context.recorded_steps
+        repeat, record = records._repeat, records._record
+
+        def repeated(*arguments):
+            self.replays += 1
+            return repeat(*arguments)
+
+        def recorded(*arguments):
+            self.replays -= 1
+            return record(*arguments)
+
+        records._repeat, records._record = repeated, recorded
+
+
+@pytest.mark.skipif(not cpp.are_used(), reason="operators in C++ are off")
+@pytest.mark.parametrize(
+    "kind", ["hybrid", *(pytest.param(one, marks=pytest.mark.long) for one in ("mamba1", "short_conv"))]
+)
+def test_recorded_steps_keep_hidden_states(kind):
+    """SP-12: repeated decode steps keep what drafts read, in new pools after a suspension, too."""
+    driver = WatchedRecorded(kind, 2, "kernel")
+    for turn in range(2):
+        for name in range(2 * turn, 2 * turn + 2):
+            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=40, return_log_probs=False)
+        for _ in range(20):
+            driver.step()
+        if turn == 0:
+            driver.engine.suspend()
+            driver.engine.resume()
+        driver.run()
+    assert driver.replays > 20
+    assert driver.scheduler.counters.accepted > 3
+    oracle = Oracle(predicting(kind))
+    for name in range(4):
+        assert_equals_oracle(driver, name, oracle)
+    assert worst_difference(driver) < 1e-4
+
+
+@pytest.mark.skipif(not cpp.are_used(), reason="operators in C++ are off")
+def test_rows_of_a_recorded_step_that_are_not_set_are_seen(monkeypatch):
+    """The negative control: hidden states of repeated steps go to the rows of the first one."""
+    driver = WatchedRecorded("hybrid", 2, None)
+    stage, staged = HiddenStates.stage, []
+
+    def stale(self, chunks):
+        stage(self, chunks)
+        staged.append(self._targets.clone())
+        if len(staged) > 4:
+            self._targets.copy_(staged[0])
+
+    monkeypatch.setattr(HiddenStates, "stage", stale)
+    driver.add(0, make_prompt(21), num_tokens_to_generate=40, return_log_probs=False)
+    driver.run()
+    assert driver.replays > 4
+    assert not worst_difference(driver) < 1e-4

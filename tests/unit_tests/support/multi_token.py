@@ -153,11 +153,14 @@ def expected(driver: Watching, texts: Mapping[int, Sequence[int]]) -> list[Tenso
 
 @torch.inference_mode()
 def worst_difference(driver: Watching, texts: Mapping[int, Sequence[int]] | None = None) -> float:
-    """Largest difference of a kept draft's logits from those of whole texts, by default those of all ended requests."""
+    """Largest difference of a kept draft's logits from those of whole texts, by default those of all ended requests.
+
+    NaN, of memory that was never written, is larger than any number.
+    """
     if texts is None:
         texts = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in driver.records.items()}
     pairs = zip(driver.drafts, expected(driver, texts), strict=True)
-    return max(float((one[-1] - other).abs().max()) for one, other in pairs)
+    return float(torch.stack([(one[-1] - other).abs().max() for one, other in pairs]).max())
 
 
 @contextlib.contextmanager
@@ -179,4 +182,5 @@ def watched() -> Iterator[Logits]:
 def difference(one: Logits, other: Logits) -> float:
     """Largest difference between the logits of equal steps."""
     assert [names for names, _ in one] == [names for names, _ in other]
-    return max(float((left - right).abs().max()) for (_, left), (_, right) in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return float(torch.stack([(left - right).abs().max() for (_, left), (_, right) in pairs]).max())
