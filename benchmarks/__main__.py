@@ -39,6 +39,7 @@ MODULES = {  # in the order in which their cases run
         "throughput.speculation",
         "throughput.draft_context",
         "throughput.prediction",
+        "throughput.prediction_costs",
         "throughput.ranks",
         "throughput.threads",
         "throughput.rollouts",

@@ -61,7 +61,7 @@ class Arm:
     answers: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._built = Engine(self.inference.core)
+        self.engine = Engine(self.inference.core)
         self._imposed: dict[int, list[int]] = {}  # whole texts by request id
 
     @classmethod
@@ -89,12 +89,12 @@ class Arm:
     def _decode(self, texts: Texts, params: RequestParams) -> float:
         """Serve texts at once; return the seconds after the first step, which computes the prompts."""
         for i, (prompt, answer) in enumerate(texts):
-            request = self._built.add(prompt, replace(params, seed=params.seed + i))
+            request = self.engine.add(prompt, replace(params, seed=params.seed + i))
             if answer:
                 self._imposed[request.request_id] = [*prompt, *answer]
-        self._built.step()
+        self.engine.step()
         start = own_time()
-        records = sorted(self._built.drain(), key=lambda record: record.request_id)
+        records = sorted(self.engine.drain(), key=lambda record: record.request_id)
         synchronize()
         self.answers += [record.generated_tokens[1:] for record in records]
         self._imposed.clear()
