@@ -64,7 +64,7 @@ class WatchingLayers:
                 layer = model.mtp.layer_of(depth)
                 hidden = layer(hidden[: len(rest)], rest, angles=None if angles is None else angles[: len(rest)])
             logits = model.output_layer(hidden[-1:], weight=model.shared_embedding_or_output_weight())[0][0, 0]
-            worst = max(worst, float((row - logits).abs().max()))
+            worst = max(worst, float((row - logits).abs().nan_to_num(nan=torch.inf).max()))
         return worst
 
 
