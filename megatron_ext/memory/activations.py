@@ -16,8 +16,8 @@ DECODE_SPAN, DECODE_GROUP, PREFILL_SPAN = 512, 16, 4096
 """Keys of a partial sum of attention on CUDA, and spans of a group of a decode's."""
 DECODE_BYTES, DECODE_SLOTS = 64 << 20, 32
 """Bytes of the partial sums of decodes, or, with many of them, partial sums of each query head."""
-SPLIT_TILES, TILE_ELEMENTS = 192, 128 * 64
-"""Tiles of a prefill whose keys are split, at most, and query elements of a tile."""
+SPLIT_TILES, SPLIT_ELEMENTS, TILE_ELEMENTS = 192, 192 * 64 * 128, 128 * 128
+"""Tiles of a prefill whose keys are split, at most, query elements of them, and query elements of a tile."""
 TILE = 64
 """Tokens of a tile of a recurrence on CUDA, which leaves a state for each tile."""
 DRAWN_ROWS = 128
@@ -84,8 +84,10 @@ def _partial_sums(config: ModelFields, step: FullStep, heads: int) -> int:
     decodes = max(many, min(DECODE_BYTES, step.requests * spans * row))
     if step.longest <= PREFILL_SPAN:
         return decodes
-    rows = min(128, TILE_ELEMENTS // (1 << (config.head_channels - 1).bit_length()))
-    tiles = min(SPLIT_TILES, math.ceil(step.tokens * heads / rows) + step.requests * heads)
+    padded = 1 << (config.head_channels - 1).bit_length()
+    rows = min(128, TILE_ELEMENTS // padded)
+    most = min(SPLIT_TILES, SPLIT_ELEMENTS // (rows * padded))
+    tiles = min(most, math.ceil(step.tokens * heads / rows) + step.requests * heads)
     return max(decodes, tiles * math.ceil(step.longest / PREFILL_SPAN) * rows * (config.head_channels + 2) * _FP32)
 
 

@@ -28,15 +28,22 @@ from megatron_ext.ops.paged_attention.kernels_merge import (
     store_sums,
 )
 from megatron_ext.ops.triton.device import find_piece, product
-from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, config, kernel
+from megatron_ext.ops.triton.kernel_registry import MAX_REGISTERS, Config, config, kernel
 
 SPAN = 512  # keys of a span of a decode: constant, so that its bits depend on its own keys only
 PREFILL_SPAN = 4096  # keys of a span of a prefill
 ROWS_OF_SPLIT = 16  # minimum rows of a matrix product
 STAGES = 3  # with fewer, copies of a tile of keys are waited for before any product overlaps them
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
-MANY = {
-    (types, channels): config(
+Tiles = dict[tuple[tuple[str, ...], int], Config]
+WARP_GROUPS = 90
+"""Architecture that multiplies tiles of 64 rows and more by warp groups."""
+
+
+def _many(
+    types: tuple[str, ...], channels: int, rows: int, keys: int, warps: int, limit: int | None, *archs: int
+) -> Config:
+    return config(
         SPAN=PREFILL_SPAN,
         M=rows,
         N=keys,
@@ -47,13 +54,18 @@ MANY = {
         only=types,
         registers=limit,
         aligned=True,  # loading elements one by one takes too many registers
+        archs=archs,
     )
-    for types, channels, rows, keys, warps, limit in (
+
+
+MANY: Tiles = {
+    sizes[:2]: _many(*sizes)
+    for sizes in (
         (NARROW, 16, 64, 64, 4, None),
         (NARROW, 32, 64, 64, 4, MAX_REGISTERS),
         (NARROW, 64, 128, 64, 8, None),
-        (NARROW, 128, 64, 32, 8, None),
-        (NARROW, 256, 32, 32, 8, None),
+        (NARROW, 128, 64, 32, 8, None, 80),
+        (NARROW, 256, 32, 32, 8, None, 80),
         (WIDE, 16, 64, 32, 4, None),
         (WIDE, 32, 32, 32, 4, MAX_REGISTERS),
         (WIDE, 64, 32, 32, 8, MAX_REGISTERS),
@@ -61,6 +73,19 @@ MANY = {
         (WIDE, 256, 32, 16, 8, None),
     )
 }
+MANY_BY_WARP_GROUPS: Tiles = {
+    sizes[:2]: _many(*sizes, WARP_GROUPS) for sizes in ((NARROW, 128, 128, 64, 8, None), (NARROW, 256, 64, 32, 8, None))
+}
+"""Larger tiles than those of `MANY`, for warp groups: of 64 rows at least, and with 128 channels of 128, so that two
+groups do not compute the same scores. On sm_80 they would spill."""
+
+
+def many(types: tuple[str, ...], channels: int, arch: int) -> Config:
+    """Return the configuration of `paged_prefill` on an architecture."""
+    tiles = MANY | MANY_BY_WARP_GROUPS if arch == WARP_GROUPS else MANY
+    return tiles[types, channels]
+
+
 FEW = {
     (types, channels): config(
         SPAN=SPAN,
@@ -87,7 +112,7 @@ FEW = {
         (WIDE, 256, 16, None),
     )
 }
-"""Configurations of both kernels, by types of the inputs and padded head size."""
+"""Configurations of `paged_decode_split`, as `MANY` has them: by types of the inputs and padded head size."""
 
 
 @triton.jit
@@ -213,7 +238,7 @@ def attend_keys(
     counts="num_sequences slots group_size window block_size table_row",
     scalars="scale",
     types=TYPES,
-    configs=tuple(MANY.values()),
+    configs=(*MANY.values(), *MANY_BY_WARP_GROUPS.values()),
 )
 def paged_prefill(
     q,

@@ -24,8 +24,8 @@ NO_WINDOW = 1 << 30  # tokens; more than any sequence has
 ENOUGH_PROGRAMS, FEWEST_A_TILE = 1024, 4
 """Programs of a grid: enough for every multiprocessor to have several, or, with many rows, four for each tile of
 decode rows. They take turns over the spans, since most requests are shorter than the block table is wide."""
-FEW_TILES = 192
-"""Fewer tiles of prefill rows and KV heads leave multiprocessors idle, so their keys are split."""
+FEW_TILES, FEW_ELEMENTS = 192, 192 * 64 * 128
+"""Fewer tiles of prefill rows and KV heads, or elements of them, leave multiprocessors idle: their keys are split."""
 PARTIAL_BYTES, FEWEST_SLOTS = 64 << 20, 32
 """Bytes for partial sums of decodes, or, with many rows, slots of each row. Spans beyond these are merged by groups."""
 
@@ -166,10 +166,11 @@ def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
     tokens, sequences, heads = len(out) - first_token, batch.seqlens_k.numel() - few, call.key_cache.shape[2]
     if not sequences:
         return
-    chosen = kernels.MANY[call.shape]
+    chosen = kernels.many(*call.shape, triton.architecture(call.q.device))
     tiles = tile_count(tokens, sequences, call.group_size, chosen["M"])
     spans = call.spans(chosen["SPAN"], tokens)
-    slots = spans if spans > 1 and tiles * heads < FEW_TILES else 0
+    few_tiles = min(FEW_TILES, FEW_ELEMENTS // (chosen["M"] * chosen["DP"]))
+    slots = spans if spans > 1 and tiles * heads < few_tiles else 0
     arguments: dict[str, Tensor | int] = {
         "cu_seqlens_q": batch.cu_seqlens_q[few:],
         "seqlens_k": batch.seqlens_k[few:],

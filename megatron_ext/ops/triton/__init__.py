@@ -92,6 +92,13 @@ def compiles(device: torch.device, preferred: str | None) -> bool:
     return is_chosen and not is_interpreted() and problem(device) is None
 
 
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device times ten; without one that of an H100, for the interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
+
+
 def padded(size: int, minimum: int = 16) -> int:
     """Return the power of two that a dimension is padded to in a kernel; matrix products need 16."""
     return max(minimum, 1 << (size - 1).bit_length())

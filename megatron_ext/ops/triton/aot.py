@@ -29,7 +29,7 @@ them with strides beyond 32 bits."""
 WITHOUT_OVERLAP = frozenset({"chunk_scan", "state_passing"})
 """Kernels with loops that wait for copies right after their issue: a third stage would spill `state_passing` on sm_80,
 and take `chunk_scan` with 128 states from three blocks a multiprocessor to two."""
-WITHOUT_WARP_GROUPS = frozenset({"delta_prefill", "delta_tiles", "paged_decode_split", "paged_prefill"})
+WITHOUT_WARP_GROUPS = frozenset({"delta_prefill", "delta_tiles", "paged_decode_split"})
 """Kernels some of whose tiles are too small for products of warp groups on sm_90."""
 
 
@@ -115,12 +115,12 @@ def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
     for kernel in kernels:
         variants, seen = list(kernel.variants()), set()
         if quick:
-            yield Case(kernel, *variants[0], ALIGNED, max(SHARED_BYTES))
+            yield Case(kernel, *variants[0], ALIGNED, max(variants[0][0].archs or SHARED_BYTES))
             continue
         for config, types in variants:
             layouts = (ALIGNED,) if config in seen else LAYOUTS[:: len(LAYOUTS) - 1] if config.aligned else LAYOUTS
             for layout in layouts if kernel.strides else layouts[:2]:
-                yield from (Case(kernel, config, types, layout, arch) for arch in SHARED_BYTES)
+                yield from (Case(kernel, config, types, layout, arch) for arch in config.archs or SHARED_BYTES)
             seen.add(config)
 
 

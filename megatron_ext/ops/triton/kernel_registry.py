@@ -58,6 +58,7 @@ class Config:
         only: Types of inputs, letter T, that it supports, if not all: 32-bit types need other tiles than 16-bit ones.
         aligned: True if it is used only with tensors that begin at, and strides that are, multiples of 16; no other
             variant is compiled.
+        archs: Compute capabilities, times ten, that it is compiled for; empty for all.
     """
 
     constants: tuple[tuple[str, int], ...]
@@ -66,6 +67,7 @@ class Config:
     only: tuple[str, ...] = ()
     registers: int | None = None
     aligned: bool = False
+    archs: tuple[int, ...] = ()
 
     @property
     def options(self) -> dict[str, int]:
@@ -93,10 +95,11 @@ def config(
     only: Sequence[str] = (),
     registers: int | None = None,
     aligned: bool = False,
+    archs: Sequence[int] = (),
     **constants: int,
 ) -> Config:
     """Build a configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers, aligned)
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers, aligned, tuple(archs))
 
 
 class Function(Protocol):

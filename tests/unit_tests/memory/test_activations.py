@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from megatron_ext.memory.activations import (
     DECODE_SPAN,
     DRAWN_ROWS,
     PREFILL_SPAN,
+    SPLIT_ELEMENTS,
     SPLIT_TILES,
     TILE,
     TILE_ELEMENTS,
@@ -32,6 +36,7 @@ from megatron_ext.memory.fitting import plan_within
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import triton as paged_attention
 from megatron_ext.ops.sampling import triton as sampling
+from megatron_ext.ops.triton.launching import tile_count
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tools.kernel_checks.layer_calls import Calls
@@ -145,6 +150,23 @@ def test_operators_of_real_models_take_what_was_counted(model):
             assert max(found.values()) >= counted_bytes(model, step) / 5, step.name
 
 
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_splits_of_any_length_take_what_was_counted(model, arch, monkeypatch):
+    """CU-25: partial sums of suffixes, up to those from which on keys are not split, after 131,072 tokens."""
+    monkeypatch.setattr(triton, "architecture", lambda device: arch)
+    found = []
+    for tokens in range(64, 1216, 64):
+        step = Step(0, tokens, 131_072, is_captured=True)
+        with MadeBytes() as made, recording() as launches:
+            dict(Calls(model, step).all())["attention"]()
+        assert made.total <= counted_bytes(model, step), step.name
+        found.append(made.total if "merge_splits" in [one.kernel.name for one in launches] else 0)
+    assert 128 << 20 < max(found) < 256 << 20
+    assert not found[-1]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
 def test_an_operator_that_takes_more_is_seen(monkeypatch):
@@ -166,9 +188,10 @@ def test_sizes_of_kernels_are_those_counted():
 
     assert (kernels.SPAN, kernels.GROUP, kernels.PREFILL_SPAN) == (DECODE_SPAN, DECODE_GROUP, PREFILL_SPAN)
     assert (paged_attention.PARTIAL_BYTES, paged_attention.FEWEST_SLOTS) == (DECODE_BYTES, DECODE_SLOTS)
-    assert paged_attention.FEW_TILES == SPLIT_TILES
-    assert max(one["M"] * one["DP"] for one in kernels.MANY.values()) == TILE_ELEMENTS
-    assert max(one["M"] for one in kernels.MANY.values()) == 128
+    assert (paged_attention.FEW_TILES, paged_attention.FEW_ELEMENTS) == (SPLIT_TILES, SPLIT_ELEMENTS)
+    tiles = kernels.paged_prefill.configs
+    assert max(one["M"] * one["DP"] for one in tiles) == TILE_ELEMENTS
+    assert max(one["M"] for one in tiles) == 128
     assert kernels_tiles.TILE == TILE
     assert sampling.PROGRAMS == DRAWN_ROWS
 
@@ -185,6 +208,36 @@ def test_scratch_of_draws_is_counted_for_as_many_rows_as_are_drawn_at_once():
     sums = config.num_attention_heads * (config.head_channels + 2) * 4  # attention's, of one span
     assert counted(128, is_cuda=True) - counted(127, is_cuda=True) == logits + config.vocab_size * 4 + sums
     assert counted(129, is_cuda=True) - counted(128, is_cuda=True) == logits + sums
+
+
+def tile_states(tokens: int, requests: int) -> int:
+    """Return the number of states of tiles that are counted for a step."""
+    step = FullStep(tokens, requests, 1, is_cuda=True)
+    with_states, without = (activation_bytes(CONFIGS["hybrid"], step, LayerWidths(1, 1.0, 1, n)) for n in (1, 0))
+    return with_states - without
+
+
+def tiles_of(lengths: Sequence[int], starts: Sequence[int]) -> int:
+    """Return the number of tiles, at multiples of 64 positions, that prefills from these positions have tokens in."""
+    return sum((start + length - 1) // TILE - start // TILE + 1 for length, start in zip(lengths, starts, strict=True))
+
+
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+def test_states_of_tiles_are_the_most_that_a_step_can_have():
+    """EX-6: no step of a limit has more tiles than are allocated, nor more than are counted; some have nearly all."""
+    from megatron_ext.ops.ssd.kernels_tiles import LEAST
+
+    source, tokens, requests = random.Random(5), 16_384, 256
+    counted = tile_states(tokens, requests)
+    for _ in range(300):
+        count = source.randint(1, requests)
+        cuts = sorted(source.sample(range(1, tokens), count))
+        lengths = [end - begin for begin, end in itertools.pairwise([0, *cuts])]
+        allocated = tile_count(sum(lengths), count, 1, TILE, LEAST.value)
+        assert tiles_of(lengths, source.choices(range(10_000), k=count)) <= allocated <= counted
+    most = [2] * (requests - 1) + [tokens - 2 * (requests - 1)]  # each prefill begins at the end of a tile
+    assert tile_count(sum(most), requests, 1, TILE, LEAST.value) == counted
+    assert tiles_of(most, [TILE - 1] * requests) >= 0.98 * counted
 
 
 def test_a_plan_leaves_room_for_the_largest_step():

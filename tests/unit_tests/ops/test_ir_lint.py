@@ -65,6 +65,37 @@ def test_mistakes_in_compiled_code_are_found(tmp_path: Path) -> None:
     }
 
 
+TILES = """
+import json
+from megatron_ext.ops.paged_attention import kernels
+from megatron_ext.ops.triton import aot
+
+found = {}
+for size in (128, 256):
+    tiles = {"chosen": kernels.many(kernels.NARROW, size, 90), "of others": kernels.many(kernels.NARROW, size, 80)}
+    for name, config in tiles.items():
+        made = aot.compile_case(aot.Case(kernels.paged_prefill, config, {"T": "bf16"}, aot.ALIGNED, 90))
+        found[f"{name}, {size}"] = [config["M"], made.uses_warp_groups, made.overlaps, made.problem]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+def test_large_heads_are_multiplied_by_warp_groups(tmp_path: Path) -> None:
+    """CU-25: prefills with heads of 128 and 256 channels; the tile that sm_80 has for 256 is found to be too small."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop(triton.INTERPRET, None)
+    command = [sys.executable, "-c", TILES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(done.stdout) == {
+        "chosen, 128": [128, True, True, None],
+        "of others, 128": [64, True, True, None],
+        "chosen, 256": [64, True, True, None],
+        "of others, 256": [32, False, True, "computes 16-bit products without warp groups"],
+    }
+
+
 BODY = """
   %r = scf.for %i = %a to %b step %c iter_args(%k = %g) -> (!ttg.async.token)  : i32 {
     %w = ttg.async_wait %k {num = NUM : i32}

@@ -142,36 +142,55 @@ def test_keys_of_a_short_prefill_are_split(window: int | None, monkeypatch: pyte
 
 
 DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
-SIZES = [(name, channels) for types, channels in kernels.MANY for name in types]
+ARCHS = dict.fromkeys(kernels.MANY_BY_WARP_GROUPS, (80, kernels.WARP_GROUPS))
+SIZES = [
+    (name, channels, arch)
+    for types, channels in kernels.MANY
+    for name in types
+    for arch in ARCHS.get((types, channels), (kernels.WARP_GROUPS,))
+]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("name", "channels"), SIZES)
-def test_every_configuration(name: str, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "channels", "arch"), SIZES)
+def test_every_configuration(name: str, channels: int, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-2: every compiled configuration is right, with the same bits whether keys of a prefill are split."""
+    monkeypatch.setattr(triton, "architecture", lambda device: arch)
     size = channels if channels < 64 else channels - 16
     pool = Pool([*MIXED, (2, kernels.PREFILL_SPAN + 4)], head_size=size, dtype=DTYPES[name])
     with watch() as launches:
         got = pool.attend(2)
     with programs(monkeypatch, FEW_TILES=0):
         assert torch.equal(pool.attend(2), got)
-    assert {(launch.kernel, launch.config) for launch in launches} == set(launched(name, channels))
+    assert {(launch.kernel, launch.config) for launch in launches} == set(launched(name, channels, arch))
     tolerance = 1e-5 if name == "fp32" else 0.02
     assert_close("mixed", got.float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
 
 
-def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
-    """Kernels that heads of that size launch, with their configs."""
+def launched(name: str, channels: int, arch: int) -> Iterator[tuple[str, Config]]:
+    """Kernels that heads of that size launch on an architecture, with their configs."""
     key = next(types for types, _ in kernels.MANY if name in types), channels
-    yield from (("paged_prefill", kernels.MANY[key]), ("paged_decode_split", kernels.FEW[key]))
+    yield from (("paged_prefill", kernels.many(*key, arch)), ("paged_decode_split", kernels.FEW[key]))
     yield "merge_splits", merging.SUMS[channels]
 
 
 def test_those_are_all_configurations() -> None:
     """CU-3: every compiled configuration is tested."""
-    tested = {(*one, name) for name, channels in SIZES for one in launched(name, channels)}
+    tested = {(*one, name) for name, channels, arch in SIZES for one in launched(name, channels, arch)}
     every = (kernels.paged_decode_split, merging.merge_splits, kernels.paged_prefill)
     assert {(kernel.name, config, types["T"]) for kernel in every for config, types in kernel.variants()} == tested
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_tiles_of_warp_groups_are_for_their_architecture(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-25: a launch takes the tile of the device; others than sm_90 get the smaller ones."""
+    monkeypatch.setattr(triton, "architecture", lambda device: arch)
+    pool = Pool([(3, 5)], head_size=128, heads=(1, 1), dtype=torch.bfloat16)
+    with watch() as launches:
+        pool.attend(0)
+    (tile,) = [one.config["M"] for one in launches if one.kernel == "paged_prefill"]
+    assert tile == (128 if arch == 90 else 64)
+    assert [kernels.many(kernels.NARROW, size, arch)["M"] for size in (64, 256)] == [128, 64 if arch == 90 else 32]
 
 
 def test_lengths_of_decodes() -> None:
