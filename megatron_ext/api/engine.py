@@ -138,8 +138,8 @@ class LoadedEngine:
         ...     async for part in engine.stream("A list is", RequestParams(num_tokens_to_generate=8)):
         ...         print(part.tokens, repr(part.text))
         >>> asyncio.run(show())
-        (1296,) ' created'
-        (18,) '.'
+        (264,) ' a'
+        (493,) ' list'
         ...
 
         Returns:

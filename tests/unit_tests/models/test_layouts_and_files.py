@@ -111,7 +111,7 @@ def load_shipped(parallel: ParallelConfig) -> tuple[Part, list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     platform.initialize(parallel)
-    model = load_model(SourceConfig(), {}, parallel=parallel, device=CPU).model
+    model = load_model(SourceConfig(), {}, parallel=parallel, device=CPU, reads_prediction=True).model
     return part_of(model, TOKENS), lines
 
 

@@ -32,7 +32,8 @@ SIZES = [
     *("--inference-dynamic-batching-prefix-caching-mamba-slots", "4", "--inference-dynamic-batching-max-requests", "3"),
 ]
 PROMPT = (
-    "def mean(values):\n    return sum(values) / len(values)\n\ndef median(values):\n    ordered = sorted(values)\n"
+    "class Stack:\n    def push(self, value):\n        self.values.append(value)\n\n"
+    "    def pop(self):\n        return self.values.pop()\n"
 )
 LINES = [
     {"text": PROMPT, "num_tokens_to_generate": 12},
