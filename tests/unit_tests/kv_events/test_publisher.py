@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgpack
 import pytest
@@ -22,8 +22,16 @@ from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import make_limits, make_request
 from tests.unit_tests.support.kv_events import PATIENCE, Reader, Worker, asker_of, replayed, until
 
-MANY = 2000  # batches, more than sockets hold
+MANY = 500  # batches, far more than sockets with `SmallBuffers` hold
 HOST = "tcp://127.0.0.1:0"
+
+
+class SmallBuffers(zmq.Context):
+    """A context whose sockets get few bytes from the kernel, which otherwise takes megabytes on some machines."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.setsockopt(zmq.SNDBUF, 4096)
 
 
 class World:
@@ -71,11 +79,24 @@ class World:
 
 
 @pytest.fixture
-def world(request) -> Iterator[World]:
-    worlds = World(**getattr(request, "param", {}))
-    worlds.start()
-    yield worlds
-    worlds.close()
+def make_world() -> Iterator[Callable[..., World]]:
+    """Make worlds, closed after the test, failed or not: a context with open sockets blocks its collection."""
+    worlds: list[World] = []
+
+    def make(**settings: object) -> World:
+        worlds.append(World(**settings))
+        return worlds[-1]
+
+    yield make
+    for one in worlds:
+        one.close()
+
+
+@pytest.fixture
+def world(request, make_world) -> World:
+    made = make_world(**getattr(request, "param", {}))
+    made.start()
+    return made
 
 
 def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
@@ -177,10 +198,11 @@ def test_bytes_that_are_kept_are_bounded(world, monkeypatch):
     assert msgpack.unpackb(batch[1])[1][0] == {"type": "AllBlocksCleared"}
 
 
-def test_a_stopped_subscriber_delays_no_other(monkeypatch):
+def test_a_stopped_subscriber_delays_no_other(monkeypatch, make_world):
     """RP-1: a stopped subscriber and a stopped asker lose batches; steps and other readers do not."""
     monkeypatch.setattr(channel, "MAX_UNREAD", 4)
-    world = World()
+    monkeypatch.setattr(zmq, "Context", SmallBuffers)
+    world = make_world()
     world.start()
     stopped, lazy = world.subscriber(unread=1), world.asker()
     while not stopped.poll(20):  # its subscription takes a while to arrive
@@ -197,12 +219,11 @@ def test_a_stopped_subscriber_delays_no_other(monkeypatch):
     while stopped.poll(100):
         numbers.append(int.from_bytes(stopped.recv_multipart()[1], "big"))
     assert len(numbers) < follower.reader.expected - numbers[0], "it did read all, so nothing was tested"
-    world.close()
 
 
-def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
+def test_a_thread_that_stands_still_delays_no_step(monkeypatch, make_world):
     """RP-1: the hand-over is bounded by the cache, and what comes of it afterwards is right."""
-    world, go_on = World(), threading.Event()
+    world, go_on = make_world(), threading.Event()
     apply = Mirror.apply
 
     def wait_and_apply(self, delta):
@@ -220,17 +241,16 @@ def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
     assert len(waiting.removed) <= total
     go_on.set()
     until(Worker(world.publisher, world.scheduler.cache).has_all)
-    world.close()
 
 
-def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog):
+def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog, make_world):
     """RP-1: the failure is logged once, steps go on, and no further events are gathered."""
 
     def fail(self, delta):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Mirror, "apply", fail)
-    world = World()
+    world = make_world()
     world.start()
     world.request()
     until(lambda: not world.publisher._thread.is_alive())
@@ -240,16 +260,14 @@ def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog):
     world.scheduler.reset_prefix_cache()
     assert world.publisher.changes.take() is None
     world.scheduler.check()
-    world.close()
 
 
-def test_an_address_that_is_taken():
+def test_an_address_that_is_taken(make_world):
     """RP-1: known before anything is loaded."""
-    world = World()
+    world = make_world()
     taken = KvEventsConfig(world.publisher.blocks.endpoint)
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be had"):
         Publisher(taken)
-    world.close()
 
 
 class TestSocketFiles:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,7 +52,8 @@ LINES = [
     {"text": PROMPT + "# scored", "num_tokens_to_generate": 0, "return_log_probs": True},
     {"text": PROMPT * 20, "num_tokens_to_generate": 5},
 ]
-PER_RUN = {"latency", "ttft", "throughput", "mem-max-allocated-bytes", "geometry"}
+# The steps of a pass are more where the mask of the grammar is late: its request is left out of a step (SE-10).
+PER_RUN = {"latency", "ttft", "throughput", "mem-max-allocated-bytes", "geometry", "step_count"}
 LAYOUTS = {
     "TP 2": ["--tensor-model-parallel-size", "2"],
     "PP 2": ["--pipeline-model-parallel-size", "2"],
@@ -69,13 +70,18 @@ def run(tmp_path: Path, size: int, flags: Sequence[str]) -> tuple[dict, list[str
     return json.loads(output.read_text()), [one.stdout for one in outcomes]
 
 
-def strip(value: object) -> object:
-    """Remove everything that differs between any two runs; round floats."""
+def near(value: float) -> object:
+    """Return what equals floats within 1e-3; rounded ones may differ however close they are."""
+    return pytest.approx(value, rel=0, abs=1e-3)
+
+
+def strip(value: object, read_float: Callable[[float], object] = float) -> object:
+    """Remove everything that differs between any two runs."""
     if isinstance(value, dict):
-        return {key: strip(one) for key, one in value.items() if key not in PER_RUN}
+        return {key: strip(one, read_float) for key, one in value.items() if key not in PER_RUN}
     if isinstance(value, list):
-        return [strip(one) for one in value]
-    return round(value, 3) + 0.0 if isinstance(value, float) else value
+        return [strip(one, read_float) for one in value]
+    return read_float(value) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -84,7 +90,7 @@ def test_the_same_results(tmp_path: Path, layout: str):
     flags = ["--inference-repeat-n", "2", "--inference-logging-step-interval", "5"]
     alone, _ = run(tmp_path, 1, flags)
     together, texts = run(tmp_path, 2, [*flags, *LAYOUTS[layout], "--check-ranks"])
-    assert strip(together) == strip(alone)
+    assert strip(together) == strip(alone, near)
     assert alone["prefix_cache"]["hits"] >= 3
     assert "ranks" not in alone["geometry"]
     assert [one["rank"] for one in together["geometry"]["ranks"]] == [0, 1]
