@@ -3,7 +3,8 @@
 `make test` leaves out all of them, whatever else its `-m` asks for; `make test-all` adds those marked long, `make
 test-kernels` runs those marked kernels, `make test-versions` those marked versions, `make test-ray` those marked ray,
 `make soak` those marked soak: campaigns, and the rest of large matrices. A test that starts several ranks (mark
-`worlds`, tests/worlds.py) is long without saying so, unless it is a smoke test: `@pytest.mark.worlds(smoke=True)`.
+`worlds`, tests/worlds.py) is long without saying so, unless it is marked soak, or a smoke test:
+`@pytest.mark.worlds(smoke=True)`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def is_named(mark: str, expression: str) -> bool:
 
 
 def is_long_world(item: pytest.Item) -> bool:
-    """Return whether a test starts several ranks and is not marked as a smoke test."""
+    """Return whether a test starts several ranks and is neither a smoke test nor a soak test."""
     mark = item.get_closest_marker("worlds")
-    return mark is not None and not mark.kwargs.get("smoke", False)
+    return mark is not None and not mark.kwargs.get("smoke", False) and item.get_closest_marker(SOAK) is None
 
 
 @pytest.hookimpl(tryfirst=True)

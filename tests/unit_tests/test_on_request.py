@@ -36,6 +36,9 @@ class TestWorlds:
 
     @pytest.mark.worlds(smoke=True)
     def test_few_ranks(self): pass
+
+    @pytest.mark.soak
+    def test_soaked_ranks(self): pass
 """
 SHORT = {"short", "of_numbers", "few_ranks"}
 
@@ -60,6 +63,7 @@ def expression_of(target: str) -> str:
         ("long or kernels", {"long", "ranks", "kernels", "long_kernels"}),
         ("long or not long or kernels", SHORT | {"long", "ranks", "kernels", "long_kernels"}),  # `make test-gpu`
         (expression_of("test-kernels"), {"kernels", "long_kernels"}),
+        ("soak", {"soaked_ranks"}),
     ],
 )
 def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):

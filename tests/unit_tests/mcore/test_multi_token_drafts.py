@@ -28,11 +28,11 @@ def plain(kind: str, mode: str | None) -> Driver:
 
 
 def cases() -> list:
-    """Every kind, mode and number of drafts; a few of them are quick."""
+    """Every kind, mode and number of drafts; some are quick, each number with a mode is long."""
     found = []
     for (i, kind), count, (j, mode) in itertools.product(enumerate(LAYERS), range(1, 5), enumerate(MODES)):
         is_quick = count == 1 + i % 4 and j == i % 3
-        marks = () if is_quick else (pytest.mark.long,)
+        marks = () if is_quick else (pytest.mark.long if (i + count + j) % 3 == 0 else pytest.mark.soak,)
         found.append(pytest.param(kind, count, mode, id=f"{kind}-{count}-{mode}", marks=marks))
     return found
 

@@ -73,11 +73,12 @@ class Layered(WatchingLayers, Driver):
 
 
 def cases() -> list:
-    """Every kind, with modes in turns, and 2 to 4 layers; a few of them are quick."""
+    """Every kind, with modes in turns, and 2 to 4 layers; some are quick, a count of each kind is long."""
     found = []
     for i, kind in enumerate(LAYERS):
         for count in (2, 3, 4):
-            marks = () if (kind, count) in (("attention_only", 3), ("short_conv", 2)) else (pytest.mark.long,)
+            others = pytest.mark.long if count == 2 + i % 3 else pytest.mark.soak
+            marks = () if (kind, count) in (("attention_only", 3), ("short_conv", 2)) else (others,)
             found.append(pytest.param(kind, count, MODES[(i + count) % 3], id=f"{kind}-{count}", marks=marks))
     return found
 

@@ -6,6 +6,7 @@ Tokens cannot show a stale draft, so the logits of each one are compared with th
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 
 import pytest
 import torch
@@ -31,17 +32,17 @@ BACKEND = "onednn" if onednn.problem() is None else "auto"  # packs all, or as t
 KINDS = list(LAYERS)
 
 
-def turns(quick: set[int], count: int) -> list:
-    """Kind, number of drafts and mode of each of `count` cases, in turns; all but the quick ones are long."""
+def turns(quick: set[int], count: int, long: Container[int]) -> list:
+    """Kind, number of drafts and mode of each of `count` cases, in turns; those neither quick nor long are soaked."""
     found = []
     for turn in range(count):
         kind, drafts, mode = KINDS[turn % len(KINDS)], 1 + turn % 4, MODES[turn % len(MODES)]
-        marks = () if turn in quick else (pytest.mark.long,)
+        marks = () if turn in quick else (pytest.mark.long if turn in long else pytest.mark.soak,)
         found.append(pytest.param(turn, kind, drafts, mode, id=f"{turn}-{kind}-{drafts}-{mode}", marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("seed", "kind", "count", "mode"), turns({4}, 20))
+@pytest.mark.parametrize(("seed", "kind", "count", "mode"), turns({4}, 20, long=range(8)))
 def test_random_lives(seed, kind, count, mode):
     """SP-11: aborts, pauses, preemptions, suspensions, failing steps, resets; few blocks, slots and tokens."""
     source = random.Random(f"mtp {seed}")
@@ -54,7 +55,7 @@ def test_random_lives(seed, kind, count, mode):
     driver.drafter.check()
 
 
-@pytest.mark.parametrize(("seed", "kind", "count", "mode"), turns({0, 4}, 10))
+@pytest.mark.parametrize(("seed", "kind", "count", "mode"), turns({0, 4}, 10, long={1, 7, 8}))
 def test_random_lives_beside_ngrams(seed, kind, count, mode):
     """SP-20: the same with n-grams beside the layer, the number of drafts fixed or chosen: tokens are the oracle's.
 

@@ -54,13 +54,13 @@ def pairs(get_driver):
 
 
 def cases() -> list:
-    """Every kind, drafter and number of drafts, with modes in turns; a few of them are quick."""
+    """Every kind, drafter and number of drafts, with modes in turns; some are quick, a third is long."""
     found = []
     numbered = itertools.product(enumerate(KINDS), enumerate(COUNTS), enumerate(DRAFTERS))
     for (i, kind), (j, count), (k, name) in numbered:
         mode = MODES[(i + j + k) % len(MODES)]
         is_quick = j == (i + k) % len(COUNTS) and (kind == "hybrid" or name in ("right_for_a_while", "model"))
-        marks = () if is_quick else (pytest.mark.long,)
+        marks = () if is_quick else (pytest.mark.long if j % 3 == k % 3 else pytest.mark.soak,)
         found.append(pytest.param(kind, count, name, mode, id=f"{kind}-{count}-{name}-{mode}", marks=marks))
     return found
 

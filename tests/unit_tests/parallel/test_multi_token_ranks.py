@@ -53,6 +53,11 @@ FORMS = {
     "untied_depths-pipeline": ("attention_only", DEPTHS | UNTIED, "pipeline", 4, "off"),
 }
 SMOKE = ("untied-pipeline", "depths-tensor")
+LONG = {
+    *("hybrid-tensor", "gated_delta_net-pipeline", "mamba1-tensor", "short_conv-pipeline", "attention_only-tensor"),
+    *("untied-both", "untied_positions-pipeline", "depths-tensor", "untied_depths-pipeline"),
+}
+"""Whole lives of each kind, and of each form of a model."""
 
 BACKEND = onednn.NAME if onednn.problem() is None else "auto"  # packs all, or as the table says
 
@@ -87,17 +92,15 @@ def live_watched(
 
 
 def cases() -> list:
-    """The first third of a life on two layouts, and whole ones."""
+    """The first third of a life on two layouts, and whole ones: those of `LONG`, the others for `make soak`."""
     smoke = pytest.mark.worlds(smoke=True)
     found = [pytest.param("hybrid", {}, one, 3, "kernel", False, id=one, marks=smoke) for one in ("tensor", "pipeline")]
     found += [pytest.param(*FORMS[name], False, id=f"{name}-short", marks=smoke) for name in SMOKE]
-    for layout in ("tensor", "pipeline"):
-        found += [
-            pytest.param(kind, {}, layout, 3, "kernel", True, id=f"{kind}-{layout}", marks=pytest.mark.worlds)
-            for kind in LAYERS
-        ]
-    found += [pytest.param(*one, True, id=name, marks=pytest.mark.worlds) for name, one in FORMS.items()]
-    return [*found, pytest.param("hybrid", {}, "both", 3, "kernel", True, id="both", marks=pytest.mark.worlds)]
+    whole = {f"{kind}-{layout}": (kind, {}, layout, 3, "kernel") for layout in LAYOUTS for kind in LAYERS} | FORMS
+    for name, one in whole.items():
+        marks = (pytest.mark.worlds,) if name in LONG else (pytest.mark.worlds, pytest.mark.soak)
+        found.append(pytest.param(*one, True, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("kind", "fields", "layout", "drafts", "mode", "is_whole"), cases())
@@ -193,7 +196,12 @@ def live_measured(
 
 @pytest.mark.worlds
 @pytest.mark.parametrize(
-    ("layout", "fields"), [("tensor", {}), ("pipeline", UNTIED | DEPTHS), ("both", UNTIED)], ids=["one", "depths", "4"]
+    ("layout", "fields"),
+    [
+        pytest.param("tensor", {}, id="one", marks=pytest.mark.soak),
+        pytest.param("pipeline", UNTIED | DEPTHS, id="depths"),
+        pytest.param("both", UNTIED, id="4", marks=pytest.mark.soak),
+    ],
 )
 def test_measured_costs_are_those_of_all_ranks(layout, fields):
     """SP-17: after a measurement on several ranks all of them have the drafts of one rank with the same costs."""
