@@ -32,8 +32,8 @@ def json_fields() -> str:
     text = (
         "# JSON fields\n\nLook up a field of results, records, bodies and answers. This page is made from the code; "
         "[run prompts](../running.md#output) says which file has what, [the server](../server.md) what bodies mean.\n\n"
-        "## Results of a request\n\nEach request of `--output-path` has these; `--output-path` has Megatron's keys of "
-        "the run next to them.\n\n"
+        "## Results of a request\n\nThe file of `--output-path` has these for each request, and Megatron's counts of "
+        "the run.\n\n"
     )
     text += rows_of(((name, kind(value)) for name, value in sample_entry().items()), REQUEST)
     text += "\n## Explanation of a prompt\n\n`prefix_cache_explanation` of results and of the server's answers; the "
