@@ -155,7 +155,7 @@ def _build(tools: Toolchain, cache: BuildCache, key: str, say: Callable[[str], N
         shown = cache.path / log
         raise BuildError(f"compiling the operators failed before, see {shown}; delete that file to try again")
     began = time.monotonic()
-    say("compiling the operators for this CPU, once; this takes about half a minute")
+    say("compiling the operators for this CPU, once: about half a minute")
     with cache.work_folder(key) as work:
         try:
             compile_library(tools.command, sources(), work, LIBRARY, _linked())
