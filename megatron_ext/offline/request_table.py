@@ -37,7 +37,7 @@ def print_requests(
         prompt_text: Text of a prompt that is shown.
     """
     first, left_out, last = first_and_last(records)
-    _print(console, _columns(_HEADINGS, "ended"), "bold")
+    _print(console, beginning(_columns(_HEADINGS, "ended"), console.width), "bold")
     for record in first:
         _print_request(record, console, prompt_text)
     if left_out:

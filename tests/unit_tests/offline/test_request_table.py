@@ -55,7 +55,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("width", [80, 60, 120])
+@pytest.mark.parametrize("width", [80, 60, 40, 120])
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_line_fits_with_any_text(record, name, width):
     """No terminal control sequence reaches the table."""
