@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron_ext.errors import ConfigError
 
@@ -21,6 +22,7 @@ DEFAULT_COSTS = {
     "cuda": "1:0.1:0.02,8:0.1:0.03,32:0.15:0.06,64:0.2:0.12",
 }
 LARGEST_COST = 1000.0
+_REQUESTS = attrgetter("requests")
 MAX_ROWS = 64
 
 
@@ -76,7 +78,7 @@ class CostTable:
     def at(self, requests: int) -> CostRow:
         """Return the costs in steps that decode `requests` requests, interpolated between rows."""
         rows = self.rows
-        i = bisect_left([row.requests for row in rows], requests)
+        i = bisect_left(rows, requests, key=_REQUESTS)
         if i == len(rows) or rows[i].requests == requests or i == 0:
             return rows[min(i, len(rows) - 1)]
         low, high = rows[i - 1], rows[i]

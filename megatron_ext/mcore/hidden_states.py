@@ -109,6 +109,9 @@ class HiddenStates:
         if self._targets is None:
             return
         sources, targets, self._staged = self._places_of(chunks)
+        if not self._is_padded:  # a recorded step has these tokens only, on the CPU
+            self._targets.numpy()[: len(targets)] = targets
+            return
         rows = np.full(self._fixed_tokens, self._unused)
         rows[sources] = targets
         self._targets.copy_(torch.from_numpy(rows))
@@ -120,7 +123,7 @@ class HiddenStates:
     def unstage(self) -> None:
         """Let captured steps write to no row that is read, as those that only compute padding."""
         self._staged = {}
-        if self._targets is not None:
+        if self._targets is not None and self._is_padded:
             self._targets.fill_(self._unused)
 
     def read(self, wanted: Sequence[tuple[int, range]]) -> Tensor:

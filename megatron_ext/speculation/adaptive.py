@@ -82,6 +82,8 @@ def allot(likelihoods: Sequence[float], limits: Sequence[int], requests: int, co
     if not any(limits):
         return allotted
     row = costs.at(requests)
+    if sum(limits) * (max(likelihoods) - row.each) <= requests * row.fixed:  # not even if all were the likeliest
+        return allotted
     ranked = sorted(
         ((chance**i, -i, which) for which, chance in enumerate(likelihoods) for i in range(1, limits[which] + 1)),
         reverse=True,

@@ -66,7 +66,7 @@ class Proposals:
             )
             return {}, [DraftError(late)]
         drafts, errors = {}, []
-        for ask in asks:
+        for ask in asks if answers != {} else ():
             try:
                 given = self._checked(ask, answers)
             except DraftError as error:

@@ -68,6 +68,7 @@ def test_large_batches_draft_less():
     assert allot([0.8] * 32, [4] * 32, 32, DEAR_WHEN_MANY) == [0] * 32
     assert allot([0.3], [4], 1, CHEAP) == [3]
     assert allot([0.05], [4], 1, CHEAP) == [0]
+    assert allot([0.9], [4], 1, CostTable((CostRow(1, 1.0, 0.1),))) == [4]  # no single draft pays
 
 
 def test_acceptance_follows_recent_drafts():
