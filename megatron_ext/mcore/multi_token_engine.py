@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,18 +74,42 @@ class PredictionParts:
         plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type, self.depths)
         requests, operators = plan.limits.max_requests, backend_selection.preferred(batching.operator_backend)
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
-        recorded = 0 if target.recorded_steps is None else min(requests, MAX_ROWS)
+        recorded = 0 if target.recorded_steps is None else min(requests * (1 + self.drafts), MAX_ROWS)
         states = HiddenStates(self.model, target, requests, captured, recorded_tokens=recorded)
-        layers: list[MultiTokenEngine] = []
+        layers, hook = list[MultiTokenEngine](), states.hook
         for depth in range(1, self.depths + 1):
             context = InferenceContext(plan, places_of(self.layer(1).mtp_model_layer.layer_type_list), device)
             context.allocate_all_tensors(is_init=True)
+            if target.recorded_steps is not None:
+                context.recorded_steps = target.recorded_steps.beside(context.staging_rules, 1 + self.drafts, hook)
             outputs = None
             if depth < self.depths:
                 outputs = HiddenStates(self.model, context, requests, watches=False)
             layers.append(MultiTokenEngine(self, context, states, operators, depth, outputs))
             states = outputs or states
         return layers[0] if len(layers) == 1 else MultiTokenEngines(layers)
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Inputs and outputs of a step's tokens, which a record reads and writes where they lie.
+
+    Attributes:
+        hidden: Hidden states, [T, h].
+        shifts: Positions in the request less those in the layer's text, [T].
+        outputs: Outputs of the layer, [T, h].
+    """
+
+    hidden: Tensor
+    shifts: Tensor
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, tokens: int, like: Tensor) -> _Buffers:
+        """Return buffers for so many tokens."""
+        width = like.shape[1]
+        shifts = torch.zeros(tokens, dtype=torch.int64, device=like.device)
+        return cls(like.new_empty(tokens, width), shifts, like.new_empty(tokens, width))
 
 
 class MultiTokenEngine(MultiTokenDrafter):
@@ -117,6 +143,8 @@ class MultiTokenEngine(MultiTokenDrafter):
         self._outputs: dict[int, Tensor] = {}  # after the last token, drafts included
         self._sampled: tuple[int, ...] = ()  # requests of the last step's rows of logits
         limits = context.plan.limits
+        like = next(parts.model.parameters()).new_empty(0, parts.config.hidden_size)
+        self._buffers = _Buffers.of(MAX_ROWS, like)
         room = DraftRoom(
             block_size=limits.block_size,
             blocks=limits.total_blocks,
@@ -129,6 +157,7 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def notice_new_weights(self) -> None:
         """Forget all requests, whose keys, values and hidden states are of the old weights."""
+        self._context.notice_new_weights()
         self.reset()
 
     def warm_up_part(self, target: WarmUpPart) -> WarmUpPart:
@@ -166,31 +195,46 @@ class MultiTokenEngine(MultiTokenDrafter):
 
     def logits(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Tensor:
         """Compute the layer for a step; return the logits after each chunk that is sampled from, [m, V]."""
-        model, context = self._parts.model, self._context
+        context = self._context
         with torch.inference_mode(), preferring(self._operators), inference_mode():
             try:
                 context.stage(step)
-                chunks = context.staged.chunks
-                hidden = torch.cat([self._hidden_states(chunk, inputs[chunk.request_id]) for chunk in chunks])
-                ids, positions = context.current_input_and_position_ids()
-                shifts = [inputs[chunk.request_id].position - chunk.start for chunk in chunks]
-                lengths = torch.tensor([chunk.length for chunk in chunks])
-                shift = torch.tensor(shifts).repeat_interleave(lengths).to(positions.device)
-                embedded = model.embedding(ids, positions + shift)
-                is_rope = model.position_embedding_type == "rope"
-                angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
-                output = self._layer(hidden[:, None], embedded, context, angles)
-                last = output[context.staged.sample_tokens]
-                self._keep_outputs(inputs, last)
+                chunks, recorded = context.staged.chunks, context.recorded_steps
+                buffers = self._filled(chunks, inputs)
+                run = partial(self._run, buffers)
+                logits = run() if recorded is None else recorded.forward(run, context.staged)
+                output = buffers.outputs[:, None]
+                self._keep_outputs(inputs, output[context.staged.sample_tokens])
                 if self._kept_outputs is not None:
                     self._kept_outputs.write([_placed(one, inputs[one.request_id]) for one in chunks], output)
                 context.finish_snapshots()
             finally:
                 context.clear_step()
-            tied = model.share_embeddings_and_output_weights
-            weight = model.shared_embedding_or_output_weight() if tied else None
-            logits: Tensor = model.output_layer(last, weight=weight, runtime_gather_output=True)[0][:, 0]
             return logits
+
+    def _filled(self, chunks: Sequence[ScheduledChunk], inputs: Mapping[int, ChunkInput]) -> _Buffers:
+        """Return the buffers of the staged step, with its hidden states and shifts of positions."""
+        count = self._context.staged.num_tokens
+        kept = self._buffers if count <= MAX_ROWS else _Buffers.of(count, self._buffers.hidden)
+        buffers = _Buffers(kept.hidden[:count], kept.shifts[:count], kept.outputs[:count])
+        torch.cat([self._hidden_states(chunk, inputs[chunk.request_id]) for chunk in chunks], out=buffers.hidden)
+        shifts = [inputs[chunk.request_id].position - chunk.start for chunk in chunks]
+        buffers.shifts.copy_(torch.from_numpy(np.repeat(shifts, [chunk.length for chunk in chunks])))
+        return buffers
+
+    def _run(self, buffers: _Buffers) -> Tensor:
+        """Compute the staged step, whose outputs go to the buffers; return the logits, [m, V]."""
+        model, context = self._parts.model, self._context
+        ids, positions = context.current_input_and_position_ids()
+        embedded = model.embedding(ids, positions + buffers.shifts)
+        is_rope = model.position_embedding_type == "rope"
+        angles = model.rotary_pos_emb(context.max_sequence_length) if is_rope else None
+        output = self._layer(buffers.hidden[:, None], embedded, context, angles)
+        buffers.outputs.copy_(output[:, 0])
+        last = output[context.staged.sample_tokens]
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits: Tensor = model.output_layer(last, weight=weight, runtime_gather_output=True)[0][:, 0]
+        return logits
 
     def _tokens(self, step: ScheduledStep, inputs: Mapping[int, ChunkInput]) -> Mapping[int, int]:
         found = self.logits(step, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -66,13 +66,20 @@ class ModelInput:
     kept_log_probs: KeptPlaces | None = None  # of log-probs that are kept with blocks
 
 
-def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows | None = None) -> ModelInput:
+Place = Callable[[dict[str, np.ndarray]], Mapping[str, Tensor]]
+"""Function that makes tensors of the arrays of a step, in the same shapes; see `stage_arrays`."""
+
+
+def stage_step(
+    step: ScheduledStep, rules: StagingRules, block_rows: BlockRows | None = None, place: Place | None = None
+) -> ModelInput:
     """Stage a step in one copy. Padding repeats token 0 at position 0.
 
     Args:
         step: Scheduled step; nothing else is read.
         rules: Constants of pools and model.
         block_rows: Block table rows of previous steps to reuse; None to write all rows.
+        place: Puts the arrays where the caller keeps them; None to send them to the device.
     """
     num_decode = step.num_decode
     chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
@@ -92,7 +99,7 @@ def stage_step(step: ScheduledStep, rules: StagingRules, block_rows: BlockRows |
     arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
     keeps = any(one.keeps for one in scores)
     arrays |= kept_places(prefill, firsts[num_decode:], rules.block_size) if keeps else {}
-    staged = stage_arrays(arrays, rules.device)
+    staged = stage_arrays(arrays, rules.device) if place is None else place(arrays)
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
     where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
     return ModelInput(

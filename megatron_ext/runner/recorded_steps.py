@@ -4,15 +4,19 @@ The forward of a decode step depends on its number of requests and on values in 
 the same operator calls. The first two steps of a size run the model's Python code and are recorded, and if both made
 the same calls on the same memory, later ones repeat these calls. Results are equal to the bit, since they come from the
 same operators on the same values. Sampling, snapshots and all else of a step are as in any eager step.
+
+Steps that verify drafts are recorded by their layout: how many tokens each request has, and where states are kept.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,15 +24,17 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.cpp.operator_record import OperatorRecord, record
 from megatron_ext.ops.linear import Packable
 from megatron_ext.ops.paged_attention import PagedBatch
+from megatron_ext.ops.varlen import stage_arrays
 from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.input_writer import StagingRules
-from megatron_ext.runner.model_input import ModelInput, SamplingRow
+from megatron_ext.runner.model_input import ModelInput, SamplingRow, stage_step
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 128
-"""Requests of the largest recorded step; in larger ones the operators take far longer than the Python around them."""
+"""Tokens of the largest recorded step; in larger ones the operators take far longer than the Python around them."""
 MAX_SIZES: Final = 64
 """Sizes whose records are kept, those used last; a record takes some 100 KB."""
 _ATTEMPTS: Final = 4
@@ -75,11 +81,12 @@ class Wiring:
 
     Args:
         model: Model in eval mode.
+        hook: Id of a forward hook that changes no record; -1 without one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, hook: int = -1) -> None:
         self._model = model
-        self.recorded_hook: int | None = None
+        self.recorded_hook = hook
         self.renew()
 
     def renew(self) -> None:
@@ -109,8 +116,27 @@ class Wiring:
         return any(self._hooks) or any(len(hooks) > 1 for hooks in self._recorded)
 
 
-class _Size:
-    """Buffers of the steps of one size, and their record.
+class _Recorded:
+    """Record of steps that make the same operator calls on the same buffers."""
+
+    has_drafts = False
+
+    def __init__(self) -> None:
+        self.record: OperatorRecord | None = None
+        self.signature = ""  # of the last step that was recorded
+        self.attempts = 0
+
+    def drop(self) -> None:
+        """Drop the record; two more steps make another one."""
+        self.record, self.signature, self.attempts = None, "", 0
+
+    def stage(self, chunks: tuple[ScheduledChunk, ...]) -> ModelInput:
+        """Write a step into the buffers; see `stage_step`."""
+        raise NotImplementedError
+
+
+class _Size(_Recorded):
+    """Decode steps of one size.
 
     Args:
         rows: R, requests.
@@ -119,19 +145,13 @@ class _Size:
     """
 
     def __init__(self, rows: int, width: int, rules: StagingRules) -> None:
+        super().__init__()
         self._rules = rules
         self._numbers = torch.zeros(5, rows, dtype=torch.int64)
         self._table = torch.zeros(rows, width, dtype=torch.int32)
         self._number_array, self._table_array = self._numbers.numpy(), self._table.numpy()
         self._written: list[Sequence[BlockId]] = [()] * rows
         self._firsts, self._rows = torch.arange(rows + 1), torch.arange(rows)
-        self.record: OperatorRecord | None = None
-        self.signature = ""  # of the last step that was recorded
-        self.attempts = 0
-
-    def drop(self) -> None:
-        """Drop the record; two more steps make another one."""
-        self.record, self.signature, self.attempts = None, "", 0
 
     def stage(self, chunks: tuple[ScheduledChunk, ...]) -> ModelInput:
         """Write the step into the buffers; see `stage_step`."""
@@ -178,21 +198,69 @@ class _Size:
         )
 
 
+class _Layout(_Recorded):
+    """Steps that verify drafts, of one layout; decodes without drafts may be among them, in front.
+
+    Args:
+        width: W, blocks of the longest table at most.
+        rules: Constants of pools and model.
+    """
+
+    has_drafts = True
+
+    def __init__(self, width: int, rules: StagingRules) -> None:
+        super().__init__()
+        self._width, self._rules, self._block_rows = width, rules, BlockRows()
+        self._staged: dict[str, Tensor] = {}
+        self._arrays: dict[str, np.ndarray] = {}  # the same memory
+        self._true = torch.zeros(0, dtype=torch.bool)
+
+    def stage(self, chunks: tuple[ScheduledChunk, ...]) -> ModelInput:
+        """Write the step into the buffers of the first one of this layout."""
+        count = sum(chunk.is_decode for chunk in chunks)
+        found = stage_step(ScheduledStep(chunks, count), self._rules, self._block_rows, self._place)
+        batch, recurrent = found.paged_batch, found.recurrent
+        if recurrent is not None:
+            assert recurrent.prefill_slots is not None, "drafts are a prefill"
+            live = replace(recurrent.prefill_slots, has_initial_state=self._true[count:])
+            recurrent = replace(recurrent, decode_slots=self._staged["slots"][:count], prefill_slots=live)
+        return replace(found, paged_batch=_Batch(**vars(batch)), recurrent=recurrent)
+
+    def _place(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        table = arrays.pop("block_table")
+        rows, width = table.shape
+        if not self._staged:
+            whole = np.zeros((rows, self._width), np.int32)
+            self._staged = stage_arrays(arrays | {"block_table": whole}, self._rules.device)
+            self._arrays = {name: kept.numpy() for name, kept in self._staged.items()}
+            self._true = torch.ones(rows, dtype=torch.bool)
+        self._arrays["block_table"][:, :width] = table
+        for name, array in arrays.items():
+            assert self._arrays[name].shape == array.shape, f"{name}: a step of another layout"
+            self._arrays[name][:] = array
+        return self._staged
+
+
 class RecordedSteps:
     """Records of the decode steps of one engine, whose operators compute on the CPU in one process.
 
     Args:
         model: Model in eval mode.
         rules: Constants of pools and model.
+        read_tokens: Maximum number of tokens of a chunk that is recorded though it verifies nothing, as a layer that
+            drafts reads accepted tokens; 0 without such chunks.
+        hook: Id of a forward hook that the recorded code does not call; -1 without one.
     """
 
-    def __init__(self, model: nn.Module, rules: StagingRules) -> None:
-        self._rules = rules
-        self._sizes: dict[tuple[int, int], _Size] = {}
-        self._wiring = Wiring(model)
-        self._staged: tuple[_Size, ModelInput] | None = None
+    def __init__(self, model: nn.Module, rules: StagingRules, *, read_tokens: int = 0, hook: int = -1) -> None:
+        self._model, self._rules, self._read_tokens = model, rules, read_tokens
+        self._beside: list[RecordedSteps] = []
+        self._sizes: dict[Hashable, _Recorded] = {}
+        self._wiring = Wiring(model, hook)
+        self._staged: tuple[_Recorded, ModelInput] | None = None
         self._kept: KeptOutputs | None = None
         self.problem = ""  # why no step can be recorded
+        self.problem_with_drafts = ""  # why no step with drafts can be
 
     def keep(self, outputs: KeptOutputs) -> None:
         """Record the copies of kept outputs, too."""
@@ -210,23 +278,50 @@ class RecordedSteps:
         if not self._wiring.is_current:
             self.forget()
             self._wiring.renew()
+        for one in self._beside:
+            one.check()
+
+    def beside(self, rules: StagingRules, read_tokens: int, hook: int) -> RecordedSteps:
+        """Return records of steps of a part of the model with pools of its own; checked together with these."""
+        found = RecordedSteps(self._model, rules, read_tokens=read_tokens, hook=hook)
+        self._beside.append(found)
+        return found
 
     def stage(self, step: ScheduledStep) -> ModelInput | None:
         """Stage a step that is to be recorded or repeated; None if it must be staged by `stage_step`."""
         self._staged = None
-        count = len(step.chunks)
-        is_decode = step.num_decode == count and all(map(_is_plain, step.chunks))
-        if self.problem or not is_decode or not 0 < count <= MAX_ROWS:
+        count = sum(chunk.length for chunk in step.chunks)
+        if self.problem or not 0 < count <= MAX_ROWS or not all(map(self._is_plain, step.chunks)):
             return None
-        chunks = tuple(sorted(step.chunks, key=_RUNNING_SLOT))
-        key = count, _width(max(len(one.block_ids) for one in chunks))
-        size = self._sizes.pop(key, None) or _Size(*key, self._rules)
-        self._sizes[key] = size  # the last one now
-        if len(self._sizes) > MAX_SIZES:
-            del self._sizes[next(iter(self._sizes))]
+        width = _width(max(len(one.block_ids) for one in step.chunks))
+        if step.num_decode == len(step.chunks):
+            chunks = tuple(sorted(step.chunks, key=_RUNNING_SLOT))
+            size = self._of((count, width), lambda: _Size(count, width, self._rules))
+        elif self.problem_with_drafts or step.forks or step.comparisons:
+            return None
+        else:
+            chunks = step.chunks  # results are equal to the bit in this order only
+            key = *map(_drafted, chunks), width
+            size = self._of(key, lambda: _Layout(width, self._rules))
         staged = size.stage(chunks)
         self._staged = size, staged
         return staged
+
+    def _is_plain(self, chunk: ScheduledChunk) -> bool:
+        """Return whether a chunk decodes one token, verifies drafts after it, or reads a few tokens."""
+        if chunk.start == 0 or chunk.sampling is None or chunk.scoring is not None:
+            return False
+        is_read = chunk.length <= self._read_tokens and not chunk.target_sampling
+        is_verified = chunk.length == 1 + len(chunk.target_sampling) > 1
+        return chunk.is_decode or is_read or is_verified
+
+    def _of(self, key: Hashable, make: Callable[[], _Recorded]) -> _Recorded:
+        """Return the steps of a size or layout, which are the last used ones now."""
+        found = self._sizes.pop(key, None) or make()
+        self._sizes[key] = found
+        if len(self._sizes) > MAX_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        return found
 
     def forward(self, run: Callable[[], Tensor], step: ModelInput | None) -> Tensor:
         """Return the result of a step's forward.
@@ -248,7 +343,7 @@ class RecordedSteps:
         finally:
             self._kept.unstage()
 
-    def _repeat(self, size: _Size, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
+    def _repeat(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         """Repeat the step's forward if it has been recorded, else run and record it."""
         if not self._wiring.is_current:
             self._renew(size)
@@ -262,13 +357,13 @@ class RecordedSteps:
             size.drop()
             raise
 
-    def _renew(self, size: _Size) -> None:
+    def _renew(self, size: _Recorded) -> None:
         """Drop all records but the buffers of one size."""
         self._wiring.renew()
         size.drop()
         self._sizes = {key: one for key, one in self._sizes.items() if one is size}
 
-    def _record(self, size: _Size, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
+    def _record(self, size: _Recorded, run: Callable[[], Tensor], step: ModelInput) -> Tensor:
         result, made, problem = record(run)
         assert isinstance(step.paged_batch, _Batch), "it was staged here"
         if not problem and step.paged_batch.lengths_were_read:
@@ -279,16 +374,24 @@ class RecordedSteps:
         elif size.attempts >= _ATTEMPTS:
             problem = problem or "its operator calls differ from step to step"
         size.signature = "" if made is None else made.signature()
-        if problem:
+        if problem and size.has_drafts:
+            self.problem_with_drafts = problem
+            self._sizes = {key: one for key, one in self._sizes.items() if not one.has_drafts}
+            logger.info(
+                "steps with drafts run the model's Python code, as their operators cannot be repeated: %s", problem
+            )
+        elif problem:
             self.problem = problem
             self.forget()
             logger.info("decode steps run the model's Python code, as their operators cannot be repeated: %s", problem)
         return result
 
 
-def _is_plain(chunk: ScheduledChunk) -> bool:
-    """Return whether a decode computes one token and samples the next."""
-    return chunk.length == 1 and chunk.sampling is not None and not chunk.target_sampling and chunk.scoring is None
+def _drafted(chunk: ScheduledChunk) -> tuple[int, ...]:
+    """Return all of a chunk that a layout depends on: its tokens, and after which of them states are kept."""
+    if chunk.is_decode:
+        return ()
+    return chunk.length, len(chunk.target_sampling), *[one.position - chunk.start for one in chunk.snapshots]
 
 
 def _width(blocks: int) -> int:

@@ -239,7 +239,7 @@ class DraftModelDrafter:
         """Compute one step of `chunks`, decodes first; do nothing if there are no chunks."""
         if not chunks:
             return {}
-        ordered = sorted(chunks, key=lambda chunk: not chunk.is_decode)
+        ordered = sorted(chunks, key=lambda chunk: (not chunk.is_decode, chunk.length))  # few layouts to record
         return self._execute(ScheduledStep(tuple(ordered), sum(chunk.is_decode for chunk in chunks)))
 
 

@@ -7,8 +7,10 @@ import itertools
 import pytest
 
 from megatron_ext.mcore.hidden_states import HiddenStates
+from megatron_ext.mcore.multi_token_engine import MultiTokenEngine
 from megatron_ext.ops import cpp
 from megatron_ext.runner.cuda_graphs import buckets as sizes
+from megatron_ext.runner.recorded_steps import RecordedSteps
 from tests.unit_tests.mcore.test_multi_token_layers import WatchingLayers
 from tests.unit_tests.runner.cuda_graphs.test_graph_capture import Captured
 from tests.unit_tests.support.drafters import caching
@@ -114,6 +116,78 @@ def test_recorded_steps_keep_hidden_states(kind):
     for name in range(4):
         assert_equals_oracle(driver, name, oracle)
     assert worst_difference(driver) < 1e-4
+
+
+def counting(records: RecordedSteps) -> list[object]:
+    """Return a list that gets an entry for each step that is repeated from now on."""
+    repeats: list[object] = []
+    repeat, record = records._repeat, records._record
+    records._repeat = lambda *given: (repeats.append(given[2]), repeat(*given))[1]
+    records._record = lambda *given: (repeats.pop(), record(*given))[1]
+    return repeats
+
+
+class RecordedLayers(WatchingLayers, Driver):
+    """Driver of a model with a layer for each depth."""
+
+
+@pytest.mark.skipif(not cpp.are_used(), reason="operators in C++ are off")
+@pytest.mark.parametrize(
+    ("kind", "is_layered"),
+    [
+        ("hybrid", False),
+        ("hybrid", True),
+        *(pytest.param(one, False, marks=pytest.mark.long) for one in ("gated_delta_net", "mamba1", "short_conv")),
+        pytest.param("attention_only", False, marks=pytest.mark.long),
+    ],
+)
+def test_recorded_drafts(kind, is_layered):
+    """SP-18: repeated steps of the layer draft what it drafts after the whole text, after a suspension, too."""
+    if is_layered:
+        driver = RecordedLayers(kind, 2, "kernel", max_requests=2)
+        engines = driver.drafter.layers
+    else:
+        driver = Watched(kind, 2, "kernel", build_predicting(kind), max_requests=2)
+        engines = [driver.drafter]
+    repeats = [counting(one._context.recorded_steps) for one in engines]
+    verified = counting(driver.context.recorded_steps)
+    for turn in range(2):
+        for name in range(2 * turn, 2 * turn + 2):
+            driver.add(name, make_prompt(21 + name, name), num_tokens_to_generate=40, return_log_probs=False)
+        for _ in range(12):
+            driver.step()
+        if turn == 0:
+            driver.engine.suspend()
+            driver.engine.resume()
+        driver.run()
+    assert min(map(len, repeats)) > 5
+    assert sum(any(one.drafts for one in step.sampling) for step in verified) > 5
+    assert driver.scheduler.counters.accepted > 3
+    if not is_layered:
+        oracle = Oracle(predicting(kind))
+        for name in range(4):
+            assert_equals_oracle(driver, name, oracle)
+    assert (driver.worst_difference() if is_layered else worst_difference(driver)) < 1e-4
+
+
+@pytest.mark.skipif(not cpp.are_used(), reason="operators in C++ are off")
+def test_inputs_of_a_recorded_draft_that_are_not_written_are_seen(monkeypatch):
+    """The negative control: repeated steps of the layer read zeros in place of hidden states."""
+    driver = Watched("hybrid", 2, "kernel", build_predicting("hybrid"), max_requests=2)
+    repeats = counting(driver.drafter._context.recorded_steps)
+    fill = MultiTokenEngine._filled
+
+    def stale(self, chunks, inputs):
+        buffers = fill(self, chunks, inputs)
+        if len(repeats) > 4:
+            buffers.hidden.zero_()
+        return buffers
+
+    monkeypatch.setattr(MultiTokenEngine, "_filled", stale)
+    driver.add(0, make_prompt(21), num_tokens_to_generate=40, return_log_probs=False)
+    driver.run()
+    assert len(repeats) > 6
+    assert not worst_difference(driver) < 1e-4
 
 
 @pytest.mark.skipif(not cpp.are_used(), reason="operators in C++ are off")

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.ops import cpp
 from megatron_ext.runner import recorded_steps
 from megatron_ext.runner.model_input import ModelInput
 from tests.priority import TestPriority
+from tests.unit_tests.support.drafters import caching
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 
@@ -33,10 +35,11 @@ class CountingDriver(Driver):
 
     Attributes:
         python_steps: Forwards so far.
+        drafted_python_steps: Those of them that verified drafts.
     """
 
     def __init__(self, *args: object, is_recording: bool = True, **options: object) -> None:
-        self.python_steps = 0
+        self.python_steps = self.drafted_python_steps = 0
         super().__init__(*args, **options)
         if not is_recording:
             self.context.recorded_steps = None
@@ -47,6 +50,7 @@ class CountingDriver(Driver):
 
         def counted() -> Tensor:
             self.python_steps += 1
+            self.drafted_python_steps += any(chunk.target_sampling for chunk in self.context.staged.chunks)
             return run()
 
         controller._run_model = counted
@@ -103,6 +107,38 @@ def test_random_lives_equal_to_the_bit(get_oracle, kind):
     assert_equal(recording, plain)
     assert recording.context.recorded_steps.problem == ""
     assert recording.python_steps < 0.8 * plain.python_steps
+
+
+@pytest.mark.parametrize("mode", ["kernel", pytest.param("align", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_with_drafts_equal_to_the_bit(get_oracle, kind, mode):
+    """SP-18: various numbers of drafts, decodes beside them, states kept after each token, and rejections."""
+    drafts = SpeculationConfig("ngram", 3, speculative_adaptive=False, speculative_ngram_shortest=1)
+    recording, plain = pair(get_oracle(kind).model, kind, cache=caching(mode), speculation=drafts, max_requests=2)
+    for driver in (recording, plain):
+        live(driver, steps=100)
+    assert_equal(recording, plain)
+    assert recording.context.recorded_steps.problem_with_drafts == ""
+    assert recording.scheduler.counters.accepted > 3
+    assert recording.drafted_python_steps < plain.drafted_python_steps - 10
+
+
+def test_drafts_whose_forward_reads_lengths_leave_decodes_recorded(get_oracle):
+    """SP-18: what stops the records of steps with drafts does not stop those of others."""
+    drafts = SpeculationConfig("ngram", 3, speculative_adaptive=False, speculative_ngram_shortest=1)
+    recording, plain = pair(get_oracle("hybrid").model, "hybrid", speculation=drafts)
+    for driver in (recording, plain):
+
+        def forward(run, step):
+            reads = step.num_decode < len(step.chunks)
+            return run() * (1 if not reads or step.paged_batch.kv_lengths else 2)
+
+        change_forward(driver, forward)
+        live(driver)
+    records = recording.context.recorded_steps
+    assert (records.problem, records.problem_with_drafts) == ("", "lengths on the host")
+    assert recording.python_steps < plain.python_steps
+    assert_equal(recording, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
