@@ -12,7 +12,8 @@ SPECULATION = FlagGroup(
         Flag(
             "speculative_method",
             "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), a smaller model, the "
-            "model's own layer of multi-token prediction (mtp), or that layer and long n-grams (mtp_ngram)",
+            "model's own layer of multi-token prediction (mtp), or that layer and long n-grams (mtp_ngram); "
+            "default: mtp, as in Megatron, if --num-speculative-tokens is given",
             choices=tuple(method.value for method in SpeculativeMethod),
         ),
         Flag("num_speculative_tokens", "Maximum number of drafts of a request that a step verifies; 0: off"),

@@ -51,7 +51,7 @@ _REFUSED = {
     "mamba_memory_ratio": "running states have room beside the KV blocks; leave it out, and set max_requests",
     "unified_memory_level": "pools are in device memory; set it to 0",
     "static_kv_memory_pointers": "graphs are captured again after resume(); leave it out",
-    "num_speculative_tokens": "drafts of multi-token prediction are not computed; set it to 0",
+    "num_speculative_tokens": "layers of multi-token prediction of a model in memory are left out; set it to 0",
     "metrics_writer": "nothing is sent to Weights & Biases; leave it out, and read the server's /metrics",
     "logprobs_mode": "log-probs are of the model's logits, before temperature and filters; set 'raw_logprobs'",
     "request_metadata_types": "requests have no other metadata; leave it out",

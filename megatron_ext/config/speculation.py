@@ -23,9 +23,9 @@ class SpeculativeMethod(str, enum.Enum):
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Speculative decoding; off without a method and a number of tokens. See docs/speculation.md."""
+    """Speculative decoding; off without a number of tokens. See docs/speculation.md."""
 
-    speculative_method: str | None = None  # of SpeculativeMethod; default: no drafts
+    speculative_method: str | None = None  # of SpeculativeMethod; default: mtp, as in Megatron, if drafts are asked for
     num_speculative_tokens: int = 0  # maximum drafts per request and step
     speculative_load_hf: str | None = None  # checkpoint of the draft model
     speculative_load: str | None = None  # the same, in a format that --load reads
@@ -36,6 +36,8 @@ class SpeculationConfig:
     speculative_measure_costs: bool = False  # measured at the start, instead of a table
 
     def __post_init__(self) -> None:
+        if self.speculative_method is None and self.num_speculative_tokens > 0:
+            object.__setattr__(self, "speculative_method", SpeculativeMethod.MTP.value)
         method, count = self.speculative_method, self.num_speculative_tokens
         methods = ", ".join(one.value for one in SpeculativeMethod)
         known = method is None or method in {one.value for one in SpeculativeMethod}
@@ -43,10 +45,6 @@ class SpeculationConfig:
         require(
             0 <= count <= MAX_SPECULATIVE_TOKENS,
             f"--num-speculative-tokens {count} must be between 0 (off) and {MAX_SPECULATIVE_TOKENS}",
-        )
-        require(
-            not count or method is not None,
-            f"--num-speculative-tokens {count} needs --speculative-method; give one of {methods}",
         )
         require(
             method is None or count > 0,

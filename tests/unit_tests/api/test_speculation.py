@@ -89,9 +89,9 @@ def test_the_model_s_own_layer(load, predicting):
     source = {"load": predicting[0], "tokenizer_type": "NullTokenizer"}
     prompts, wishes = [[5, 9, 40] * 20] * 2, [RequestParams(24), RequestParams(24, temperature=1.0, seed=3)]
     expected = [record.generated_tokens for record in load(**source).generate(prompts, wishes)]
-    for adaptive in (False, True):
+    for method, adaptive in (("mtp", False), (None, True)):  # of Megatron's flag alone
         settings = SETTINGS | {"speculative_adaptive": adaptive}
-        engine = load(speculative_method="mtp", **source, **settings)
+        engine = load(speculative_method=method, **source, **settings)
         records = engine.generate(prompts, wishes)
         assert [record.generated_tokens for record in records] == expected
         assert records[0].draft_token_count > 0
@@ -162,7 +162,6 @@ def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
     ("settings", "expected"),
     [
         ({"speculative_method": "ngram"}, "--speculative-method ngram needs --num-speculative-tokens"),
-        ({"num_speculative_tokens": 2}, "--num-speculative-tokens 2 needs --speculative-method"),
         (
             {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_cost_table": "nowhere.txt"},
             "nowhere.txt",

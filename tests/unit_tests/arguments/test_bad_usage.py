@@ -29,7 +29,6 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--batch-boundaries 0,2", ("--drain-between-batches", "--batch-boundaries")),
         ("--output-request-events", ("--output-request-events", "--output-path")),
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
-        ("--num-speculative-tokens 3", ("--num-speculative-tokens 3", "--speculative-method")),
         ("--speculative-method ngram", ("--speculative-method ngram", "--num-speculative-tokens")),
         (
             "--speculative-method draft_model --num-speculative-tokens 3",
