@@ -56,7 +56,7 @@ class AsyncExecutor(Launching, Protocol):
         """True if the tokens of the step launched last are available to another step on the device."""
 
     def launch_next(self, step: ScheduledStep) -> Computing | None:
-        """Launch a step of decodes of `LAST_SAMPLED`, each of a request in the step launched last.
+        """Launch a step of requests in the step launched last: decodes of `LAST_SAMPLED`, chunks that go on a prompt.
 
         Returns:
             None if this step cannot be launched before the tokens of that one are known; then nothing was done.

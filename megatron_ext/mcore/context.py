@@ -189,7 +189,8 @@ class InferenceContext(Context):
         if self.snapshots is not None:
             self.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
-        self.step = recorded or stage_step(step, self._staging_rules, self._block_rows)
+        tokens = self.cuda_graph_runner and self.cuda_graph_runner.prev_sampled_token_ids
+        self.step = recorded or stage_step(step, self._staging_rules, self._block_rows, prev_sampled=tokens)
 
     def prepare_cuda_graphs(self) -> None:
         """Capture the CUDA graphs ahead of time, if there is a runner and the capture is slow."""
@@ -221,10 +222,8 @@ class InferenceContext(Context):
             return
         restored = [(chunk.restore, chunk.running_slot) for chunk in chunks if chunk.restore is not None]
         if restored:
-            slots, block_hashes = (
-                [restore.slot for restore, _ in restored],
-                [restore.block_hash for restore, _ in restored],
-            )
+            slots = [restore.slot for restore, _ in restored]
+            block_hashes = [restore.block_hash for restore, _ in restored]
             snapshots.restore(slots, block_hashes, live, [slot for _, slot in restored])
 
     def finish_snapshots(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.hidden_states import HiddenStates
+from megatron_ext.mcore.layers.moe import reads_back
 from megatron_ext.mcore.packed_weights import PackedWeights
 from megatron_ext.mcore.versions import Controller, inference_mode
 from megatron_ext.ops import backend_selection
@@ -124,6 +125,12 @@ class InferenceController(Controller):
             pool = context.allocated.log_probs
             result = choose_tokens(logits[0], context.step, self._scored_logits, pool=pool, is_alone=is_alone)
             return dataclasses.replace(result, routing=routing_by_request(recorded, context.step))
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """True if an eager forward waits for the device."""
+        with torch.inference_mode(), preferring(self.operators):
+            return reads_back(self.inference_wrapped_model.model)
 
     def forward(self) -> Tensor | None:
         """Run the model's forward of the staged step: logits [1, m, V]; None on stages before the last one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,9 +18,19 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.runner.input_writer import KEPT, Cuts, StagingRules, cut_chunk, input_arrays
 from megatron_ext.runner.kept_log_probs import KEPT_PLACES, KeptPlaces, kept_places
-from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
 _LIVE_SLOT: Final = attrgetter("running_slot")
+
+
+class PrevSampled(Protocol):
+    """Tokens that the previous step has left on the device; see `PrevSampledTokenIds`."""
+
+    def place_of(self, request_id: int) -> int:
+        """Return the index of a request's token."""
+
+    def write_to(self, input_ids: Tensor, places: Tensor, tokens: Tensor) -> None:
+        """Copy the tokens of these indices to these places of the token ids."""
 
 
 class SamplingRow(NamedTuple):
@@ -71,7 +81,12 @@ Place = Callable[[dict[str, np.ndarray]], Mapping[str, Tensor]]
 
 
 def stage_step(
-    step: ScheduledStep, rules: StagingRules, block_rows: BlockRows | None = None, place: Place | None = None
+    step: ScheduledStep,
+    rules: StagingRules,
+    block_rows: BlockRows | None = None,
+    *,
+    place: Place | None = None,
+    prev_sampled: PrevSampled | None = None,
 ) -> ModelInput:
     """Stage a step in one copy. Padding repeats token 0 at position 0.
 
@@ -80,6 +95,7 @@ def stage_step(
         rules: Constants of pools and model.
         block_rows: Block table rows of previous steps to reuse; None to write all rows.
         place: Puts the arrays where the caller keeps them; None to send them to the device.
+        prev_sampled: Tokens of the previous step, for decodes whose token the host does not know yet.
     """
     num_decode = step.num_decode
     chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
@@ -99,7 +115,14 @@ def stage_step(
     arrays |= {"sample_tokens": sampled, "score_tokens": np.asarray(score_tokens)}
     keeps = any(one.keeps for one in scores)
     arrays |= kept_places(prefill, firsts[num_decode:], rules.block_size) if keeps else {}
+    unknown = [row for row, chunk in enumerate(chunks[:num_decode]) if chunk.token_ids[0] == LAST_SAMPLED]
+    if unknown:
+        assert prev_sampled is not None, "no step has left its tokens"
+        places = [prev_sampled.place_of(chunks[row].request_id) for row in unknown]
+        arrays |= {"unknown_tokens": firsts[unknown], "prev_sampled": np.asarray(places)}
     staged = stage_arrays(arrays, rules.device) if place is None else place(arrays)
+    if unknown and prev_sampled is not None:
+        prev_sampled.write_to(staged["input_ids"], staged["unknown_tokens"], staged["prev_sampled"])
     lengths, ends = tuple(one.length for one in chunks), tuple(one.end for one in chunks)
     where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
     return ModelInput(

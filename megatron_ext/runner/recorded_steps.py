@@ -218,7 +218,7 @@ class _Layout(_Recorded):
     def stage(self, chunks: tuple[ScheduledChunk, ...]) -> ModelInput:
         """Write the step into the buffers of the first one of this layout."""
         count = sum(chunk.is_decode for chunk in chunks)
-        found = stage_step(ScheduledStep(chunks, count), self._rules, self._block_rows, self._place)
+        found = stage_step(ScheduledStep(chunks, count), self._rules, self._block_rows, place=self._place)
         batch, recurrent = found.paged_batch, found.recurrent
         if recurrent is not None:
             assert recurrent.prefill_slots is not None, "drafts are a prefill"

@@ -23,13 +23,13 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.forks import ForkPlanner
 from megatron_ext.scheduling.kept_log_probs import usable_blocks
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, Fork, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.prefill_chunks import chunk_end, plan_continuations
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
-from megatron_ext.scheduling.snapshots.snapshot_positions import cut_aligned, prefill_stops
 from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
 
 
@@ -72,7 +72,8 @@ def plan_step(
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
-    continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
+    begun = [(request, request.computed_end) for request in growth.prefilling]
+    continued = plan_continuations(begun, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
     if not growth.paused and not growth.preempted:  # they arrived first
         kept = cache.kept_for_snapshots if len(queues.running) or len(queues.resting) else 0
@@ -183,35 +184,6 @@ def _share_blocks(
         else:
             paused.append(request)
     return decoding, paused, free_blocks
-
-
-def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, tokens: int) -> list[Chunk]:
-    """Plan the next chunks of requests that are mid-prefill, in the order in which they began, within the budgets."""
-    chunks: list[Chunk] = []
-    for request in prefilling:
-        if not limits.may_prefill(len(chunks), sum(chunk.length for chunk in chunks)):
-            break
-        end = _chunk_end(request, request.computed_end, request.sequence.shared_end, limits, tokens)
-        if end > request.computed_end:
-            chunks.append(Chunk(request, request.computed_end, end))
-            tokens -= chunks[-1].length
-    return chunks
-
-
-def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerLimits, tokens: int) -> int:
-    """Return the end of a prefill chunk from `start` of at most `tokens` tokens; `start` if it gets none."""
-    length = len(request.tokens)
-    end = min(length, start + max(0, tokens))
-    audit = request.submission.audit
-    if audit is not None and start < audit.resume:  # the states there are compared
-        end = min(end, audit.resume)
-    if not limits.aligned_chunks or request.sequence.chain is None:
-        return end
-    cached = request.sequence.snapshot_plan.cached_end(shared_end // limits.block_size)
-    stops = prefill_stops(length, cached * limits.block_size, limits.block_size)
-    return cut_aligned(
-        start, end, length, [*stops, *(one.position for one in request.sequence.snapshots)], limits.block_size
-    )
 
 
 def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -> list[Chunk]:
@@ -370,7 +342,7 @@ def plan_admission(
     resume = resume_point(length, request.block_hashes[:usable], limits.block_size, cache.states, cache.depth_of)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
-    end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
+    end = chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
     if end == start or (end < length and not may_cut):
         return Deferral(request, "tokens", 1 if may_cut else length - start, budget.tokens), budget
     chunk, shared = Chunk(request, start, end), tuple(matched)

@@ -8,7 +8,6 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.admission_counts import count_hit, count_lost, note_use
@@ -38,7 +37,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.running_slots import RunningSlots
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.reservation import reserve_snapshots
 from megatron_ext.scheduling.spec_decode.drafts import Drafts
 from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
 from megatron_ext.scheduling.step import ScheduledStep, describe_step
@@ -79,7 +78,7 @@ class Scheduler:
         self._keys = CacheKeys(fingerprint, limits.block_size)
         self.root_of = self._keys.root  # of the block hashes of requests with a salt
         self.async_planner = AsyncPlanner(
-            limits, self.queues, self.cache, self._hashing, self.counters, self.disk_loads
+            limits, self.queues, self.cache, self.pending_blocks, self._hashing, self.counters, self.disk_loads
         )
 
     @property
@@ -197,17 +196,9 @@ class Scheduler:
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
         """Reserve slots for the snapshots of the step's plan, all at once; those that get no slot are left out."""
-        if not wanted:
-            return
-        for one, slot in zip(wanted, self._states.reserve_all(wanted), strict=True):
-            if slot is not None:
-                one.request.sequence.snapshots.append(Snapshot(one.position, one.block_hash, slot))
-                if one.is_optional:
-                    one.request.sequence.snapshot_plan.decode = one.block_hash
-                elif one.rank is Rank.ORDINARY:
-                    one.request.sequence.snapshot_plan.used.append(one.block_hash)
-        if self.cache.border is not None:
-            self.queues.follow_moves(self.cache.border.take_moves())
+        if wanted:
+            reserve_snapshots(wanted, self._states)
+            self.queues.follow_moves({} if self.cache.border is None else self.cache.border.take_moves())
 
     def commit(
         self, step: ScheduledStep, sampled: Mapping[int, int], target_tokens: TokensById = NO_TOKENS

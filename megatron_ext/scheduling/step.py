@@ -228,34 +228,39 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
 
 
 def describe_ahead(
-    chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot], changes: ArenaChanges = NO_CHANGES
+    chunks: Iterable[Chunk],
+    block_size: int,
+    states: Mapping[int, tuple[Snapshot, ...]],
+    changes: ArenaChanges = NO_CHANGES,
 ) -> ScheduledStep:
-    """Return the message of a step launched ahead: each request decodes the token that the current step samples.
+    """Return the message of a step launched ahead: a request decodes the token that the current step samples for it.
 
     Args:
-        chunks: Chunks of one token each, after all known tokens of their requests (see `AsyncPlanner`).
+        chunks: Chunks that begin where those of the current step end; decodes come first (see `AsyncPlanner`).
         block_size: Tokens of a block.
-        states: Request id -> slot of the states to keep, if any; its name is not a block hash.
+        states: Request id -> slots of the states to keep, if any; their names are not block hashes.
         changes: Changes of the arena before the step.
     """
     described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
-    return ScheduledStep(described, len(described), changes)
+    return ScheduledStep(described, sum(chunk.is_decode for chunk in described), changes)
 
 
-def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot]) -> ScheduledChunk:
+def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, tuple[Snapshot, ...]]) -> ScheduledChunk:
     request, sequence = chunk.request, chunk.request.sequence
     assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
+    is_unknown = chunk.end > len(sequence.tokens)
+    yields_token = is_unknown or chunk.yields_token
     return ScheduledChunk(
         request_id=request.submission.request_id,
-        token_ids=_UNKNOWN,
+        token_ids=_UNKNOWN if is_unknown else _token_ids(chunk),
         start=chunk.start,
         end=chunk.end,
-        is_decode=True,
+        is_decode=chunk.is_decode,
         block_ids=sequence.block_table[: -(-chunk.end // block_size)],
         shared_end=sequence.shared_end,
         running_slot=sequence.running_slot,
-        snapshots=(states[request.request_id],) if request.request_id in states else (),
-        sampling=_sampling(request, _UNKNOWN),
+        snapshots=(*_snapshots(chunk), *states.get(request.request_id, ())),
+        sampling=_sampling(request, _UNKNOWN if is_unknown else ()) if yields_token else None,
     )
 
 

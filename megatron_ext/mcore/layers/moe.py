@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.layers import grouped_moe
@@ -170,6 +170,19 @@ class LocalMoELayer(MoELayer):
             output, _ = super().routed_experts_compute(hidden_states, probs)
             return output, None
         return compute_experts(self.experts, hidden_states, probs, self.token_dispatcher.routing_map), None
+
+
+def reads_back(model: nn.Module) -> bool:
+    """Return whether an eager forward reads numbers of tokens back from the device: experts without grouped products.
+
+    Args:
+        model: Model whose operators are chosen as in its forward.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    return any(
+        not isinstance(layer, LocalMoELayer) or not grouped_moe.takes(layer, next(layer.parameters()).new_empty(0))
+        for layer in layers
+    )
 
 
 def check_routing_is_recorded(model: MegatronModule) -> None:

@@ -1,4 +1,4 @@
-"""Output of a captured step: a sampled token per row and, if requested, its log-prob and the best tokens.
+"""Output of a launched step: a sampled token per row and, if requested, its log-prob and the best tokens.
 
 The tokens come first, so a step without log-probs copies nothing else.
 """
@@ -40,7 +40,7 @@ def fetch(
     *,
     is_scored: bool,
 ) -> Launched:
-    """Enqueue the copy of a step's output to the host.
+    """Enqueue the copy of a captured step's output to the host.
 
     Args:
         outputs: Source of the copy.
@@ -53,14 +53,24 @@ def fetch(
         for row, chunk in enumerate(chunks)
         if chunk.sampling is not None
     ]
-    return Launched(outputs.fetch(layout.count if is_scored else len(chunks)), layout, rows)
+    pending = outputs.fetch(layout.count if is_scored else len(chunks))
+    return Launched(pending, layout, rows, graph_rows=len(chunks))
 
 
 class Launched:
-    """Launched step that the device may still be computing."""
+    """Launched step that the device may still be computing.
 
-    def __init__(self, answer: PendingOutput, layout: Layout, rows: Sequence[OutputRow]) -> None:
-        self._answer, self._layout, self._asked = answer, layout, rows
+    Args:
+        answer: Its output.
+        layout: Layout of the output.
+        rows: Rows that yield a token.
+        graph_rows: See `StepResult`.
+    """
+
+    def __init__(
+        self, answer: PendingOutput, layout: Layout, rows: Sequence[OutputRow], graph_rows: int | None = None
+    ) -> None:
+        self._answer, self._layout, self._asked, self._graph_rows = answer, layout, rows, graph_rows
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -70,12 +80,11 @@ class Launched:
     def result(self) -> StepResult:
         """Wait for the tokens of the step and return its result."""
         numbers = self._answer.read()
-        rows = self._layout.shapes["tokens"][0]
-        tokens = numbers[:rows].tolist()
+        tokens = numbers[: self._layout.shapes["tokens"][0]].tolist()
         asked = [one for one in self._asked if one.top_n is not None]
         scores = _scores(self._layout.parts(numbers), asked) if asked else {}
         drawn = {one.request_id: tokens[one.row] for one in self._asked}
-        return StepResult(drawn, scores, {}, {}, graph_rows=rows)
+        return StepResult(drawn, scores, {}, {}, graph_rows=self._graph_rows)
 
 
 def _scores(parts: dict[str, Tensor], asked: Sequence[OutputRow]) -> dict[int, Score]:

@@ -24,6 +24,7 @@ from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output
 from megatron_ext.runner.cuda_graphs.block_tables import BlockTables
 from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
 from megatron_ext.runner.cuda_graphs.captured_reads import HoldingCapture
+from megatron_ext.runner.cuda_graphs.eager_output import EagerOutput
 from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Graph
 from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler
 from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
@@ -102,6 +103,10 @@ class CudaGraphRunner:
         graphs: Captures the graphs.
         has_peers: Whether other ranks capture the same graphs, with messages between them inside. Then all ranks drop
             their graphs at the same commands, and capture later ones in the steps that need them.
+
+    Attributes:
+        prev_sampled_token_ids: Tokens that the step launched last has left on the device.
+        eager_output: Output of eager steps, in the same buffers.
     """
 
     def __init__(
@@ -131,7 +136,8 @@ class CudaGraphRunner:
         answer = output_layout(max(one.rows for one in self._layouts), self._vocabulary)
         self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
-        self._prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
+        self.prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
+        self.eager_output = EagerOutput(self._buffers.answer, self._outputs, self.prev_sampled_token_ids)
         self._logits: Tensor | None = None  # [max rows, V], the output buffer of every forward
         self._captured: dict[Bucket, BucketGraphs] = {}
         self._pools: Pools | None = None  # pools that the graphs were captured for; likewise the next
@@ -168,7 +174,7 @@ class CudaGraphRunner:
     def forget(self) -> None:
         """Drop all graphs after pools or weights have moved or been freed; they hold no memory until captured again."""
         self._captured.clear()
-        self._prev_sampled_token_ids.forget()
+        self.prev_sampled_token_ids.forget()
         self._graphs.forget()
         self._logits = None
         self._pools, self._weights = self._model.pools, self._model.weight_addresses()
@@ -224,23 +230,13 @@ class CudaGraphRunner:
                 return None, "more penalized tokens, biases or words than there is room for"
         return bucket, reason
 
-    @property
-    def has_tokens(self) -> bool:
-        """True if the step launched last was captured, so its tokens are in the graph's buffer on the device."""
-        return self._prev_sampled_token_ids.are_on_device
-
-    def forget_tokens(self) -> None:
-        """Discard the tokens on the device before an eager step, after which they are stale."""
-        self._prev_sampled_token_ids.forget()
-
     def find_next(self, step: ScheduledStep) -> Bucket | None:
-        """Return the bucket of a step that may take tokens from the previous one; None if its graph is not captured.
+        """Return the bucket of a step that may take tokens from the previous one; None if the step must be eager."""
+        return self._find(step)[0]
 
-        Capturing computes padding rows, which would overwrite these tokens.
-        """
-        bucket, _ = self._find(step)
-        is_made = bucket in self._captured and self._model.pools is self._pools
-        return bucket if is_made else None
+    def is_captured(self, bucket: Bucket) -> bool:
+        """Return whether the graphs of a bucket exist; capturing computes padding, which overwrites the last tokens."""
+        return bucket in self._captured and self._model.pools is self._pools
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
         """Enqueue a step. If anything raises, the step has no effect.
@@ -261,9 +257,9 @@ class CudaGraphRunner:
             layout = output_layout(bucket.rows, self._vocabulary)
             launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
         finally:
-            self._prev_sampled_token_ids.forget()
+            self.prev_sampled_token_ids.forget()
             self._model.clear_step()
-        self._prev_sampled_token_ids.note(launched.rows)
+        self.prev_sampled_token_ids.note(launched.rows)
         return launched
 
     @torch.inference_mode()
@@ -284,7 +280,7 @@ class CudaGraphRunner:
         layout = layouts[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._buffers.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
-        arrays["token_places"][:] = self._prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
+        arrays["token_places"][:] = self.prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
         unused = 0
         if needs.is_processed:
             used = write_logits_inputs(_sampling(chunks), self._vocabulary, arrays)
@@ -356,7 +352,7 @@ class CudaGraphRunner:
         live, snapshots = self._states
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
-        parts["input_ids"] = self._prev_sampled_token_ids.fill_in(bucket, parts)
+        parts["input_ids"] = self.prev_sampled_token_ids.fill_in(bucket, parts)
         parts["block_table"] = self._tables.gather(parts["table_rows"], bucket.blocks)
         logits = self._model.forward(model_input(self._chunks, bucket, parts, self._rules))
         if live is not None and snapshots is not None:

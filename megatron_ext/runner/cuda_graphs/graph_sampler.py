@@ -38,7 +38,7 @@ class GraphSampler:
             for kind in shapes
             for is_drawn in (False, True)
         }
-        self._score: Graph = graphs.capture(partial(_score, logits, answer))
+        self._score: Graph = graphs.capture(partial(score, logits, answer))
 
     def run(self, needs: SamplerNeeds) -> None:
         """Sample the tokens, and score them if a row requests log-probs."""
@@ -53,8 +53,13 @@ def _choose(is_processed: bool, has_mask: bool, is_drawn: bool, logits: Tensor, 
     tokens.copy_(sample(logits, SamplerInput(options, processors, parts)))
 
 
-def _score(logits: Tensor, answer: Parts) -> None:
-    """Score a few rows at a time, so that memory does not grow with the number of rows."""
+def score(logits: Tensor, answer: Parts) -> None:
+    """Score the rows' tokens, a few rows at a time, so that memory does not grow with their number.
+
+    Args:
+        logits: [R, V].
+        answer: Output tensors by the names of `output_layout`; the tokens are read, the others written.
+    """
     listed, at_once = answer["best"].shape[1], rows_at_once(logits.shape[1])
     for start in range(0, len(logits), at_once):
         rows = slice(start, start + at_once)

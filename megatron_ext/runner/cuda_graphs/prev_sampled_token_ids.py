@@ -1,8 +1,9 @@
-"""Sampled tokens that stay on the device from one captured step to the next (CU-6).
+"""Sampled tokens that stay on the device from one step to the next (CU-6).
 
-A graph writes its sampled tokens, row by row, into the output after the inputs of its step. The next graph reads the
-token of each decoding row from there or from the host's input, as an index in its inputs says. Rows may move between
-the two steps, and the graph is the same for both sources.
+A step writes its sampled tokens, row by row, into the output after the inputs of captured steps. The next graph reads
+the token of each decoding row from there or from the host's input, as an index in its inputs says. Rows may move
+between the two steps, and the graph is the same for both sources. The next eager step copies the tokens from there to
+its own inputs.
 """
 
 from __future__ import annotations
@@ -39,20 +40,31 @@ class PrevSampledTokenIds:
         self._rows = dict(rows)
 
     def forget(self) -> None:
-        """Discard the recorded rows: an eager step has run since, or no step has used these buffers."""
+        """Discard the recorded rows: another step has run since, or no step has used these buffers."""
         self._rows = None
 
     def places_of(self, decodes: Sequence[ScheduledChunk], layout: Layout) -> list[int]:
         """Return the index of each decoding row's token, counted from the start of the whole buffer."""
         first_id = layout.first("input_ids")
         return [
-            self._place(chunk.request_id) if chunk.token_ids[0] == LAST_SAMPLED else first_id + row
+            self.place_of(chunk.request_id) if chunk.token_ids[0] == LAST_SAMPLED else first_id + row
             for row, chunk in enumerate(decodes)
         ]
 
-    def _place(self, request_id: int) -> int:
+    def place_of(self, request_id: int) -> int:
+        """Return the index of a request's token in the whole buffer."""
         assert self._rows is not None, "no step has left its tokens"
         return self._buffers.first_token + self._rows[request_id]
+
+    def write_to(self, input_ids: Tensor, places: Tensor, tokens: Tensor) -> None:
+        """Copy tokens from the buffer into the token ids of an eager step.
+
+        Args:
+            input_ids: Token ids [T] of the packed axis.
+            places: Where they go on that axis, [n].
+            tokens: Their indices in the whole buffer, [n].
+        """
+        input_ids.index_copy_(0, places, self._buffers.gather(tokens))
 
     # Captured code.
 

@@ -125,6 +125,10 @@ class WaitingQueue:
         """Return the requests that sleep under `leader`."""
         return self._followers.get(leader, {}).keys()
 
+    def wakes(self, leader: int, blocks: int) -> bool:
+        """Return whether a request sleeps under `leader` that waits for at most this many of its blocks."""
+        return any(self._prefix_waits[one].blocks <= blocks for one in self.followers_of(leader))
+
     def sleepers(self) -> Iterator[tuple[Request, PrefixWait]]:
         """Iterate over sleeping requests with their prefix waits."""
         return (

@@ -59,15 +59,23 @@ def plan_opportunistic(
     """Return the planned checkpoints that the step's prefills pass, as far as slots are free after all others."""
     if not (continued or admissions) or not _is_on(limits, cache):
         return ()
-    passed: list[SnapshotRequest] = []
-    for chunk in continued:
-        sequence = chunk.request.sequence
-        if sequence.cache_epoch == cache.epoch:
-            passed += _passed(chunk, sequence.snapshot_plan.opportunistic, limits.block_size)
+    passed = passed_checkpoints(continued, limits, cache)
     for admission in admissions:
         passed += _passed(admission.chunk, admission.opportunistic, limits.block_size)
     free_slots = max(0, _free_slots(wanted, limits, cache.states))
     return tuple(passed[max(0, len(passed) - free_slots) :])  # the last ones are worth most
+
+
+def passed_checkpoints(
+    continued: Iterable[Chunk], limits: SchedulerLimits, cache: PrefixCache
+) -> list[SnapshotRequest]:
+    """Return the planned checkpoints that chunks of begun prefills pass, whether or not slots are free for them."""
+    passed: list[SnapshotRequest] = []
+    for chunk in continued if _is_on(limits, cache) else ():
+        sequence = chunk.request.sequence
+        if sequence.cache_epoch == cache.epoch:
+            passed += _passed(chunk, sequence.snapshot_plan.opportunistic, limits.block_size)
+    return passed
 
 
 def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.errors import RestoreError
+from megatron_ext.scheduling.prefix_wait.waiting_queue import Line
 from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.paper_engine import Paper
@@ -45,9 +46,13 @@ class Life:
 
     def _do(self, call: tuple[object, ...]) -> None:
         if call[0] == "step":
+            in_flight = self.paper.engine.replicas[0].ahead._in_flight
             before = self.paper.ahead
             computed = self.paper.step()
-            call = ("step", self.paper.ahead > before)
+            discarded = None
+            if self.paper.ahead > before:
+                discarded = in_flight.step.num_tokens - sum(end - start for _, start, end in computed)
+            call = ("step", discarded)
             self.seen.append(what_there_is(self.paper, computed))
         else:
             tell(self.paper, call)
@@ -121,17 +126,23 @@ def what_there_is(paper: Paper, computed: object) -> object:
 
 
 def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
-    """Replay a script on an engine without launches ahead, which admits no request in steps launched ahead before."""
+    """Replay a script on an engine without launches ahead.
+
+    In steps that were launched ahead before, it looks at no waiting request, and discarded rows have their tokens.
+    """
     seen = []
     for call in script:
         if call[0] == "step":
-            limits, async_planner = paper.scheduler.limits, paper.scheduler.async_planner
-            if call[1]:
-                paper.scheduler.limits = dataclasses.replace(limits, max_requests=0)
+            scheduler = paper.scheduler
+            limits, async_planner, waiting = scheduler.limits, scheduler.async_planner, scheduler.queues.waiting
+            if call[1] is not None:
+                scheduler.limits = dataclasses.replace(limits, max_tokens=limits.max_tokens - call[1])
                 async_planner.note = lambda plan: None
+                waiting.line = lambda: Line(())
             seen.append(what_there_is(paper, paper.step()))
-            paper.scheduler.limits = limits
+            scheduler.limits = limits
             vars(async_planner).pop("note", None)
+            vars(waiting).pop("line", None)
         else:
             tell(paper, call)
     return seen
@@ -157,6 +168,7 @@ LIVES = [
     {"policy": EvictionPolicyName.FLOPS, "total_blocks": 36, "slots": 5},
     {"policy": None, "total_blocks": 24, "paused_blocks": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
+    {"slots": 7, "max_tokens": 10, "async_states": 4, "max_prefills": 1},
 ]
 
 
@@ -190,7 +202,7 @@ def test_a_failed_step_abandons_the_next_one_too(seed):
     failed = added = 0
     for _ in range(150):
         if source.random() < 0.25:
-            prompt = tuple(source.randrange(WORDS) for _ in range(source.randint(1, 20)))
+            prompt = tuple(source.randrange(WORDS) for _ in range(source.choice([1, 7, 20, 60])))
             paper.add(added, prompt, num_tokens_to_generate=source.randint(1, 30), ignore_eos=source.random() < 0.5)
             added += 1
         if source.random() < 0.15:

@@ -37,7 +37,7 @@ class TestChunkThatCannotBeScheduled:
         driver.add(1, make_prompt(129))
         driver.step()
         with monkeypatch.context() as patch:
-            patch.setattr(planner, "_plan_continuations", lambda *_: [])
+            patch.setattr(planner, "plan_continuations", lambda *_: [])
             for _ in range(3):
                 driver.step()
         assert [len(step) for step in driver.steps] == [2, 1, 1, 1]

@@ -194,9 +194,9 @@ def admits_in_a_step_that_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    continuations = planner._plan_continuations
+    continuations = planner.plan_continuations
     monkeypatch.setattr(
-        planner, "_plan_continuations", lambda prefilling, limits, tokens: continuations(prefilling, limits, tokens + 1)
+        planner, "plan_continuations", lambda begun, limits, tokens: continuations(begun, limits, tokens + 1)
     )
 
 

@@ -70,7 +70,13 @@ class Padded:
             self._keep_states(step.chunks)
             return launched
 
-        fixed.find, fixed.launch = find_noted, launch_noted
+        launch_eagerly = fixed.eager_output.launch
+
+        def launch_eagerly_noted(logits: Tensor, step: ModelInput) -> Launched:
+            self._keep_states(step.chunks)
+            return launch_eagerly(logits, step)
+
+        fixed.find, fixed.launch, fixed.eager_output.launch = find_noted, launch_noted, launch_eagerly_noted
 
     def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Keep copies of the states a step leaves: by its commit the next step may have been computed."""
@@ -87,7 +93,7 @@ class Padded:
 
     def _held_slots(self) -> set[int]:
         """Slots held by the step that was launched ahead, which a CPU has already computed."""
-        return {state.slot for state in self.scheduler.async_planner.states.values()}
+        return {state.slot for states in self.scheduler.async_planner.states.values() for state in states}
 
     @property
     def steps_ahead(self) -> int:

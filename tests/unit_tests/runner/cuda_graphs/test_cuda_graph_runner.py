@@ -307,7 +307,7 @@ def test_tokens_are_read_after_the_launch(get_oracle):
 
 def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
     """The negative control: every row finds the token of the first one."""
-    monkeypatch.setattr(PrevSampledTokenIds, "_place", lambda last, request_id: last._buffers.first_token)
+    monkeypatch.setattr(PrevSampledTokenIds, "place_of", lambda last, request_id: last._buffers.first_token)
     driver = new_driver("attention_only", get_oracle)
     for request_id in range(2):
         driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=8)

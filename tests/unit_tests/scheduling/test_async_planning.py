@@ -1,0 +1,275 @@
+"""CU-6: what is planned before the tokens of a step are known is what would be planned after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.scheduling.async_planning import Chunks
+from megatron_ext.scheduling.audit import AuditTarget
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, describe_ahead
+from megatron_ext.scheduling.submission import Submission
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import make_limits
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+BLOCK, TOKENS = 4, 8  # of a block; of a step
+
+
+class Planned:
+    """A scheduler whose steps are committed by hand.
+
+    Args:
+        slots: Snapshot slots; None: the model has no states.
+        limits: Limits beside those of the tests.
+    """
+
+    def __init__(self, slots: int | None = 20, **limits: object) -> None:
+        own = {"block_size": BLOCK, "max_tokens": TOKENS, "total_blocks": 60, "max_sequence_length": 200}
+        self.scheduler = Scheduler(
+            make_limits(**(own | {"async_states": 4} | limits)), EvictionPolicyName.LRU, b"ahead", slots
+        )
+        self.count = 0
+
+    def add(
+        self, prompt: range | list[int], *, group: int | None = None, audit: AuditTarget | None = None, **params: object
+    ) -> Request:
+        params = {"num_tokens_to_generate": 6, "ignore_eos": True} | params
+        made = RequestParams(**params)
+        self.count += 1
+        request = Request(
+            Submission(self.count, tuple(prompt), made, self.count, seed=self.count, group=group, audit=audit)
+        )
+        self.scheduler.add(request)
+        return request
+
+    def commit(self, plan: StepPlan) -> None:
+        """Commit the step; each token is the number of its request."""
+        step = self.scheduler.describe(plan)
+        self.scheduler.commit(step, {one.request_id: one.request_id for one in step.yielding})
+        self.scheduler.check()
+
+    def ahead(self, plan: StepPlan) -> Chunks:
+        """Chunks planned after `plan`; the step is not launched."""
+        chunks = self.scheduler.async_planner.plan_next(plan.chunks)
+        self.scheduler.async_planner.check()
+        self.scheduler.async_planner.forgo()
+        return chunks
+
+    def step(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Run a step; return its chunks, and those planned after it."""
+        plan = self.scheduler.schedule()
+        ahead = self.ahead(plan)
+        self.commit(plan)
+        return spans(plan.chunks), spans(ahead)
+
+
+def spans(chunks: Chunks) -> list[tuple[int, int, int]]:
+    return [(one.request.request_id, one.start, one.end) for one in chunks]
+
+
+def test_the_chunks_of_a_prompt_are_certain():
+    """CU-6: the middle ones, the last one, and the first decode after it."""
+    planned = Planned()
+    planned.add(range(19), num_tokens_to_generate=2)
+    assert [planned.step() for _ in range(4)] == [
+        ([(1, 0, 8)], [(1, 8, 16)]),
+        ([(1, 8, 16)], [(1, 16, 19)]),
+        ([(1, 16, 19)], [(1, 19, 20)]),
+        ([(1, 19, 20)], []),
+    ]
+
+
+def test_a_prefill_goes_on_beside_decodes():
+    """CU-6: decodes come first and leave their tokens to the prefill; one that ends by count is left out."""
+    planned = Planned()
+    planned.add(range(3), num_tokens_to_generate=2)
+    planned.add(range(20, 50))
+    assert planned.step() == ([(1, 0, 3), (2, 0, 5)], [(1, 3, 4), (2, 5, 12)])
+    assert planned.step() == ([(1, 3, 4), (2, 5, 12)], [(2, 12, 20)])
+
+
+def test_a_request_that_generates_nothing_is_left_out():
+    planned = Planned()
+    planned.add(range(3), num_tokens_to_generate=0)
+    planned.add(range(20, 50))
+    assert planned.step() == ([(1, 0, 3), (2, 0, 5)], [(2, 5, 13)])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"return_log_probs": True}, {"audit": AuditTarget(1, 16)}], ids=["prompt log-probs", "audit"]
+)
+def test_prefills_whose_results_are_read_at_once_are_not_certain(asked):
+    """CU-6: prompt log-probs and audits; log-probs of generated tokens alone are."""
+    planned = Planned()
+    planned.add(range(30), **asked)
+    assert planned.step()[1] == []
+    planned = Planned()
+    planned.add(range(30), return_log_probs=True, skip_prompt_log_probs=True)
+    assert planned.step()[1] == [(1, 8, 16)]
+
+
+def test_penalties_wait_for_tokens_only():
+    """CU-6: chunks of a prompt need no generated token, the decode after them does."""
+    planned = Planned()
+    planned.add(range(19), presence_penalty=0.5)
+    assert [planned.step()[1] for _ in range(3)] == [[(1, 8, 16)], [(1, 16, 19)], []]
+
+
+def test_a_mask_that_is_missing_is_waited_for(monkeypatch):
+    """CU-6, SE-10: a plan leaves the request out until its token mask is known."""
+    planned = Planned()
+    planned.add(range(19))
+    plan = planned.scheduler.schedule()
+    monkeypatch.setattr(Request, "lacks_mask", True)
+    assert planned.ahead(plan) == ()
+
+
+def test_a_request_that_has_not_been_looked_at_is_waited_for():
+    """CU-6, KV-6: a new request may follow the prefill, so a plan must see it; turned away, it delays no step."""
+    planned = Planned()
+    planned.add(range(40))
+    plan = planned.scheduler.schedule()
+    planned.add(range(70, 90))
+    assert planned.ahead(plan) == ()
+    planned.commit(plan)
+    assert planned.step()[1] == [(1, 16, 24)], "it lacks tokens, and will"
+
+
+def test_room_for_another_prefill_is_waited_for():
+    """CU-6: the last chunk of a prompt leaves tokens to the next prompt."""
+    planned = Planned()
+    planned.add(range(20))
+    planned.add(range(70, 90))
+    assert [planned.step() for _ in range(3)] == [
+        ([(1, 0, 8)], [(1, 8, 16)]),
+        ([(1, 8, 16)], []),
+        ([(1, 16, 20), (2, 0, 4)], [(1, 20, 21), (2, 4, 11)]),
+    ]
+
+
+def test_a_limit_of_prefills_is_no_room():
+    planned = Planned(max_prefills=1)
+    planned.add(range(21))
+    planned.add(range(70, 90))
+    assert [planned.step()[1] for _ in range(3)] == [[(1, 8, 16)], [(1, 16, 21)], []]
+
+
+@pytest.mark.parametrize("slots", [None, 20])
+def test_followers_that_wake_are_waited_for(slots):
+    """CU-6, KV-6: the step that computes their prefix is followed by a plan, earlier ones are not."""
+    planned = Planned(slots)
+    planned.add(range(40))
+    planned.add([*range(18), 99])
+    assert [planned.step()[1] for _ in range(2)] == [[(1, 8, 16)], []]
+    assert planned.step()[0] == [(1, 16, 24)] or slots is None
+
+
+def test_a_request_that_may_follow_is_waited_for(monkeypatch):
+    """CU-6, KV-6: if its next block is being computed, the next plan may let it follow."""
+    planned = Planned(slots=0)
+    planned.add(range(40))
+    planned.add([*range(18), 99])
+    assert planned.step()[1] == []
+    monkeypatch.setattr(type(planned.scheduler.pending_blocks), "leader", lambda blocks, block_hash: None)
+    assert planned.step()[1] == [(1, 16, 24)], "the negative control"
+
+
+def test_samples_that_may_fork_are_waited_for():
+    """CU-6: the last chunk of a prompt that others of its group take over is planned."""
+    planned = Planned()
+    for _ in range(2):
+        planned.add(range(22), group=7)
+    found = [planned.step() for _ in range(3)]
+    assert [ahead for _, ahead in found[:2]] == [[(1, 8, 16)], []]
+    assert planned.scheduler.counters.skipped_tokens == 22, "it has forked"
+
+
+def test_more_states_than_slots_wait():
+    """CU-6: a chunk that passes more snapshots than there are extra slots is planned."""
+    for count, ahead in ((2, [(1, 8, 16)]), (1, [])):
+        planned = Planned(async_states=count)
+        planned.add(range(17), cache_checkpoint=(12,))
+        assert planned.step()[1] == ahead
+
+
+def test_a_prefill_of_generated_tokens_ends_with_a_known_one():
+    """CU-6: after a preemption the last generated token is known, and is no token of the step before."""
+    planned = Planned()
+    request = planned.add(range(6), num_tokens_to_generate=20)
+    for _ in range(5):
+        planned.step()
+    planned.scheduler.suspend()
+    count = len(request.tokens)
+    plan = planned.scheduler.schedule()
+    assert spans(plan.chunks) == [(1, 0, 8)]
+    chunks = planned.scheduler.async_planner.plan_next(plan.chunks)
+    states = planned.scheduler.async_planner.states
+    (found,) = describe_ahead(chunks, BLOCK, states).chunks
+    assert (found.start, found.end) == (8, count)
+    assert found.token_ids == tuple(request.tokens[8:count])
+    assert found.sampling is not None
+
+
+SETTINGS = [
+    {},
+    {"slots": None},
+    {"slots": 3},
+    {"slots": 0},
+    {"total_blocks": 24, "max_requests": 3},
+    {"aligned_chunks": True},
+    {"max_prefills": 1},
+    {"enough_prefill_tokens": 3},
+    {"max_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_ahead_are_the_plans_after(seed, number):
+    """CU-6: chunks and messages, but for the token that is not known and for the slots of snapshots."""
+    source = random.Random(f"{seed} {number}")
+    planned = Planned(**SETTINGS[number])
+    scheduler, stems = planned.scheduler, [[source.randrange(90) for _ in range(20)] for _ in range(2)]
+    prefills, decodes, is_short = 0, 0, "total_blocks" in SETTINGS[number]
+    expected: tuple[ScheduledChunk, ...] | None = None
+    for _ in range(150):
+        plan = scheduler.schedule()
+        if expected is not None:
+            admitted = {one.request.request_id for one in plan.admissions}
+            assert not admitted or is_short, "blocks that an ended request gave back"
+            found = [one for one in scheduler.describe(plan).chunks if one.request_id not in admitted]
+            assert [known(one) for one in found] == [known(one) for one in expected]
+            for own, other in zip(found, expected, strict=True):
+                assert {one.position for one in own.snapshots} <= {one.position for one in other.snapshots}
+        expected = None
+        if not plan.chunks:
+            planned.add([*source.choice(stems)[: source.randrange(20)], *range(source.randrange(1, 30))], seed=seed)
+            continue
+        chunks = scheduler.async_planner.plan_next(plan.chunks)
+        if chunks:
+            expected = describe_ahead(chunks, BLOCK, scheduler.async_planner.states).chunks
+            prefills += any(not one.is_decode for one in expected)
+            decodes += any(one.token_ids == (LAST_SAMPLED,) for one in expected)
+        scheduler.async_planner.forgo()
+        planned.commit(plan)
+        if expected is None and source.random() < 0.5:
+            for _ in range(source.randint(1, 3)):
+                stem = source.choice(stems)[: source.choice([0, 8, 12, 20])]
+                prompt = [*stem, *(source.randrange(90) for _ in range(source.randint(1, 25)))]
+                planned.add(prompt, num_tokens_to_generate=source.randint(1, 8), temperature=source.choice([0, 0.8]))
+    assert prefills > 5
+    assert decodes > 5
+
+
+def known(chunk: ScheduledChunk) -> ScheduledChunk:
+    """A chunk without what differs in a step planned ahead: a token, slots, and blocks that others have published."""
+    tokens, blocks = () if chunk.is_decode else chunk.token_ids, chunk.block_ids[-1:]
+    return dataclasses.replace(chunk, token_ids=tokens, snapshots=(), block_ids=blocks)
