@@ -189,7 +189,7 @@ class InferenceContext(Context):
         if self.snapshots is not None:
             self.snapshots.open([one.slot for chunk in step.chunks for one in chunk.snapshots])
         recorded = None if self.recorded_steps is None else self.recorded_steps.stage(step)
-        tokens = self.cuda_graph_runner and self.cuda_graph_runner.prev_sampled_token_ids
+        tokens = None if self.cuda_graph_runner is None else self.cuda_graph_runner.prev_sampled_token_ids
         self.step = recorded or stage_step(step, self._staging_rules, self._block_rows, prev_sampled=tokens)
 
     def prepare_cuda_graphs(self) -> None:

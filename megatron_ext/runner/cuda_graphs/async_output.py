@@ -61,7 +61,7 @@ class Launched:
     """Launched step that the device may still be computing.
 
     Args:
-        answer: Its output.
+        answer: Output of the step.
         layout: Layout of the output.
         rows: Rows that yield a token.
         graph_rows: See `StepResult`.

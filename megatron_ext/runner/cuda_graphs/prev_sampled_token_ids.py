@@ -61,8 +61,8 @@ class PrevSampledTokenIds:
 
         Args:
             input_ids: Token ids [T] of the packed axis.
-            places: Where they go on that axis, [n].
-            tokens: Their indices in the whole buffer, [n].
+            places: Places of the tokens on that axis, [n].
+            tokens: Indices of the tokens in the whole buffer, [n].
         """
         input_ids.index_copy_(0, places, self._buffers.gather(tokens))
 

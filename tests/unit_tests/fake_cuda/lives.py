@@ -6,20 +6,24 @@ forms, drafts; suspends, new weights, other modes, steps by programs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.draft_model_engine import DraftParts
 from megatron_ext.models.load import load_model
+from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.driver import make_prompt
@@ -149,6 +153,62 @@ def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **
     return live
 
 
+def long_requests() -> Requests:
+    """Prompts of several eager steps, beside requests that decode."""
+    yield make_prompt(20), {"num_tokens_to_generate": 16, **DRAWN}
+    yield make_prompt(840), {"num_tokens_to_generate": 5, **SCORED, "skip_prompt_log_probs": True}
+    yield [*make_prompt(840)[:280], *make_prompt(560, 1)], {"num_tokens_to_generate": 4}
+
+
+def long_prefills(kind: str) -> Life:
+    """Prefills larger than any captured step, with the order in which steps are launched and their tokens read."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        sizes = {"max_tokens": 280, "max_sequence_length": 900, "block_count": 200}
+        engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **sizes)
+        capture_all(engine)
+        order: list[str] = []
+        with ordered(engine, order):
+            found = served(engine, long_requests(), watch)
+        return found | {"order": order}
+
+    return live
+
+
+def capture_all(engine: InferenceEngine) -> None:
+    """Make the graphs of all buckets, also on the CPU, so that the same steps are launched ahead on both."""
+    runner = engine.context.cuda_graph_runner
+    for bucket in runner._buckets.all():
+        runner._graphs_of(bucket)
+
+
+@contextlib.contextmanager
+def ordered(engine: InferenceEngine, order: list[str]) -> Iterator[None]:
+    """Note launches of steps, eager ones apart, and reads of their tokens; steps have numbers."""
+    runner, read = engine.context.cuda_graph_runner, Launched.result
+    launched: list[Launched] = []
+
+    def noted(name: str, launch: Callable[..., Launched]) -> Callable[..., Launched]:
+        def noting(*arguments: object) -> Launched:
+            launched.append(launch(*arguments))
+            order.append(f"{name} {len(launched) - 1}")
+            return launched[-1]
+
+        return noting
+
+    def read_noted(one: Launched) -> StepResult:
+        order.append(f"read {next(i for i, other in enumerate(launched) if other is one)}")
+        return read(one)
+
+    captured, eager = noted("captured", runner.launch), noted("eager", runner.eager_output.launch)
+    with (
+        mock.patch.object(runner, "launch", captured),
+        mock.patch.object(runner.eager_output, "launch", eager),
+        mock.patch.object(Launched, "result", read_noted),
+    ):
+        yield
+
+
 def interrupted(watch: AbstractContextManager[object]) -> dict[str, object]:
     """A suspend and a resume in the middle, and too few blocks, so that requests are paused."""
     engine = engine_of("hybrid", block_count=14, max_requests=3, max_tokens=24)
@@ -164,6 +224,7 @@ def interrupted(watch: AbstractContextManager[object]) -> dict[str, object]:
 def new_weights(watch: AbstractContextManager[object]) -> dict[str, object]:
     """Write new weights in place in the middle of the life, and the old ones afterwards."""
     engine, model = engine_of("hybrid", cuda_graph_impl="local", num_cuda_graphs=1), model_of("hybrid")
+    capture_all(engine)
 
     def between(step: int) -> None:
         if step in (4, 8):
@@ -219,6 +280,8 @@ LIVES: dict[str, Life] = {
     "programs": serve_programs("hybrid"),
     "programs of a delta net": serve_programs("gated_delta_net"),
     "programs with all wishes": serve_programs("experts", wished, max_tokens=80),
+    "long prefills": long_prefills("hybrid"),
+    "long prefills of experts": long_prefills("experts"),
     "interrupted": interrupted,
     "new weights": new_weights,
     "n-grams": drafted("ngram"),
