@@ -92,8 +92,9 @@ class Padded:
             self.seen[request.request_id].states[end][-1] = left
 
     def _held_slots(self) -> set[int]:
-        """Slots held by the step that was launched ahead, which a CPU has already computed."""
-        return {state.slot for states in self.scheduler.async_planner.states.values() for state in states}
+        """Slots written by the step that was launched ahead, which a CPU has already computed."""
+        in_flight = self.engine.core.replicas[0].ahead._in_flight
+        return set() if in_flight is None else {one.slot for chunk in in_flight.step.chunks for one in chunk.snapshots}
 
     @property
     def steps_ahead(self) -> int:

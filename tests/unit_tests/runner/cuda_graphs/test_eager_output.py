@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layers.moe import reads_back
+from megatron_ext.runner.cuda_graphs import buckets
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.scheduling.async_planning import AsyncPlanner
 from tests.priority import TestPriority
+from tests.unit_tests.mcore.test_random_lives import Life
 from tests.unit_tests.runner.cuda_graphs.test_cuda_graph_runner import new_driver
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
-from tests.unit_tests.support.padded import PaddedDriver
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -194,3 +200,30 @@ def test_snapshots_that_fail_leave_no_tokens(get_oracle, monkeypatch):
     assert not driver.context.cuda_graph_runner.prev_sampled_token_ids.are_on_device
     driver.run()
     assert_equals_oracle(driver, 0, get_oracle("hybrid"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "settings"),
+    [
+        (0, "hybrid", {}),
+        (1, "mamba1", {"slots": 4, "block_count": 12}),
+        (2, "gated_delta_net", {"mode": "align", "max_tokens": 40}),
+    ],
+)
+def test_random_lives(get_oracle, monkeypatch, seed, kind, settings):
+    """CU-6: nearly all prefills are eager, and chunks of prompts are launched ahead: the oracle's logits and states."""
+    monkeypatch.setattr(buckets, "MIXED_STEPS", ((1, 8),))
+    settings = {"max_requests": 4, "block_count": 200, "max_sequence_length": 160, "max_tokens": 30} | settings
+    driver = PaddedHybridDriver(get_oracle(kind).model, CONFIGS[kind], **settings)
+    plan_next, prefills = AsyncPlanner.plan_next, []
+
+    def plan_noted(planner, computed):
+        chunks = plan_next(planner, computed)
+        prefills.extend(one for one in chunks if not one.is_decode)
+        return chunks
+
+    monkeypatch.setattr(AsyncPlanner, "plan_next", plan_noted)
+    life = Life(driver, random.Random(f"eager {seed}"))
+    life.live(get_oracle(kind))
+    assert driver.eager_steps > 5
+    assert len(prefills) > 5
