@@ -62,7 +62,11 @@ class AsyncScheduling:
             return
         cache = self._scheduler.cache
         step = describe_ahead(chunks, self._scheduler.limits.block_size, async_planner.states, cache.changes)
-        computing = executor.launch_next(step)
+        try:
+            computing = executor.launch_next(step)
+        except BaseException:
+            cache.changes_told()  # they may have been made
+            raise
         if computing is None:
             async_planner.forgo()
         else:

@@ -26,13 +26,12 @@ def make_changes(pools: Pools, changes: ArenaChanges, restore: Callable[[], None
     pages, snapshots = pools.pages, pools.snapshots
     assert pages is not None, "only an arena changes"
     assert snapshots is not None, "only an arena changes"
-    if changes.state_copies:
-        snapshots.copy_within(changes.state_copies)
-    restore()
-    records = snapshots.records
     beside = () if pools.log_probs is None else pools.log_probs.tensors
     writes = [_read(memory, changes.block_copies) for memory in (pages, *beside)]
-    writes.append(_read(records, changes.snapshot_copies))
+    if changes.state_copies:  # perhaps to places of these blocks
+        snapshots.copy_within(changes.state_copies)
+    restore()
+    writes.append(_read(snapshots.records, changes.snapshot_copies))
     moved = snapshots.names([source for source, _ in changes.snapshot_copies])
     snapshots.open([source for source, _ in changes.snapshot_copies])
     snapshots.forget_slabs(changes.retyped_slabs, {one.slot for one in changes.state_copies})

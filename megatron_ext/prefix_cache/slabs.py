@@ -37,7 +37,8 @@ class ArenaChanges:
     """Changes of the arena that precede a step's writes.
 
     State copies come first, then restores, then the copies of blocks and snapshots: all sources are read before any
-    destination is written, since a place may be both.
+    destination is written, since a place may be both. Those of blocks are read even before the state copies, since
+    blocks may be moved to make room for these.
 
     Attributes:
         retyped_slabs: Slabs that changed between blocks and snapshots. Nothing that they held is read any more, except

@@ -280,3 +280,15 @@ def test_void_rows_take_nothing_of_the_others_along():
     result = in_flight.living().result()
     for name, table in tables.items():
         assert getattr(result, name) == {key: value for key, value in table.items() if key != 0}, name
+
+
+def test_changes_of_a_launch_that_failed_are_told(monkeypatch):
+    """CU-6, HY-5: a launch ahead that fails may have copied what an arena moves, and must not do so again."""
+    paper = Paper(slots=None)
+    told, cache = [], paper.scheduler.cache
+    paper.add(0, tuple(range(40)), num_tokens_to_generate=4, ignore_eos=True)
+    monkeypatch.setattr(cache, "changes_told", lambda: told.append(len(paper.device.steps)))
+    paper.device.breaks_at = 2  # the launch of the step after the first one
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        paper.step()
+    assert told == [0, 1], "before the first launch, and after the one that failed"

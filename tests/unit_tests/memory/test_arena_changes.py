@@ -133,3 +133,13 @@ def test_unfinished_states_become_no_snapshot(arena: Arena):
         make_changes(arena.pools, ArenaChanges(state_copies=(StateCopy(b"new", apart, 0),)), nothing)
     assert caught.value.block_hash == b"new"
     assert arena.read_slot(0) == 3.0
+
+
+def test_states_are_copied_to_where_a_moved_block_lies(arena: Arena):
+    """CU-6: the snapshot of a prefill launched ahead gets a slot in a slab whose blocks are moved for it."""
+    apart, slot, block = arena.layout.first_apart_slot, arena.slots(2)[0], 2 * arena.layout.blocks_per_slab
+    arena.write_slot(apart, 8.0, b"ahead")
+    arena.pools.kv[:, :, block] = 5.0
+    make_changes(arena.pools, ArenaChanges((2,), (StateCopy(b"eight", apart, slot),), ((block, 0),)), nothing)
+    assert (arena.block(0), arena.read_slot(slot)) == (5.0, 8.0)
+    arena.pools.snapshots.check([slot], [b"eight"])
