@@ -1,7 +1,11 @@
-"""Warm-up before the first request: compile every kernel variant that requests can launch, and load libraries."""
+"""Warm-up before the first request: compile every kernel variant that requests can launch, and load libraries.
+
+On CUDA a profile run follows: the largest steps are computed, so that memory which they lack is found at the start.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,16 +18,19 @@ from tqdm import tqdm
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.step_executor import StepExecutor
+from megatron_ext.memory.budget import GIB
 from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import StatePool, copy_rows
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
-from megatron_ext.runner.warm_up import warm_up_steps
+from megatron_ext.runner.warm_up import full_steps, warm_up_steps
 from megatron_ext.scheduling.step import ScheduledStep
 
+logger = logging.getLogger(__name__)
+
 Phase = Callable[[str], AbstractContextManager[None]]
-PHASE = "warm-up"
+PHASE, PROFILE = "warm-up", "profile run"
 _LESS = "a smaller --inference-dynamic-batching-buffer-size-gb would do"
 
 
@@ -62,6 +69,15 @@ class WarmUpPart:
             yield partial(self._compute, step)
         yield from _copies(self.context.allocated, self.context.plan.limits.max_requests)
 
+    def largest_bytes(self) -> int:
+        """Compute the largest steps on a CUDA device; return the most bytes that their temporary tensors took."""
+        device = self.context.staging_rules.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        for step in full_steps(self.context.plan, self.context.staging_rules):
+            self._compute(step)
+        return torch.cuda.max_memory_allocated(device) - before
+
     def _compute(self, step: ScheduledStep) -> None:
         self.run(step)
         if self.context.snapshots is not None:  # what they hold is of no request
@@ -86,6 +102,35 @@ def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visibl
         return
     with phase(PHASE), allocating("a warm-up of all kernels", lambda: _LESS):
         run_tasks(needed, is_visible=is_visible)
+
+
+def profile(part: WarmUpPart, phase: Phase = unreported) -> None:
+    """Compute the largest steps on CUDA, in a phase of the start, and log the bytes that they take; nothing on CPUs.
+
+    All ranks of a world call this together, before any request. The memory stays with the allocator for later steps.
+
+    Args:
+        part: Model of this rank that answers requests.
+        phase: Returns the context of a phase by its name.
+
+    Raises:
+        ConfigError: The pools leave too little memory.
+    """
+    context = part.context
+    if context.staging_rules.device.type != "cuda":
+        return
+    purpose = f"temporary tensors of a step of {context.max_tokens} tokens"
+    with phase(PROFILE), allocating(purpose, lambda: f"{_LESS}, or fewer --inference-dynamic-batching-max-tokens"):
+        with torch.inference_mode(), preferring(part.operators):
+            taken = part.largest_bytes()
+        context.reset()
+    counted = context.plan.activation_bytes
+    logger.log(
+        logging.INFO if taken <= counted else logging.WARNING,
+        "temporary tensors of the largest steps take %.2f GB; %.2f GB were counted for them",
+        taken / GIB,
+        counted / GIB,
+    )
 
 
 def run_tasks(parts: Sequence[WarmUpPart], *, is_visible: bool = True) -> None:

@@ -81,6 +81,7 @@ class EnginePlan:
         policy: Eviction policy of the prefix cache; None if it is off.
         is_hybrid: Whether the model has recurrent layers, on any rank.
         fingerprint: All that KV and states of equal tokens depend on, except the weights' version.
+        activation_bytes: Bytes counted for the temporary tensors of a full step, on this rank.
         advice: Function from available bytes to settings that would fit.
     """
 
@@ -91,6 +92,7 @@ class EnginePlan:
     policy: EvictionPolicyName | None
     is_hybrid: bool
     fingerprint: bytes
+    activation_bytes: int
     advice: Callable[[int], str] = field(compare=False, repr=False)
 
     @property
@@ -187,6 +189,7 @@ def plan_engine(
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
         fingerprint=_fingerprint(config, shape.dtype, batching, linear),
+        activation_bytes=memory.activation_bytes,
         advice=partial(advice_that_fits, memory, batching, cache, device_type),
     )
     if cache.policy is not None and peers.rank == 0:

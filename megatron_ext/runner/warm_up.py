@@ -31,6 +31,8 @@ from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 ALIGNMENT: Final = 16
 """Bytes: Triton distinguishes tensors that begin at multiples of this from others."""
 _SMALLEST_TEMPORARY: Final = 4  # bytes of one token in temporary tensors of a prefill, which are fp32
+_SHORT: Final = 64
+"""Tokens of a short prefill after a long prefix, whose keys are split."""
 _NAME: Final = BlockHash(b"warm-up")
 
 GREEDY: Final = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=(), top_n=None)
@@ -71,6 +73,25 @@ def warm_up_steps(plan: EnginePlan, rules: StagingRules) -> list[ScheduledStep]:
     return [_step(one, plan, rules) for one in step_classes(plan, rules)]
 
 
+def full_steps(plan: EnginePlan, rules: StagingRules) -> list[ScheduledStep]:
+    """Return the steps whose temporary tensors are the largest; they write where those of `warm_up_steps` do.
+
+    One has prefills of as many tokens as a step may have. The others end where the longest request ends: a short
+    prefill, and decodes of as many requests as may run.
+    """
+    limits = plan.limits
+    longest, requests = limits.max_sequence_length, limits.max_requests
+    lengths = [min(longest, limits.max_tokens - first) for first in range(0, limits.max_tokens, longest)][:requests]
+    prefills = [_chunk(slot, tokens, rules, sampling=PROCESSED) for slot, tokens in enumerate(lengths)]
+    short = _chunk(0, min(_SHORT, limits.max_tokens, longest), rules, end=longest)
+    decodes = [_chunk(slot, 1, rules, end=longest, is_decode=True, sampling=PROCESSED) for slot in range(requests)]
+    return [
+        ScheduledStep(tuple(prefills), 0),
+        ScheduledStep((short,), 0),
+        ScheduledStep(tuple(decodes), len(decodes)),
+    ]
+
+
 def _step(kind: StepClass, plan: EnginePlan, rules: StagingRules) -> ScheduledStep:
     decodes = [_chunk(slot, 1, rules, sampling=kind.sampling, is_decode=True) for slot in range(kind.decodes)]
     if not kind.tokens:
@@ -87,17 +108,19 @@ def _chunk(
     tokens: int,
     rules: StagingRules,
     *,
+    end: int | None = None,
     is_decode: bool = False,
     sampling: Sampling = GREEDY,
     snapshots: tuple[Snapshot, ...] = (),
     target_sampling: tuple[Sampling, ...] = (),
 ) -> ScheduledChunk:
-    blocks = (BlockId(rules.dummy_block),) * -(-tokens // rules.block_size)
+    end = tokens if end is None else end
+    blocks = (BlockId(rules.dummy_block),) * -(-end // rules.block_size)
     return ScheduledChunk(
         request_id=slot,
         token_ids=(0,) * tokens,
-        start=0,
-        end=tokens,
+        start=end - tokens,
+        end=end,
         is_decode=is_decode,
         block_ids=blocks,
         shared_end=0,

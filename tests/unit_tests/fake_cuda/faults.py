@@ -13,6 +13,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, HostBuffer, InputBuffers
 from megatron_ext.runner.layout import Layout
 from tests.unit_tests.fake_cuda import lives
+from tests.unit_tests.fake_cuda.lives import config_of
 from tests.unit_tests.support.fake_cuda import watching
 
 CUDA = torch.device("cuda", 0)
@@ -157,6 +158,27 @@ def _memory_of(size: int) -> int:
     return before
 
 
+def _too_large_a_step() -> object:
+    """Pools that fit into the device, which then lacks the memory of a step; nothing is counted for it."""
+    gc.collect()
+    before = _memory_of(torch.cuda.memory_allocated() + (16 << 20))
+    try:
+        with mock.patch("megatron_ext.memory.engine_plan.activation_bytes", return_value=0):
+            return lives.engine_of("attention_only", max_sequence_length=4096, max_tokens=4096)
+    finally:
+        _memory_of(before)
+
+
+def _profile_run() -> object:
+    """Whether the start of an engine has taken the memory of its largest step, and left nothing behind."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    engine = lives.engine_of("hybrid", max_sequence_length=2048, max_tokens=2048)
+    stream = engine.context.max_tokens * 4 * config_of("hybrid").hidden_size  # one tensor of hidden states in fp32
+    taken = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return taken > 2 * stream and engine.context.step is None
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "two devices": lambda: torch.ones(2, device=CUDA) + torch.ones(2),
     "new memory": lambda: bool(torch.empty(5, device=CUDA).isnan().all().item()),
@@ -168,6 +190,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "suspended": _suspended,
     "one after the other": _one_after_the_other,
     "too large": _too_large,
+    "too large a step": _too_large_a_step,
+    "profile run": _profile_run,
     "buffer of the default": lambda: lives.engine_of("attention_only", block_count=None, max_tokens=None),
     "engine: index on the host": _index_on_the_host,
     "engine: wait in a step": _wait_in_a_step,

@@ -27,11 +27,9 @@ LONGEST_RUN = 280.0  # seconds; it takes seven, and ten once to compile the devi
 TO_HOST = "copy to the host that waits"
 SCORED = "log-probs of requests that ask for them"
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
-ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
 WAITS = {
     (TO_HOST, "megatron_ext/runner/step_output.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
-    ("copy to the device that waits", "megatron_ext/mcore/controller.py:_run_model"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
 }
@@ -50,6 +48,8 @@ FAULTS = {
     "suspended": "True",
     "one after the other": "True",
     "too large": "--inference-dynamic-batching-block-count 2",
+    "too large a step": "not enough memory for temporary tensors of a step of 4096 tokens",
+    "profile run": "True",
     "buffer of the default": "--inference-dynamic-batching-buffer-size-gb 6.",
     "engine: index on the host": "index_copy_(): self, index and source expected to be in the same device",
     "engine: wait in a step": "waits: _local_scalar_dense",

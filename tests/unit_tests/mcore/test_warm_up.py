@@ -16,7 +16,7 @@ from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import assemble, platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.draft_model_engine import DraftParts
-from megatron_ext.mcore.warm_up import PHASE, WarmUpPart, run_tasks, warm_up
+from megatron_ext.mcore.warm_up import PHASE, WarmUpPart, profile, run_tasks, warm_up
 from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
@@ -249,6 +249,31 @@ class TestLimits:
         built = build(config_of("hybrid", "M*-"))
         built.warmed()
         assert set(built.engine.context.snapshots._contents) == {None}
+
+
+class TestFullSteps:
+    """EX-6: what a profile run computes; `fake_cuda` runs it."""
+
+    @pytest.mark.parametrize(("tokens", "longest", "prefills"), [(40, 96, [40]), (40, 16, [16, 16, 8]), (12, 96, [12])])
+    def test_they_are_the_largest(self, build, tokens, longest, prefills):
+        built = build(config_of("hybrid", "M*-"), max_requests=12, max_tokens=tokens, max_sequence_length=longest)
+        context = built.engine.context
+        whole, short, decodes = steps.full_steps(context.plan, context.staging_rules)
+        assert [(one.start, one.end) for one in whole.chunks] == [(0, length) for length in prefills]
+        assert [(one.start, one.end) for one in short.chunks] == [(longest - min(tokens, longest), longest)]
+        assert [(one.start, one.end) for one in decodes.chunks] == [(longest - 1, longest)] * 12
+        assert [one.num_decode for one in (whole, short, decodes)] == [0, 0, 12]
+        for step in (whole, short, decodes):
+            assert {block for one in step.chunks for block in one.block_ids} == {context.plan.geometry.blocks}
+            built.parts[0].run(step)
+
+    def test_there_is_none_on_a_cpu(self, build, caplog):
+        caplog.set_level(logging.INFO)
+        part, phase = build(config_of("hybrid", "M*-")).parts[0], mock.MagicMock()
+        caplog.clear()
+        with watch() as launches:
+            profile(part, phase)
+        assert (launches, phase.called, caplog.records) == ([], False, [])
 
 
 class TestStart:
