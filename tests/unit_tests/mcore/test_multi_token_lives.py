@@ -23,7 +23,7 @@ from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.speculation.trusted_ngrams import NgramsBeside
 from tests.unit_tests.mcore.test_random_lives import Life, tiny
 from tests.unit_tests.support.drafters import assert_same, caching
-from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.multi_token import LAYERS, MODES, Watched, build_predicting, predicting, worst_difference
 from tests.unit_tests.support.oracle import Oracle
@@ -192,5 +192,7 @@ def test_new_weights(kind, part, in_flight):
     text = (*record.prompt_tokens, *record.generated_tokens)
     expected = Oracle(plain).greedy(before, len(text) - len(before))
     assert text[len(before) :] == expected.tokens
+    found = torch.tensor(record.generated_log_probs[-len(expected.tokens) :])
+    assert_logits_close(found, expected.log_probs, "log-probs of tokens after the change")
     assert driver.drafts
     assert worst_difference(driver, {0: text}) < 1e-4
