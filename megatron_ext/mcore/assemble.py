@@ -29,7 +29,7 @@ from megatron_ext.mcore.multi_token_engine import MultiTokenEngine, MultiTokenEn
 from megatron_ext.mcore.packed_weights import pack_weights
 from megatron_ext.mcore.recorded_steps_setup import recorded_steps_for
 from megatron_ext.mcore.versions import wrap
-from megatron_ext.mcore.warm_up import Phase, WarmUpPart, profile, unreported, warm_up
+from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
 from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
@@ -83,8 +83,7 @@ def build_engine(
         draft: Draft model, if the speculation settings use one.
         packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
-        phase: Returns the context of a phase of the start by its name: plan, warm-up if kernels are compiled, and a
-            profile run on CUDA.
+        phase: Returns the context of a phase of the start by its name: plan; on CUDA also warm-up and profile run.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
@@ -112,9 +111,7 @@ def build_engine(
             parallel_context=parallel_context,
             routing=routing,
         )
-    parts = _parts_to_warm_up(controller, own, parallel_context)
-    warm_up(parts, phase)
-    profile(parts[0], phase)
+    warm_up(_parts_to_warm_up(controller, own, parallel_context), phase)
     if speculation.speculative_measure_costs:
         assert isinstance(context.drafting, Drafting), "costs are those of drafts"
         measure_costs(engine, context.drafting)
@@ -218,9 +215,7 @@ def build_worker(
         context.drafting = layer
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
     context.prepare_cuda_graphs()
-    parts = _parts_to_warm_up(controller, layer, parallel_context)
-    warm_up(parts, is_visible=False)
-    profile(parts[0])
+    warm_up(_parts_to_warm_up(controller, layer, parallel_context), is_visible=False)
     if opener is not None:
         worker.open_store = opener(controller)
     return worker

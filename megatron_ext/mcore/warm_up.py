@@ -85,12 +85,12 @@ class WarmUpPart:
 
 
 def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visible: bool = True) -> None:
-    """Launch every kernel variant once, in a phase of the start; nothing where no kernel is compiled, as on CPUs.
+    """Launch every kernel variant once where kernels are compiled, then make the profile run; nothing on CPUs.
 
     All ranks of a world call this together, before any request: the steps communicate like others.
 
     Args:
-        parts: Models of this rank.
+        parts: Models of this rank, first the one that answers requests.
         phase: Returns the context of a phase by its name.
         is_visible: Whether this process may draw a progress bar.
 
@@ -98,16 +98,16 @@ def warm_up(parts: Sequence[WarmUpPart], phase: Phase = unreported, *, is_visibl
         ConfigError: The pools leave too little memory.
     """
     needed = [part for part in parts if part.is_needed]
-    if not needed:
-        return
-    with phase(PHASE), allocating("a warm-up of all kernels", lambda: _LESS):
-        run_tasks(needed, is_visible=is_visible)
+    if needed:
+        with phase(PHASE), allocating("a warm-up of all kernels", lambda: _LESS):
+            run_tasks(needed, is_visible=is_visible)
+    profile(parts[0], phase)
 
 
 def profile(part: WarmUpPart, phase: Phase = unreported) -> None:
     """Compute the largest steps on CUDA, in a phase of the start, and log the bytes that they take; nothing on CPUs.
 
-    All ranks of a world call this together, before any request. The memory stays with the allocator for later steps.
+    The memory stays with the allocator for later steps.
 
     Args:
         part: Model of this rank that answers requests.
