@@ -170,7 +170,7 @@ def _too_large_a_step() -> object:
 
 
 def _profile_run() -> object:
-    """Whether the start of an engine has taken the memory of its largest step, and left nothing behind."""
+    """True if the start of an engine has taken the memory of its largest step, and keeps none of it."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     engine = lives.engine_of("hybrid", max_sequence_length=2048, max_tokens=2048)

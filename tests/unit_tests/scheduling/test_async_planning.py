@@ -201,7 +201,7 @@ def test_more_states_than_slots_wait():
 
 
 def test_a_prefill_of_generated_tokens_ends_with_a_known_one():
-    """CU-6: after a preemption the last generated token is known, and is no token of the step before."""
+    """CU-6: after a preemption the last generated token is known; the step before does not sample it."""
     planned = Planned()
     request = planned.add(range(6), num_tokens_to_generate=20)
     for _ in range(5):
