@@ -30,11 +30,11 @@ class _Logged:
         self.writes: list[tuple[int, np.ndarray]] = []
 
     def load(self, pointers: np.ndarray, mask: np.ndarray, *more: object) -> np.ndarray:
-        self.reads.append((self.program, pointers[np.broadcast_to(mask, pointers.shape)]))
+        self.reads.append((self.program, _chosen(pointers, mask)))
         return self._plain.load(pointers, mask, *more)  # type: ignore[attr-defined, no-any-return]
 
     def store(self, pointers: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
-        self.writes.append((self.program, pointers[np.broadcast_to(mask, pointers.shape)]))
+        self.writes.append((self.program, _chosen(pointers, mask)))
         self._plain.store(pointers, values, mask)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> object:
@@ -56,6 +56,11 @@ class _Logged:
         if (readers != owners).any():
             one, other = next(pair for pair in zip(readers, owners, strict=True) if pair[0] != pair[1])
             raise SharedCellError(f"program {one} of {name} reads a cell that program {other} writes")
+
+
+def _chosen(pointers: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the addresses that a mask leaves; the interpreter's masks may be integers, which would be indices."""
+    return pointers[np.broadcast_to(mask, pointers.shape).astype(bool)]
 
 
 def _joined(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
