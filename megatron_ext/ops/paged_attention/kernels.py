@@ -63,7 +63,7 @@ MANY: Tiles = {
     for sizes in (
         (NARROW, 16, 64, 64, 4, None),
         (NARROW, 32, 64, 64, 4, MAX_REGISTERS),
-        (NARROW, 64, 128, 64, 8, None),
+        (NARROW, 64, 128, 32, 8, None, 80),
         (NARROW, 128, 64, 32, 8, None, 80),
         (NARROW, 256, 32, 32, 8, None, 80),
         (WIDE, 16, 64, 32, 4, None),
@@ -74,7 +74,12 @@ MANY: Tiles = {
     )
 }
 MANY_BY_WARP_GROUPS: Tiles = {
-    sizes[:2]: _many(*sizes, WARP_GROUPS) for sizes in ((NARROW, 128, 128, 64, 8, None), (NARROW, 256, 64, 32, 8, None))
+    sizes[:2]: _many(*sizes, WARP_GROUPS)
+    for sizes in (
+        (NARROW, 64, 128, 64, 8, None),
+        (NARROW, 128, 128, 64, 8, None),
+        (NARROW, 256, 64, 32, 8, None),
+    )
 }
 """Larger tiles than those of `MANY`, for warp groups: of 64 rows at least, and with 128 channels of 128, so that two
 groups do not compute the same scores. On sm_80 they would spill."""
@@ -101,7 +106,7 @@ FEW = {
     )
     for types, channels, keys, limit in (
         (NARROW, 16, 32, None),
-        (NARROW, 32, 64, None),
+        (NARROW, 32, 64, MAX_REGISTERS),
         (NARROW, 64, 64, MAX_REGISTERS),
         (NARROW, 128, 64, None),
         (NARROW, 256, 32, None),

@@ -231,6 +231,7 @@ def chunk_scan(
     The grid is (runs of heads, tiles, parts of P channels): programs that share inputs run next to each other.
     """
     tile = tl.program_id(1)
+    head_dim, state_size = head_dim.to(tl.int32), state_size.to(tl.int32)  # offsets in a tile fit 32 bits
     sequence, first, begin, end = tokens_of_tile(cu_seqlens, ends, sequences, tile, TILE)
     if (first < end) & (begin < end):
         runs = tl.cdiv(heads_per_group, heads_each)
