@@ -177,7 +177,7 @@ def test_every_configuration_of_tiles_computes_the_same(
     """CU-2: all compiled configurations agree, with more channels than a program has, and partial tiles of states."""
     with watch() as launches:
         run(Layer(DTYPES[types["T"]], states, (2, 2, 80, config["N"] - 16)))
-    assert ("chunk_scan", config, tuple(sorted(types.items()))) in launches
+    assert ("chunk_scan", config, tuple(sorted(types.items()))) in [launch[:3] for launch in launches]
     assert ("state_passing", types["T"], TYPE_NAMES[states]) in {
         (launch.kernel, dict(launch.types).get("T"), dict(launch.types).get("S")) for launch in launches
     }
