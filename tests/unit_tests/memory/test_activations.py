@@ -33,7 +33,7 @@ from megatron_ext.memory.activations import (
 )
 from megatron_ext.memory.budget import GIB, ModelMemory
 from megatron_ext.memory.fitting import plan_within
-from megatron_ext.ops import triton
+from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.paged_attention import triton as paged_attention
 from megatron_ext.ops.sampling import triton as sampling
 from megatron_ext.ops.triton.launching import tile_count
@@ -92,13 +92,13 @@ def peak_of_a_prefill(driver: Driver) -> int:
     "kind", ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "experts"]
 )
 def test_a_step_takes_what_was_counted(get_oracle, kind):
-    """A prefill of 1,024 tokens allocates at most as much, and at least a fifth."""
+    """A prefill of 1,024 tokens allocates at least a fifth, and at most as much; the reference half as much more."""
     driver = Driver(get_oracle(kind).model, CONFIGS[kind], max_requests=1, max_tokens=TOKENS, max_sequence_length=1100)
     states = driver.context.plan.shape.states
     widths = LayerWidths(4) if states is None else LayerWidths(4, 1.0, states.conv[0], torch.Size(states.ssm).numel())
     counted = activation_bytes(CONFIGS[kind], FullStep(TOKENS, 1, 1100, is_cuda=False), widths)
     peak = peak_of_a_prefill(driver)
-    assert counted / 5 <= peak <= counted
+    assert counted / 5 <= peak <= counted * (1 if cpp.are_used() else 1.5)
 
 
 def config_of(model: Model) -> ModelConfig:
