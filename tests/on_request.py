@@ -5,10 +5,14 @@ test-kernels` runs those marked kernels, `make test-versions` those marked versi
 `make soak` those marked soak: campaigns, and the rest of large matrices. A test that starts several ranks (mark
 `worlds`, tests/worlds.py) is long without saying so, unless it is marked soak, or a smoke test:
 `@pytest.mark.worlds(smoke=True)`.
+
+With `LONG_SEED=seed`, as in `.ci/run`, a third of the long tests of a run stay, chosen by the seed and their names.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import re
 from collections.abc import Container, Iterable
 
@@ -16,6 +20,9 @@ import pytest
 
 LONG, SOAK = "long", "soak"
 MARKS = (LONG, "kernels", "versions", "ray", SOAK)
+SEED = "LONG_SEED"
+SHARE = 1 / 3
+"""Share of the long tests that run where `LONG_SEED` is set."""
 
 
 def long_except(
@@ -48,13 +55,29 @@ def is_long_world(item: pytest.Item) -> bool:
     return mark is not None and not mark.kwargs.get("smoke", False) and item.get_closest_marker(SOAK) is None
 
 
+def is_in_sample(item: pytest.Item) -> bool:
+    """Return whether a test is not long, or in the sample of long tests, which are all of them without a seed."""
+    seed = os.environ.get(SEED)
+    if not seed or item.get_closest_marker(LONG) is None:
+        return True
+    return random.Random(f"{seed} {item.nodeid}").random() < SHARE
+
+
+def pytest_report_header() -> str | None:
+    """Say that long tests are left out."""
+    seed = os.environ.get(SEED)
+    return f"long tests: a third of them, by {SEED}={seed}" if seed else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unnamed = [mark for mark in MARKS if not is_named(mark, config.option.markexpr)]
+    kept, left_out = [], []
     for item in items:
         if is_long_world(item):
             item.add_marker(LONG)
-    unnamed = [mark for mark in MARKS if not is_named(mark, config.option.markexpr)]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in unnamed)]
+        is_kept = all(item.get_closest_marker(mark) is None for mark in unnamed) and is_in_sample(item)
+        (kept if is_kept else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if all(item.get_closest_marker(mark) is None for mark in unnamed)]
+        items[:] = kept

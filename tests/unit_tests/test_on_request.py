@@ -67,15 +67,36 @@ def expression_of(target: str) -> str:
     ],
 )
 def test_marks_that_the_expression_does_not_name_are_left_out(tmp_path, expression, expected):
-    (tmp_path / "test_marks.py").write_text(TESTS)
+    assert names_of_run(tmp_path, TESTS, expression) == expected
+
+
+def test_a_seed_draws_a_third_of_the_long_tests(tmp_path):
+    """All of the others run; another seed draws other long tests, the same seed the same ones."""
+    many = (
+        TESTS
+        + """
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(60))
+def test_many(number): pass
+"""
+    )
+    drawn = [names_of_run(tmp_path, many, "long or not long", LONG_SEED=seed) for seed in ("a", "b", "a")]
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert all(found >= SHORT and 8 < len(found - SHORT) < 34 for found in drawn)
+    assert names_of_run(tmp_path, many, "not long", LONG_SEED="a") == SHORT
+
+
+def names_of_run(tmp_path, tests, expression, **variables):
+    """Return the names of those of the tests that run with an expression of `-m`."""
+    (tmp_path / "test_marks.py").write_text(tests)
     alone = ("-p", "tests.on_request", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".")
+    without_seed = {name: value for name, value in os.environ.items() if name != "LONG_SEED"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "pytest", "-v", *alone, "-m", expression],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=without_seed | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables,
         capture_output=True,
         text=True,
         check=True,
     )
-    ran = [line.split()[0].rpartition("::test_")[2] for line in done.stdout.splitlines() if " PASSED " in line]
-    assert set(ran) == expected
+    return {line.split()[0].rpartition("::test_")[2] for line in done.stdout.splitlines() if " PASSED " in line}
