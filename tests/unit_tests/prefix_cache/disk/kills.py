@@ -1,6 +1,7 @@
 """Processes that use a store and are killed at random moments: `python -m` this module SEED COUNT, prints counts.
 
-Each kill hits a child that is forked from this process, which has imported the store and nothing else.
+Each kill hits a child that is forked from this process, which has imported the store and nothing else. It comes after a
+number of actions, and a little later than these, so a child does as much on a busy machine as on another.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from megatron_ext.prefix_cache.disk.opening import open_directory_store
 from megatron_ext.prefix_cache.disk.slot import DATA
 from tests.unit_tests.prefix_cache.disk.lives import IDENTITY, LIMIT, fast_directory, faults, is_read, live
 
-LONGEST_LIFE = 0.06  # seconds
+LONGEST_LIFE = 150  # actions
+LONGEST_DELAY = 0.001  # seconds, as long as some actions take
 
 
-def killed_life(directory: Path, seed: int, seconds: float) -> None:
-    """Run a life in a child, and kill it so many seconds after it has begun."""
-    begun, child_end = os.pipe()
+def killed_life(directory: Path, seed: int, actions: int, delay: float) -> None:
+    """Run a life in a child, and kill it `delay` seconds after so many of its actions."""
+    done, child_end = os.pipe()
     child = os.fork()
     if not child:
         try:
             store = open_directory_store(directory, IDENTITY, LIMIT)
-            os.write(child_end, b".")
             for life in count():
-                live(store, seed + life, 1000)
+                live(store, seed + life, 1000, lambda: os.write(child_end, b"."))
         finally:  # an error of the child is an exit code, which the parent notices
             os._exit(3)
     os.close(child_end)
-    assert os.read(begun, 1) == b".", "the child failed before it began"
-    os.close(begun)
-    time.sleep(seconds)
+    for _ in range(actions):
+        assert os.read(done, 1) == b".", "the child ended by itself"
+    time.sleep(delay)
     os.kill(child, signal.SIGKILL)
+    os.close(done)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the child ended by itself"
 
@@ -49,7 +51,8 @@ def run(seed: int, kills: int) -> dict[str, int]:
     with fast_directory() as folder:
         directory = Path(folder, "cache")
         for _ in range(kills):
-            killed_life(directory, rng.randrange(2**32), rng.random() * LONGEST_LIFE)
+            life, actions = rng.randrange(2**32), rng.randrange(1, LONGEST_LIFE)
+            killed_life(directory, life, actions, rng.random() * LONGEST_DELAY)
             store = open_directory_store(directory, IDENTITY, LIMIT)
             read = [is_read(store, entry.entry.key) for entry in store.entries()]
             assert all(read), "an entry that is listed cannot be read"
