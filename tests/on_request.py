@@ -66,7 +66,7 @@ def is_in_sample(item: pytest.Item) -> bool:
 def pytest_report_header() -> str | None:
     """Say that long tests are left out."""
     seed = os.environ.get(SEED)
-    return f"long tests: a third of them, by {SEED}={seed}" if seed else None
+    return f"long tests: {SHARE:.0%} of them, by {SEED}={seed}" if seed else None
 
 
 @pytest.hookimpl(tryfirst=True)
