@@ -33,7 +33,6 @@ HOST = {
     "mcore/test_memory_at_start.py": CPU,
     "mcore/parallel_state/test_gloo.py": CPU,
     "mcore/test_platform.py": CPU,
-    "memory/test_activations.py::test_a_step_takes_what_was_counted": CPU,
     "memory/test_heap.py": CPU,
     "ops/test_cpp_build.py": CPU,
     "ops/test_cpp_compiler.py": CPU,

@@ -1,8 +1,8 @@
 """Bytes of the temporary tensors of one full step, counted from a model's shape.
 
 Counted for the layer that needs most; layers follow each other, and their tensors are freed. Tests compare the count
-with what steps of each kind of layer allocate, and at the sizes of real models with what their operators do. Operators
-in C++ and kernels are counted; the reference of the gated delta rule takes up to half as much again.
+with what steps of each kind of layer allocate, and at the sizes of real models with what their operators do. What the
+references of the selective scan and of the gated delta rule take beyond kernels and operators in C++ is not counted.
 """
 
 from __future__ import annotations

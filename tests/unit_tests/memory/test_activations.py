@@ -33,9 +33,11 @@ from megatron_ext.memory.activations import (
 )
 from megatron_ext.memory.budget import GIB, ModelMemory
 from megatron_ext.memory.fitting import plan_within
-from megatron_ext.ops import cpp, triton
+from megatron_ext.ops import triton
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import triton as paged_attention
 from megatron_ext.ops.sampling import triton as sampling
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.triton.launching import tile_count
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
@@ -88,17 +90,28 @@ def peak_of_a_prefill(driver: Driver) -> int:
     return peaks[0]
 
 
+REFERENCES = {"mamba1": (SELECTIVE_SCAN, 1.03), "gated_delta_net": (GATED_DELTA_RULE, 1.5)}
+"""Operators whose references are not counted, by kind of layer, with the maximum that they take relative to it."""
+
+
+def maximum(kind: str, device: torch.device) -> float:
+    """Return the bytes that a prefill may take relative to the count: as many, unless such a reference computes it."""
+    operator, more = REFERENCES.get(kind, (None, 1.0))
+    is_counted = operator is None or operator.backends.choose(torch.empty(1, device=device)).name != "reference"
+    return 1.0 if is_counted else more
+
+
 @pytest.mark.parametrize(
     "kind", ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "experts"]
 )
 def test_a_step_takes_what_was_counted(get_oracle, kind):
-    """A prefill of 1,024 tokens allocates at least a fifth, and at most as much; the reference half as much more."""
+    """A prefill of 1,024 tokens allocates at most as much, and at least a fifth; see `REFERENCES`."""
     driver = Driver(get_oracle(kind).model, CONFIGS[kind], max_requests=1, max_tokens=TOKENS, max_sequence_length=1100)
     states = driver.context.plan.shape.states
     widths = LayerWidths(4) if states is None else LayerWidths(4, 1.0, states.conv[0], torch.Size(states.ssm).numel())
     counted = activation_bytes(CONFIGS[kind], FullStep(TOKENS, 1, 1100, is_cuda=False), widths)
     peak = peak_of_a_prefill(driver)
-    assert counted / 5 <= peak <= counted * (1 if cpp.are_used() else 1.5)
+    assert counted / 5 <= peak <= counted * maximum(kind, driver.context.staging_rules.device)
 
 
 def config_of(model: Model) -> ModelConfig:
