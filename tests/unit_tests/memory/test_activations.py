@@ -91,7 +91,7 @@ def peak_of_a_prefill(driver: Driver) -> int:
 
 
 REFERENCES = {"mamba1": (SELECTIVE_SCAN, 1.03), "gated_delta_net": (GATED_DELTA_RULE, 1.5)}
-"""Operators whose references are not counted, by kind of layer, with the maximum that they take relative to it."""
+"""Operators whose references are not counted, by kind of layer, with the maximum that they take relative to that."""
 
 
 def maximum(kind: str, device: torch.device) -> float:

@@ -48,16 +48,27 @@ print(json.dumps(found))
 """
 
 
+def found_by(script: str, folder: Path) -> dict[str, object]:
+    """Return what a script prints that compiles kernels, in a process that does not interpret them.
+
+    Args:
+        script: Python; a file, since Triton reads the source of kernels.
+        folder: Folder for the script and for Triton's cache.
+    """
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment.pop(triton.INTERPRET, None)
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    return json.loads(done.stdout)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
 def test_mistakes_in_compiled_code_are_found(tmp_path: Path) -> None:
     """Copies that are waited for at once, and fp32 products that are rounded, beside kernels without these mistakes."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment.pop(triton.INTERPRET, None)
-    (tmp_path / "products.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "products.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    assert json.loads(done.stdout) == {
+    assert found_by(SCRIPT, tmp_path) == {
         "overlapped": [True, [], None],
         "serial": [False, [], "waits for copies that no product overlaps"],
         "exact": [True, ["ieee"], None],
@@ -84,15 +95,46 @@ print(json.dumps(found))
 @pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
 def test_large_heads_are_multiplied_by_warp_groups(tmp_path: Path) -> None:
     """CU-25: prefills with heads of 128 and 256 channels; the tile that sm_80 has for 256 is found to be too small."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment.pop(triton.INTERPRET, None)
-    command = [sys.executable, "-c", TILES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    assert json.loads(done.stdout) == {
+    assert found_by(TILES, tmp_path) == {
         "chosen, 128": [128, True, True, None],
         "of others, 128": [64, True, True, None],
         "chosen, 256": [64, True, True, None],
         "of others, 256": [32, False, True, "computes 16-bit products without warp groups"],
+    }
+
+
+SPILLS = """
+import dataclasses, json
+from megatron_ext.ops.paged_attention import kernels
+from megatron_ext.ops.ssd.kernels_tiles import chunk_scan
+from megatron_ext.ops.triton import aot
+
+wide = aot.LAYOUTS[-1]
+few = kernels.FEW[kernels.NARROW, 32]
+scan = next(one for one in chunk_scan.configs if one["N"] == 128)
+cases = {
+    "prefill": (kernels.paged_prefill, kernels.many(kernels.NARROW, 64, 80), {"T": "bf16"}, aot.ALIGNED, 80),
+    "prefill of others": (kernels.paged_prefill, kernels.many(kernels.NARROW, 64, 90), {"T": "bf16"}, aot.ALIGNED, 80),
+    "decode": (kernels.paged_decode_split, few, {"T": "bf16"}, aot.ALIGNED, 80),
+    "decode without a limit": (
+        kernels.paged_decode_split, dataclasses.replace(few, registers=None), {"T": "bf16"}, aot.ALIGNED, 80
+    ),
+    "scan": (chunk_scan, scan, {"T": "bf16", "Z": "bf16"}, wide, 90),
+}
+print(json.dumps({name: aot.compile_case(aot.Case(*case)).spilled_bytes > 0 for name, case in cases.items()}))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+def test_configurations_near_the_limit_do_not_spill(tmp_path: Path) -> None:
+    """CU-12, CU-3: the chosen tiles and limits of registers, beside those that would spill."""
+    assert found_by(SPILLS, tmp_path) == {
+        "prefill": False,
+        "prefill of others": True,
+        "decode": False,
+        "decode without a limit": True,
+        "scan": False,
     }
 
 
