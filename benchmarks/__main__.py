@@ -1,7 +1,7 @@
 """Benchmarks by question: `python -m benchmarks [NAME ...] [setting=value ...]`.
 
-NAME is a question (standard, latency, throughput, serving, operators, routing, simulation, gpu), a case such as
-latency.decode_context, or `all`; without one, the cases of `make bench` run: those that a goal or the README names.
+NAME is a question (standard, latency, throughput, serving, operators, baseline, routing, simulation, gpu), a case such
+as latency.decode_context, or `all`; without one, the cases of `make bench` run: those that a goal or the README names.
 `--list` shows the cases with their settings. Each case is a process of its own; compare figures of one run only, on a
 quiet machine. Exit code 1 if a case failed, or if a check (a figure that is false) or a goal that must hold did not
 hold; other goals are only reported.
@@ -46,6 +46,7 @@ MODULES = {  # in the order in which their cases run
     ),
     "serving": ("serving.streams", "serving.text"),
     "operators": ("operators.cpu", "operators.linear", "operators.weight_types"),
+    "baseline": ("baseline.steps", "baseline.start", "baseline.traces", "baseline.chat_objects"),
     "routing": ("routing.decisions", "routing.fleet", "routing.replicas"),
     "simulation": (
         "simulation.host",

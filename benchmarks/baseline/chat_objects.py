@@ -1,0 +1,206 @@
+"""Objects of this package that a chat request passes, from its route to its first sampled token."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from types import FrameType, FunctionType
+
+from benchmarks.cases import Figure, Run, case
+
+PACKAGE = "megatron_ext"
+CONTAINERS = (list, tuple, set, frozenset)
+DEPTH = 3  # of containers inside of containers that are searched for objects
+LONGEST = 4_096  # tokens of sequences that are searched for the prompt
+NO_PROMPT = "-"  # in no joined tokens
+TEXT = "What does json.loads do?"
+
+
+class Passed:
+    """Objects that a request passes, noted by a profile function.
+
+    Its text, its token ids, its body and all objects that are made from them carry the request. An object is passed if
+    it carries the request, or if one of its methods is called with something that does.
+
+    Args:
+        first: Function whose call begins the path; its first argument carries the request.
+        queue: Function whose return ends the way to the queue.
+        last: Function whose call ends the path.
+
+    Attributes:
+        objects: Passed objects, in the order of their first call.
+        queued: Number of those until the request was in the scheduler's queue.
+        prompt: `joined` token ids of the text; to be set before the request is sent.
+    """
+
+    def __init__(self, first: FunctionType, queue: FunctionType, last: FunctionType) -> None:
+        self.objects: list[object] = []
+        self.queued = 0
+        self.prompt = NO_PROMPT
+        self._first, self._queue, self._last = first.__code__, queue.__code__, last.__code__
+        self._ids: set[int] = set()
+        self._carriers: set[int] = set()
+        self._made: dict[int, object] = {}  # since the route was called; kept, so that no other object gets an id
+        self._is_on = False
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Passed:
+        threading.setprofile(self._follow)  # threads that start from now on
+        sys.setprofile(self._follow)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def is_made(self, one: object) -> bool:
+        """Return whether an object was made after the path began."""
+        return id(one) in self._made
+
+    def _follow(self, frame: FrameType, event: str, value: object) -> None:
+        if event not in ("call", "return"):
+            return
+        with self._lock:
+            if event == "call":
+                self._called(frame)
+            elif self._is_on:
+                self._returned(frame, value)
+
+    def _called(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if code is self._first:
+            self._is_on = True
+            self._carry(frame.f_locals[code.co_varnames[0]])
+        if not self._is_on:
+            return
+        arguments = _arguments(frame)
+        owner = _owner(frame)
+        if code.co_name == "__init__" and owner is not None:
+            self._made[id(owner)] = owner
+        if owner is not None and self._carries(arguments):
+            if id(owner) in self._made:
+                self._carry(owner)
+            self._pass(owner)
+        if code is self._last:
+            self._is_on = False
+
+    def _returned(self, frame: FrameType, value: object) -> None:
+        """Let new objects carry the request that a function has made of one that does."""
+        if frame.f_code is self._queue:
+            self.queued = len(self.objects)
+        if self._carries(_arguments(frame)):
+            for one in _ours(value):
+                if id(one) in self._made:
+                    self._carry(one)
+
+    def _carries(self, arguments: list[object]) -> bool:
+        return any(
+            _is_prompt(argument, self.prompt) or any(id(one) in self._carriers for one in _ours(argument))
+            for argument in arguments
+        )
+
+    def _carry(self, one: object) -> None:
+        self._carriers.add(id(one))
+        self._pass(one)
+
+    def _pass(self, one: object) -> None:
+        if id(one) not in self._ids:
+            self._ids.add(id(one))
+            self.objects.append(one)
+
+
+def _is_prompt(value: object, prompt: str) -> bool:
+    """Return whether the value has the text of the request, or its token ids."""
+    if isinstance(value, str):
+        return TEXT in value
+    is_sequence = isinstance(value, (list, tuple, array)) and 0 < len(value) < LONGEST
+    return is_sequence and isinstance(value[0], int) and prompt in joined(value)
+
+
+def joined(tokens: Sequence[int]) -> str:
+    """Return token ids as a text in which a part of them can be found."""
+    return "," + ",".join(map(str, tokens)) + ","
+
+
+def _owner(frame: FrameType) -> object | None:
+    """Return the object whose method is called, if it is of this package."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] != "self":
+        return None
+    one = frame.f_locals.get("self")
+    return one if _is_ours(one) else None
+
+
+def _arguments(frame: FrameType) -> list[object]:
+    code, values = frame.f_code, frame.f_locals
+    count = code.co_argcount + code.co_kwonlyargcount
+    return [values[name] for name in code.co_varnames[:count] if name in values]
+
+
+def _is_ours(one: object) -> bool:
+    return type(one).__module__.partition(".")[0] == PACKAGE
+
+
+def _ours(value: object, depth: int = DEPTH) -> Iterator[object]:
+    """Yield objects of this package: the value itself, or elements of containers."""
+    if _is_ours(value):
+        yield value
+    elif depth and isinstance(value, CONTAINERS):
+        for one in list(value)[:8]:
+            yield from _ours(one, depth - 1)
+    elif depth and isinstance(value, dict):
+        for one in list(value.values())[:8]:
+            yield from _ours(one, depth - 1)
+
+
+def passed() -> Passed:
+    """Serve one chat request with the embedded model, and return what it passed."""
+    import httpx
+
+    from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, ServerSettings
+    from megatron_ext.engine.core import EngineCore
+    from megatron_ext.mcore import platform
+    from megatron_ext.scheduling.scheduler import Scheduler
+    from megatron_ext.server.routes.generation import create_chat_completion
+    from megatron_ext.server.run import bind, build_server, build_serving
+
+    platform.initialize()
+    server_settings = ServerConfig(port=0, access_log=False)
+    settings = ServerSettings(batching=BatchingConfig(), cache=CacheConfig(), server=server_settings)
+    urls: list[str] = []
+    ready = threading.Event()
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    with Passed(create_chat_completion, EngineCore.add, Scheduler.commit) as found:
+        serving = build_serving(settings)  # starts the engine's thread
+        found.prompt = joined(serving.tokenizer.tokenize(TEXT))
+        server = build_server(serving, on_ready)
+        loop = threading.Thread(target=server.run, kwargs={"sockets": [bind("127.0.0.1", 0)]}, daemon=True)
+        loop.start()
+        ready.wait()
+        body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
+        httpx.post(f"{urls[0]}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    server.should_exit = True
+    loop.join()
+    return found
+
+
+@case("baseline", quick={})
+def chat_objects(run: Run) -> None:
+    """Objects of our classes that one chat request makes, or that are called with it, until its first sampled token."""
+    found = passed()
+    rows: dict[str, dict[str, Figure]] = {}
+    for place, one in enumerate(found.objects):
+        name = f"{type(one).__module__}.{type(one).__qualname__}".partition(".")[2]
+        part = "route to queue" if place < found.queued else "step"
+        kind = "made" if found.is_made(one) else "called"
+        for row in (name, "all"):
+            figures = rows.setdefault(row, {})
+            figures[f"{part}, {kind}"] = int(figures.get(f"{part}, {kind}") or 0) + 1
+    for row in sorted(rows, key=lambda name: name == "all"):
+        run.row(row, rows[row])
