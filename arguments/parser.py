@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from arguments.megatron.quantization import require_16_bits
 from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint
 from arguments.no_effect import note_no_effect
 from arguments.parsed_flags import ParsedFlags
+from arguments.removed import refuse_removed_words
 from arguments.routing_group import ROUTING
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
@@ -56,7 +58,8 @@ class CommandLine(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # overloaded in the base
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse as the base class does, and suggest a known flag for an unknown one."""
+        """Parse as the base class does; refuse removed flags, and suggest a known flag for an unknown one."""
+        refuse_removed_words(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(unrecognized(unknown, self.known, self.known_without_effect))

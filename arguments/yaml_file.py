@@ -15,6 +15,7 @@ from arguments.megatron.flag_record import MegatronFlag
 from arguments.megatron.flag_table import family_of
 from arguments.megatron.options import take
 from arguments.parsed_flags import ParsedFlags
+from arguments.removed import refuse_removed
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 
@@ -56,6 +57,7 @@ def read_flags(
             if key in megatrons:
                 take(megatrons[key], loader.value_of(value), given.without_effect)
                 continue
+            refuse_removed(key, value.value if isinstance(value, yaml.ScalarNode) else None)
             group, flag = _flag_of(key, known, megatrons)
             if flag.key in given.values:
                 raise ConfigError(f"{name!r} is given twice")

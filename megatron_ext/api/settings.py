@@ -10,6 +10,7 @@ from arguments.flags import Flag, FlagGroup, closest, shown
 from arguments.groups import GROUPS
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.parser import settings_of
+from arguments.removed import refuse_removed
 from megatron_ext.config import InferenceSettings, RunConfig
 from megatron_ext.config.annotations import MismatchError
 from megatron_ext.errors import ConfigError
@@ -40,11 +41,12 @@ def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
     """Return the settings of keyword arguments, which override a file named by `model_config`.
 
     Raises:
-        ConfigError: A name is unknown, a value has the wrong type, or the command line would refuse it.
+        ConfigError: A name is unknown or was removed, a value has the wrong type, or the command line would refuse it.
     """
     known = known_names()
     values: dict[str, object] = {}
     for name, value in given.items():
+        refuse_removed(name, value if isinstance(value, str) else None, name)
         group, flag = _found(name, known)
         if flag.key in values:
             raise ConfigError(f"{name} {shown(value)} is given twice, as {flag.field} too; give one of them")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import megatron_ext
+from arguments.removed import refuse_removed_command
+from megatron_ext.errors import ConfigError
 
 PROGRAM = "megatron-ext"
 
@@ -57,7 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_ext.__version__}")
     parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="COMMAND --help lists its flags")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="flags of the command")
-    parsed = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        refuse_removed_command(words[0] if words else "")
+    except ConfigError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    parsed = parser.parse_args(words)
     command = COMMANDS[parsed.command]
     function = cast("Callable[..., int]", getattr(importlib.import_module(command.module), command.function))
     return function(parsed.arguments, program=f"{PROGRAM} {parsed.command}")

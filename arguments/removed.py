@@ -1,0 +1,72 @@
+"""Names of earlier versions that are refused with what to use in their place: flags, values of flags, commands.
+
+They are listed in `removed.yaml`, beside this module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from arguments.flags import normalize_key
+from megatron_ext.errors import ConfigError
+
+VERSION = "0.3.0"  # that removed them
+
+
+@functools.cache
+def removed(kind: str) -> Mapping[str, object]:
+    """Return the removed names of a kind: texts of `flags` and `commands` by name, of `values` by flag and value."""
+    names: Mapping[str, Mapping[str, object]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    return names[kind]
+
+
+def refuse_removed_words(words: Sequence[str]) -> None:
+    """Check an argument list, before a parser that does not know removed names.
+
+    Raises:
+        ConfigError: A flag was removed, or a flag's value.
+    """
+    for word, following in pairwise((*words, "")):
+        flag, sign, value = word.partition("=")
+        if flag.startswith("--"):
+            refuse_removed(flag, value if sign else following)
+
+
+def refuse_removed(flag: str, value: object = None, name: str | None = None) -> None:
+    """Check one flag and its value.
+
+    Args:
+        flag: Flag as typed, or its key.
+        value: Value of the flag; None to check the flag alone.
+        name: Name in the message; by default the flag.
+
+    Raises:
+        ConfigError: The flag was removed, or this value of it.
+    """
+    flag = f"--{normalize_key(flag)}"
+    flags, values = removed("flags"), removed("values")
+    if flag in flags:
+        raise ConfigError(_message(name or flag, flags[flag]))
+    texts = values.get(flag)
+    if isinstance(texts, Mapping) and value in texts:
+        raise ConfigError(_message(f"{name or flag} {value}", texts[value]))
+
+
+def refuse_removed_command(name: str) -> None:
+    """Check the name of a command.
+
+    Raises:
+        ConfigError: The command was removed.
+    """
+    commands = removed("commands")
+    if name in commands:
+        raise ConfigError(_message(f"megatron-ext {name}", commands[name]))
+
+
+def _message(name: str, text: object) -> str:
+    return f"{name} was removed in {VERSION}: {text}"

@@ -1,0 +1,81 @@
+"""Names of earlier versions are refused in one line, wherever users wrote them down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from arguments import parse_arguments, parse_server_arguments
+from arguments.removed import removed
+from megatron_ext.api.settings import read_settings
+from megatron_ext.commands.main import COMMANDS, main
+from megatron_ext.errors import ConfigError
+
+FLAG, VALUE = "--a-removed-flag", ("--inference-dynamic-batching-prefix-caching-eviction-policy", "a_removed_one")
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One name of each kind, so that the tests do not depend on the file."""
+    found: Mapping[str, object] = {
+        "flags": {FLAG: "give --another"},
+        "values": {VALUE[0]: {VALUE[1]: "lru is the default"}},
+        "commands": {"stroll": "use walk"},
+    }
+    monkeypatch.setattr("arguments.removed.removed", found.__getitem__)
+
+
+def refused(work: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        work()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parse", [parse_arguments, parse_server_arguments])
+@pytest.mark.parametrize("words", [[FLAG], [FLAG, "4"], [f"{FLAG}=4"], ["--seed", "1", FLAG.replace("d-", "d_")]])
+def test_a_flag(parse, words):
+    assert refused(lambda: parse(words)) == f"{FLAG} was removed in 0.3.0: give --another"
+
+
+@pytest.mark.parametrize("words", [list(VALUE), ["=".join(VALUE)]])
+def test_a_value(words):
+    assert refused(lambda: parse_arguments(words)) == f"{' '.join(VALUE)} was removed in 0.3.0: lru is the default"
+    assert parse_arguments([VALUE[0], "lru"])
+
+
+@pytest.mark.parametrize("form", ["{key}: {value}\n", "MODEL_ARGS:\n  --{key}: {value}\n"])
+def test_in_a_file(tmp_path, form):
+    path = tmp_path / "flags.yaml"
+    for (flag, value), text in (((FLAG, "4"), "give --another"), (VALUE, "lru is the default")):
+        path.write_text(form.format(key=flag[2:], value=value))
+        assert refused(lambda: parse_arguments(["--model-config", str(path)])).endswith(f"was removed in 0.3.0: {text}")
+
+
+def test_in_python():
+    assert refused(lambda: read_settings({"a_removed_flag": 4})).startswith("a_removed_flag was removed in 0.3.0: ")
+    key = VALUE[0][2:].replace("-", "_")
+    assert refused(lambda: read_settings({key: VALUE[1]})).startswith(f"{key} {VALUE[1]} was removed in 0.3.0: ")
+
+
+def test_a_command(capsys):
+    assert main(["stroll", "--far"]) == 2
+    assert capsys.readouterr().err == "megatron-ext: error: megatron-ext stroll was removed in 0.3.0: use walk\n"
+
+
+def test_the_file(monkeypatch):
+    """Each name of the file is one that no parser knows, and has one line of text without an end."""
+    monkeypatch.undo()
+    flags, values, commands = (removed(kind) for kind in ("flags", "values", "commands"))
+    texts = [*flags.values(), *commands.values(), *(text for one in values.values() for text in one.values())]
+    assert [text for text in texts if not re.fullmatch(r"[^\n]+[^.\n]", str(text))] == []
+    assert [name for name in flags if not re.fullmatch(r"--[a-z][a-z0-9-]*", name)] == []
+    for flag in flags:
+        assert f"{flag} was removed" in refused(lambda flag=flag: parse_arguments([flag]))
+    for flag, one in values.items():
+        for value in one:
+            assert f"{flag} {value} was removed" in refused(
+                lambda flag=flag, value=value: parse_arguments([flag, value])
+            )
+    assert not commands.keys() & COMMANDS.keys()
