@@ -17,7 +17,6 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.planner import reads_disk
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.snapshots.snapshot_positions import RunOnDisk
 
 LOOKAHEAD = 16  # waiting requests, from the first, that may begin a load
 MAX_ATTEMPTS = 2  # loads of one request while it waits: one may fail, or what it brought be evicted before its turn
@@ -140,12 +139,11 @@ class DiskLoading:
         for request in islice(scheduler.queues.waiting.line(), LOOKAHEAD):
             if not reads_disk(request) or request.sequence.unhashed_tokens:
                 continue
-            hashes, before = request.block_hashes, request.sequence.snapshot_plan.on_disk
+            hashes = request.block_hashes
             start = request.sequence.snapshot_plan.cached_end(len(scheduler.cache.match(hashes)))
             end = tier.end_of_blocks(hashes, start)
-            run = RunOnDisk(end, end > 0 and tier.is_continued(hashes[end - 1]))
-            if run != before and (end > start or run.is_continued or before is not None):
-                scheduler.disk_loads.note_run(request, run)
+            if end > start:
+                scheduler.disk_loads.note_run(request, end)
 
     def _is_all_waiting(self) -> bool:
         """Return whether all requests wait for loads."""

@@ -42,7 +42,7 @@ class LoadPlacing:
             self._begin(command, request)
         elif isinstance(command, NoteRun):
             assert request is not None, "the run is one of a request's prefix"
-            self._scheduler.disk_loads.note_run(request, command.run)
+            self._scheduler.disk_loads.note_run(request, command.end)
         elif isinstance(command, EndLoad):
             if command.number in self._tier.loads:
                 self._tier.forget(command.number)

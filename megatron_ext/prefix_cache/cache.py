@@ -12,7 +12,6 @@ from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache_check import check_blocks, check_memory, check_notes
 from megatron_ext.prefix_cache.cache_use import CacheUse, cache_use
 from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
-from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -84,7 +83,6 @@ class PrefixCache:
             self.border.states = self.states
         self.entries = CachedEntries(self._index, self.states, self.border)
         self.ghosts = Ghosts()
-        self.divergences = Divergences()
         self.log_probs = KeptLogProbs()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
@@ -347,11 +345,6 @@ class PrefixCache:
         """Record the blocks of the prompt of a request that is admitted for the first time."""
         if self.border is not None:
             self.border.reuse.on_prompt(block_hashes)
-
-    def note_divergence(self, matched: Sequence[BlockId], start: int, *, is_continued: bool = False) -> None:
-        """Record a divergence, if any, of a request; see `Divergences.note_match`."""
-        if self.states is not None and matched:
-            self.divergences.note_match(self._index, self.states, matched, start, is_continued=is_continued)
 
     def count_hit(self, block: BlockId) -> None:
         """Count a request that has resumed at the end of `block`, or within it."""

@@ -7,7 +7,6 @@ from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.kept_log_probs import lacks_log_probs
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
-from megatron_ext.scheduling.planner import reads_cache
 
 
 def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, counters: Counters) -> None:
@@ -18,24 +17,10 @@ def note_use(admission: Admission, cache: PrefixCache, limits: SchedulerLimits, 
         request.sequence.ledger.skipped_from_disk += tokens
         counters.disk_skipped_tokens += tokens
         counters.disk_hits += tokens > 0
-    is_first = request.sequence.ledger.matched_blocks is None and reads_cache(request)
-    if is_first and not lacks_log_probs(request, len(admission.matched), cache):
-        _note_divergence(admission, cache, limits)
     if admission.restore is not None:
         assert cache.states is not None, "only states are restored"
         cache.states.consume(admission.restore.block_hash)
         request.sequence.snapshot_plan.used.append(admission.restore.block_hash)
-
-
-def _note_divergence(admission: Admission, cache: PrefixCache, limits: SchedulerLimits) -> None:
-    """Note where a request diverges from a cached sequence, if it does, whose end may be on disk."""
-    matched, on_disk = admission.matched, admission.request.sequence.snapshot_plan.on_disk
-    end = 0 if on_disk is None or not on_disk.is_continued else on_disk.end
-    if end > len(matched):
-        cache.divergences.note(end)
-    else:
-        start = limits.blocks_for(admission.chunk.start)
-        cache.note_divergence(matched, start, is_continued=0 < end == len(matched))
 
 
 def tokens_from_disk(admission: Admission, cache: PrefixCache, block_size: int, start: int = 0) -> int:

@@ -27,7 +27,6 @@ from megatron_ext.scheduling.planner import reads_disk
 from megatron_ext.scheduling.publication import tell_published
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots.snapshot_positions import RunOnDisk
 
 
 @dataclass
@@ -108,7 +107,7 @@ class NoteRun:
     """Note of how far the prefix of a waiting request goes on disk; see `DiskLoads.note_run`."""
 
     request_id: int
-    run: RunOnDisk
+    end: int
 
 
 LoadCommand: TypeAlias = BeginLoad | PlaceLoad | EndLoad | NoteRun
@@ -242,10 +241,10 @@ class DiskLoads:
     def _end(self, number: int) -> int:
         return len(self._loads.pop(number).waiting)
 
-    def note_run(self, request: Request, run: RunOnDisk) -> None:
-        """Note how far the prefix of a waiting request goes on disk, so that a snapshot is taken where it diverges."""
-        self.record(NoteRun(request.request_id, run))
-        request.sequence.snapshot_plan.on_disk = run
+    def note_run(self, request: Request, end: int) -> None:
+        """Note how many blocks of a waiting request memory and disk have, so that a snapshot is taken where it ends."""
+        self.record(NoteRun(request.request_id, end))
+        request.sequence.snapshot_plan.end_on_disk = end
 
     def clear(self) -> None:
         """End all loads."""

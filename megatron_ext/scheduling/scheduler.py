@@ -317,7 +317,7 @@ class Scheduler:
         self.disk_loads.clear()
         self.cache.reset()
         for request in self.queues:
-            request.sequence.snapshots, request.sequence.snapshot_plan.on_disk = [], None
+            request.sequence.snapshots, request.sequence.snapshot_plan.end_on_disk = [], 0
         for request_id in self.pending_blocks.requests():
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()

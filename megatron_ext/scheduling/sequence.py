@@ -139,7 +139,7 @@ class Sequence:
         """
         owned = self.block_table, self.snapshots, self.running_slot
         self.block_table, self.snapshots, self.running_slot, self.restore = (), [], None, None
-        self.snapshot_plan.opportunistic, self.snapshot_plan.on_disk = (), None
+        self.snapshot_plan.opportunistic, self.snapshot_plan.end_on_disk = (), 0
         self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -26,7 +26,7 @@ from megatron_ext.simulation.trace import Turn
 
 GIB = 1024**3
 MODES = ("kernel", "align")
-PLACEMENTS = ("learned", "even", "off")  # placements of opportunistic checkpoints
+PLACEMENTS = ("even", "off")  # placements of opportunistic checkpoints
 SPACING = OpportunisticRules().spacing
 ROOMY = 1000  # slabs for which a memory surely has room
 DEFAULT_STATE_SHARE = 0.2  # of a split: a quarter of the buffer, on top of it
@@ -58,9 +58,7 @@ class Settings:
     @property
     def opportunistic(self) -> OpportunisticRules:
         """Rules of opportunistic checkpoints for a scheduler."""
-        return OpportunisticRules(
-            0 if self.placement == "off" else None, self.spacing, is_learned=self.placement == PLACEMENTS[0]
-        )
+        return OpportunisticRules(0 if self.placement == "off" else None, self.spacing)
 
 
 @dataclass(frozen=True)

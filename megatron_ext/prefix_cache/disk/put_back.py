@@ -14,7 +14,6 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
-from megatron_ext.prefix_cache.disk.held_entries import HeldEntry
 from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.state_index import SlotId
 
@@ -64,15 +63,15 @@ class NoPart:
         return True
 
 
-def agreed_entries(part: StoredPart, ranks: Agreement) -> dict[EntryKey, HeldEntry]:
-    """Return the places of the entries that all ranks have, those worth most first.
+def agreed_entries(part: StoredPart, ranks: Agreement) -> dict[EntryKey, BlockHash | None]:
+    """Return the entries that all ranks have, those worth most first, each with the hash of the block before.
 
     Args:
         part: What this rank has stored.
         ranks: Ranks that keep the cache.
     """
-    order = ((entry.key, held_entry(entry)) for entry in part.entries())
-    agreed: dict[EntryKey, HeldEntry] = {}
+    order = ((entry.key, parent_of(entry)) for entry in part.entries())
+    agreed: dict[EntryKey, BlockHash | None] = {}
     while window := ranks.from_leader(list(islice(order, WINDOW)) if ranks.leads else None):
         are_held = ranks.least([part.has(key) for key, _ in window])
         agreed.update(one for one, is_held in zip(window, are_held, strict=True) if is_held)
@@ -161,7 +160,7 @@ def _published(cache: PrefixCache, places: Sequence[Place], are_sound: Sequence[
         else:
             is_used = bool(is_sound) and _follows(cache, {}, entry)
             if is_used:
-                cache.publish([block_hash], [place.block], None if entry.depth == 1 else entry.parent)
+                cache.publish([block_hash], [place.block], parent_of(entry))
                 cache.origins.add_blocks([block_hash])
                 size = len(entry.tokens)
                 cache.cached_token_ids.keep_run([block_hash], entry.parent, packed_tokens(entry.tokens), size, size)
@@ -172,6 +171,6 @@ def _published(cache: PrefixCache, places: Sequence[Place], are_sound: Sequence[
     return used
 
 
-def held_entry(entry: NewEntry) -> HeldEntry:
-    """Return the place of an entry in its sequence."""
-    return HeldEntry(None if entry.depth == 1 else entry.parent, entry.depth)
+def parent_of(entry: NewEntry) -> BlockHash | None:
+    """Return the hash of the block before an entry's; None for the first of a sequence."""
+    return None if entry.depth == 1 else entry.parent

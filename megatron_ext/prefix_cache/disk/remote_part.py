@@ -92,7 +92,7 @@ def tier_of_replica(
         load_seconds: Seconds after which a load is given up.
     """
     tier = DiskTier(RemoteStorage(), sizes, _no_copy, clock, load_seconds, ranks)
-    tier.hold(agreed_entries(NoPart(), ranks).items())
+    tier.hold(agreed_entries(NoPart(), ranks))
     tier.agree_on_sizes()
     cache.lower_tier = tier
     cache.add_observer(ClearedWithCache(tier))

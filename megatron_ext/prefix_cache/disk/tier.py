@@ -21,7 +21,6 @@ from megatron_ext.prefix_cache.disk.agreement import Agreement
 from megatron_ext.prefix_cache.disk.data_file import Buffer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.entry_copies import key_of
-from megatron_ext.prefix_cache.disk.held_entries import HeldEntries, HeldEntry
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates
 from megatron_ext.prefix_cache.disk.store_use import INCOMPLETE, QUARANTINED, QUEUE_FULL
 from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING, TierCounts, TierLoad
@@ -98,7 +97,7 @@ class DiskTier:
         self._storage, self._sizes, self._copy, self._clock = storage, sizes, copy, clock
         self._load_seconds, self._wall_clock, self._ranks = load_seconds, wall_clock, ranks
         self._block_bytes, self._snapshot_bytes = sum(sizes.block), sum(sizes.snapshot or ())  # to estimate times
-        self._held = HeldEntries()
+        self._held: dict[EntryKey, BlockHash | None] = {}  # with the hashes of the blocks before
         self._last_used = 0.0
         self._numbers = 0
         self.is_off = False
@@ -116,10 +115,9 @@ class DiskTier:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, entries: Iterable[tuple[EntryKey, HeldEntry]]) -> None:
-        """Note entries that were on disk before the tier began."""
-        for key, entry in entries:
-            self._held.add(key, entry)
+    def hold(self, parents: Mapping[EntryKey, BlockHash | None]) -> None:
+        """Note entries that were on disk before the tier began, each with the hash of the block before."""
+        self._held.update(parents)
 
     def agree_on_sizes(self) -> None:
         """Estimate times by the rank with the largest parts, since a stage may lack layers; all ranks call it."""
@@ -145,7 +143,7 @@ class DiskTier:
             if key in self._held:
                 held.append(key)
             elif self._storage.write(key, sum(self._sizes.of(key)), lambda one=entry, at=used: self._copy(one, at)):  # type: ignore[misc]
-                self._held.add(key, HeldEntry(entry.parent, entry.depth))
+                self._held[key] = entry.parent
                 self.counts.evicted += 1
             else:
                 self.drops[QUEUE_FULL] += 1
@@ -159,7 +157,7 @@ class DiskTier:
         """
         self.forget_loads()
         wrong = untrusted(self._held, block_hash, index, states_only=states_only)
-        self._held.drop(wrong)
+        self._drop(wrong)
         self.drops[QUARANTINED] += len(wrong)
         self._storage.remove(wrong)
 
@@ -201,10 +199,6 @@ class DiskTier:
         while end < len(block_hashes) and EntryKey(EntryKind.BLOCK, block_hashes[end]) in self._held:
             end += 1
         return end
-
-    def is_continued(self, block_hash: BlockHash) -> bool:
-        """Return whether a block on disk continues the one of this hash."""
-        return self._held.is_continued(block_hash)
 
     def has_room(self, run: LoadableRun) -> bool:
         """Return whether another load may begin now."""
@@ -287,7 +281,7 @@ class DiskTier:
     def _drop_incomplete(self, key: EntryKey) -> None:
         """Drop an entry whose part some rank cannot read: it is of no use on the others, and is written anew by all."""
         if key in self._held:
-            self._held.drop([key])
+            del self._held[key]
             self.drops[INCOMPLETE] += 1
         self._storage.drop([key])
 
@@ -295,7 +289,11 @@ class DiskTier:
         if event.keys is None:
             self._held.clear()
             self.is_off = True
-        self._held.drop(event.keys or ())
+        self._drop(event.keys or ())
+
+    def _drop(self, keys: Iterable[EntryKey]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
 
     def _note_progress(self, load: TierLoad, progress: int, seconds: float) -> None:
         load.progress = progress
@@ -353,21 +351,20 @@ class DiskTier:
         """Assert that loads are within their bounds, and complete ones are not empty."""
         assert len(self.loads) <= MAX_LOADS, "too many loads"
         assert not (self.is_off and self._held), "a tier that is off holds entries"
-        self._held.check()
 
 
 def untrusted(
-    held: Mapping[EntryKey, HeldEntry], block_hash: BlockHash, index: BlockIndex, *, states_only: bool
+    held: Mapping[EntryKey, BlockHash | None], block_hash: BlockHash, index: BlockIndex, *, states_only: bool
 ) -> list[EntryKey]:
     """Return the entries on disk that a wrong one, or what may have been computed from it, make useless.
 
     Args:
-        held: Entries on disk.
+        held: Entries on disk, with the hashes of the blocks before.
         block_hash: See `LowerTier.quarantine`, also for the next two.
         index: Blocks in memory, which lie between entries on disk.
         states_only: Whether only the snapshot is wrong.
     """
-    parents: dict[BlockHash, BlockHash | None] = {key.block_hash: one.parent for key, one in held.items()}
+    parents: dict[BlockHash, BlockHash | None] = {key.block_hash: parent for key, parent in held.items()}
     parents |= {one: index.parent_hash(one) for one in index.block_hashes()}
     sound: dict[BlockHash | None, bool] = {None: True, block_hash: False}
     for one in list(parents):

@@ -26,7 +26,7 @@ from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer, EntryObserv
 from megatron_ext.prefix_cache.disk.control import Answer
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind, NewEntry
 from megatron_ext.prefix_cache.disk.entry_copies import EntryMemory, LoadTarget, NoMemory, copy_entry
-from megatron_ext.prefix_cache.disk.put_back import Place, agreed_entries, held_entry, put_back
+from megatron_ext.prefix_cache.disk.put_back import Place, agreed_entries, parent_of, put_back
 from megatron_ext.prefix_cache.disk.remote_part import tier_of_replica
 from megatron_ext.prefix_cache.disk.store import DiskStore
 from megatron_ext.prefix_cache.disk.store_control import control_of
@@ -196,7 +196,7 @@ class WarmRestart:
         )
         ranks = None if isinstance(self._ranks, Alone) else self._ranks
         self.tier = DiskTier(self._thread, sizes, self._copy, time.monotonic, self._load_seconds, ranks)
-        self.tier.hold(agreed.items())
+        self.tier.hold(agreed)
         self.tier.agree_on_sizes()
         others = [
             (tier_of_replica(cache, ranks, sizes, time.monotonic, self._load_seconds), NoMemory())
@@ -230,7 +230,7 @@ class WarmRestart:
             return
 
         def forget() -> None:
-            held = {one.entry.key: held_entry(one.entry) for one in self._store.entries()}
+            held = {one.entry.key: parent_of(one.entry) for one in self._store.entries()}
             wrong = untrusted(held, block_hash, index, states_only=states_only)
             self._store.forget(wrong)
             self._store.drops[QUARANTINED] += len(wrong)

@@ -33,7 +33,7 @@ def place_opportunistic(
         continued: Chunks of prefills that have begun and have planned checkpoints left.
         wanted: Other snapshots of the step, which get their slots first.
         limits: Limits of the engine.
-        cache: Prefix cache, with the free slots and the depths at which requests diverged.
+        cache: Prefix cache, with the free slots.
     """
     if not admissions or not _is_on(limits, cache):
         return list(admissions)
@@ -96,7 +96,7 @@ def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, c
         return ()
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
-    blocks = place(first, last, free_slots, declared, cache.divergences.shown, limits.opportunistic)
+    blocks = place(first, last, free_slots, declared, limits.opportunistic)
     cached_end = request.sequence.snapshot_plan.cached_end(len(admission.matched))
     return tuple(block * size for block in blocks if block != cached_end)
 

@@ -19,19 +19,6 @@ class Snapshot:
     slot: SlotId
 
 
-@dataclass(frozen=True)
-class RunOnDisk:
-    """Blocks of a waiting request that are cached in memory or on disk.
-
-    Attributes:
-        end: Number of blocks from its start.
-        is_continued: Whether other blocks on disk continue them.
-    """
-
-    end: int
-    is_continued: bool
-
-
 @dataclass
 class SnapshotPlan:
     """Snapshots planned for a request along its sequence.
@@ -40,20 +27,20 @@ class SnapshotPlan:
         opportunistic: Positions of opportunistic checkpoints of the whole prompt, in order of priority.
         decode: Block hash of the last snapshot planned in decode; None if no such snapshot exists.
         used: Block hashes of the ordinary snapshots that the request resumed from or takes.
-        on_disk: Run of its blocks that memory and disk had together before its admission; None if memory had all.
+        end_on_disk: Blocks from its start that memory and disk had together before its admission; 0 if memory had all.
     """
 
     opportunistic: tuple[int, ...] = ()
     decode: BlockHash | None = None
     used: list[BlockHash] = field(default_factory=list)
-    on_disk: RunOnDisk | None = None
+    end_on_disk: int = 0
 
     def cached_end(self, matched: int) -> int:
         """Return the end, in blocks, of the cached run of a request that matches so many in memory.
 
         There it diverges from the sequence that wrote the run, whether the run's end was evicted meanwhile or not.
         """
-        return matched if self.on_disk is None else max(matched, self.on_disk.end)
+        return max(matched, self.end_on_disk)
 
 
 def prefill_positions(start: int, end: int, length: int, cached_end: int, block_size: int) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.disk_loading import DiskLoading
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
-from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes, HeldEntry
+from megatron_ext.prefix_cache.disk.tier import DiskTier, EntrySizes
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import NO_CHANGES, ArenaChanges
@@ -83,11 +83,11 @@ class Situation:
         self.scheduler.add(request)
         for depth, block_hash in enumerate(request.block_hashes[:on_disk], 1):
             key = EntryKey(EntryKind.BLOCK, block_hash)
-            self.tier.hold([(key, HeldEntry(request.block_hashes[depth - 2] if depth > 1 else None, depth))])
+            self.tier.hold({key: request.block_hashes[depth - 2] if depth > 1 else None})
             self.disk.entries[key] = ()
         if on_disk and self.scheduler.cache.states is not None:
             snapshot = EntryKey(EntryKind.SNAPSHOT, request.block_hashes[on_disk - 1])
-            self.tier.hold([(snapshot, HeldEntry(None, on_disk))])
+            self.tier.hold({snapshot: None})
             self.disk.entries[snapshot] = ()
         return request
 
@@ -163,26 +163,6 @@ def test_a_load_begins_only_where_there_is_room_for_it():
     found.scheduler.end(next(iter(found.scheduler.queues.running)), Status.ABORTED)
     found.decide()
     assert found.scheduler.waits_for_disk(waiting)
-
-
-@pytest.mark.parametrize("in_memory", [0, 2])
-def test_divergences_from_what_is_on_disk_are_learned(in_memory):
-    """EX-11, SI-1: whether the blocks before are on disk, too, or in memory; not if nothing goes on after them."""
-    found = Situation(SlabLayout(8, 2, 1))
-    cache = found.scheduler.cache
-    for seed in range(16):
-        start, size = 100 * seed, found.scheduler.limits.block_size
-        common = range(start, start + 2 * size)
-        if in_memory:
-            found.serve(found.request(3 * seed, common))
-            for block_hash in list(cache.states.visible()):
-                cache.states.drop(block_hash)
-        other = found.request(3 * seed + 1, [*common, *range(5)], on_disk=3 if seed < 8 else 2)
-        found.scheduler.end(other, Status.ABORTED)
-        last = found.request(3 * seed + 2, [*common, *range(50, 55)])
-        found.loading._note_runs()
-        found.serve(last)
-    assert cache.divergences.shown == ((2, 8),)
 
 
 def test_pending_copies_are_made_before_loaded_entries_are_written():

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.snapshot_order import Rank
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 CHAIN = [b"a", b"b", b"c"]
@@ -174,29 +173,6 @@ def test_check_finds(damage):
         cache.pool._free.take(1)
     with pytest.raises(AssertionError):
         cache.check()
-
-
-def parted(cache, matched, start):
-    """Divergences shown after requests with these matched blocks have resumed after `start` of them, eight times."""
-    before = cache.divergences.shown
-    for _ in range(8):
-        cache.note_divergence(matched, start)
-    return [depth for depth, _ in cache.divergences.shown if (depth, _) not in before]
-
-
-def test_divergence_is_where_a_cached_sequence_continues_differently():
-    """SI-1: a divergence is recorded where a cached sequence goes on otherwise, without requested states there."""
-    cache = PrefixCache(8, LRU, slots=4)
-    blocks = fill(cache, CHAIN)
-    assert parted(cache, blocks, 1) == [], "nothing continues the last one"
-    assert parted(cache, [], 0) == []
-    assert parted(cache, blocks[:2], 1) == [2]
-    assert parted(cache, blocks[:1], 1) == [], "it resumed from requested states"
-    assert cache.states.reserve(CHAIN[0], Rank.OPPORTUNISTIC) is not None
-    cache.states.commit(CHAIN[0])
-    assert parted(cache, blocks[:1], 1) == [1]
-    plain = PrefixCache(8, LRU)
-    assert parted(plain, fill(plain, CHAIN)[:2], 1) == [], "there are no states"
 
 
 @pytest.mark.parametrize("policy", [LRU, EvictionPolicyName.FLOPS])

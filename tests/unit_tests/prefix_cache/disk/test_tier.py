@@ -10,7 +10,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.disk.agreement import Agreement, Alone
 from megatron_ext.prefix_cache.disk.entry import EntryKey, EntryKind
 from megatron_ext.prefix_cache.disk.load_estimates import LoadEstimates, MeasuredRate
-from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, HeldEntry, LoadableRun
+from megatron_ext.prefix_cache.disk.tier import MAX_LOADS, DiskTier, EntrySizes, LoadableRun
 from megatron_ext.prefix_cache.disk.tier_load import OFF, READ, READING
 from megatron_ext.prefix_cache.disk.tier_storage import Gone
 from megatron_ext.prefix_cache.lower_tier import CachedEntry
@@ -287,9 +287,9 @@ def test_a_rank_without_recurrent_layers_asks_for_snapshots_of_others():
     """EX-11: a pipeline stage of a hybrid model may have none; its snapshots have no bytes."""
     tier = DiskTier(FakeDisk(), EntrySizes((100,), ()), lambda entry, used: (entry, [()]), Clock(), 5.0)
     places = [EntryKey(EntryKind.BLOCK, NAMES[0]), EntryKey(EntryKind.BLOCK, NAMES[1])]
-    tier.hold([(places[0], HeldEntry(None, 1)), (places[1], HeldEntry(NAMES[0], 2))])
+    tier.hold({places[0]: None, places[1]: NAMES[0]})
     assert tier.find_run(NAMES, 0, 4) is None
-    tier.hold([(EntryKey(EntryKind.SNAPSHOT, NAMES[0]), HeldEntry(None, 1))])
+    tier.hold({EntryKey(EntryKind.SNAPSHOT, NAMES[0]): None})
     assert tier.find_run(NAMES, 0, 4) == LoadableRun(1, 0, True, 100)
 
 

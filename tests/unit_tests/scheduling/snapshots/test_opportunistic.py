@@ -182,18 +182,6 @@ def test_a_checkpoint_is_where_others_resume():
     assert plain.ask([*prefix, *plain.tokens(600)]).skipped_prefill_tokens == 768
 
 
-def test_they_learn_where_requests_part():
-    """Prompts of many tenants, each new, part at the same place, off the grid: soon the second of each hits there."""
-    learned, even = (
-        Users(make_scheduler(4000, total_blocks=9000)),
-        Users(make_scheduler(4000, OpportunisticRules(is_learned=False), total_blocks=9000)),
-    )
-    for users, expected in ((learned, 1216), (even, 1024)):
-        seconds = [users.sightings(1216)[1] for _ in range(12)]  # 19 blocks
-        assert seconds[0] == 1024
-        assert seconds[-1] == expected
-
-
 def test_a_requested_snapshot_replaces_an_opportunistic_one():
     """A request that reads nothing computes the states again, and leaves them."""
     scheduler = make_scheduler(40)
