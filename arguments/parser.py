@@ -11,8 +11,7 @@ from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.megatron import options
 from arguments.megatron.attention_flags import describe_attention
-from arguments.megatron.flag_record import MegatronGroup
-from arguments.megatron.flag_table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.megatron.flag_table import SERVER_TABLE, TABLE, MegatronGroup, WithoutEffect, family_of, records
 from arguments.megatron.layer_flags import describe_layers
 from arguments.megatron.quantization import require_16_bits
 from arguments.megatron.synonyms import SYNONYMS, translate, without_checkpoint

@@ -1,15 +1,126 @@
-"""Table of all Megatron-LM flags that set no field of this package."""
+"""Table of all Megatron-LM flags that set no field of this package: `flags.yaml`, beside this module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import enum
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import SAMPLING
-from arguments.megatron.accepted import ACCEPTED
-from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup
-from arguments.megatron.refused import CONDITIONAL, REFUSED, RESTRICTED
+from megatron_ext.errors import ConfigError
+
+_COUNTS: Mapping[str, int | None] = {"none": 0, "one": 1, "many": None}
+_NOTHING: Mapping[str, str] = {}
+
+
+class Kind(enum.Enum):
+    """Effect of a flag that is given."""
+
+    ACCEPTED = "accepted"  # and has no effect
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class MegatronFlag:
+    """One flag.
+
+    Attributes:
+        name: Flag as typed. A name that ends with `*` stands for every flag with this prefix; only a refused one may.
+        kind: Effect of the flag.
+        why: Reason for having no effect or being refused; follows the flag's name and a colon.
+        count: Number of values: 0, 1, or None for one and more. Ignored for a refused flag.
+        only: The one accepted value, or None. Numbers are equal however they are written.
+        unless: Flag beside which a refused one is accepted, or None; `quantization` checks it once all flags are known.
+        refused_values: Values of an accepted flag that are refused nevertheless, with reasons.
+        warned_values: Values of an accepted flag that need a warning, with that line.
+    """
+
+    name: str
+    kind: Kind
+    why: str
+    count: int | None = 1
+    only: str | None = None
+    unless: str | None = None
+    refused_values: Mapping[str, str] = field(default_factory=dict, hash=False)
+    warned_values: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_family(self) -> bool:
+        """True if the record stands for every flag with its prefix."""
+        return self.name.endswith("*")
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the flag is refused whatever else is given."""
+        return self.kind is Kind.REFUSED and self.unless is None
+
+    def covers(self, option: str) -> bool:
+        """Return whether the record applies to a flag."""
+        return option.startswith(self.name[:-1]) if self.is_family else option == self.name
+
+    def check(self, words: Sequence[str], option: str | None = None) -> None:
+        """Check whether the flag may be given with these values.
+
+        Args:
+            words: Values of the flag.
+            option: Flag as typed; its name if missing.
+
+        Raises:
+            ConfigError: The flag or its values are refused; with the reason.
+        """
+        typed = " ".join((option or self.name, *words))
+        if self.is_refused:
+            raise ConfigError(f"{typed} is refused: {self.why}")
+        if self.only is not None and not all(_is_same(word, self.only) for word in words):
+            raise ConfigError(f"{typed} is refused: {self.why}; give {self.only}")
+        for value, reason in self.refused_values.items():
+            if value in words:
+                raise ConfigError(f"{typed} is refused: {reason}")
+
+
+@dataclass(frozen=True)
+class MegatronGroup:
+    """Flags that form a section of `--help`: with equal effect, for one reason."""
+
+    title: str
+    flags: tuple[MegatronFlag, ...]
+
+    @property
+    def heading(self) -> str:
+        """Title of the section."""
+        first = self.flags[0]
+        effect = "accepted without effect" if first.kind is Kind.ACCEPTED else "refused"
+        if first.unless or first.only:
+            effect = f"refused without {first.unless}" if first.unless else f"accepted with {first.only} only"
+        return f"Megatron's, {effect}: {self.title}"
+
+
+def _read() -> tuple[MegatronGroup, ...]:
+    entries = yaml.safe_load(Path(__file__).with_name("flags.yaml").read_text("utf-8"))
+    return tuple(_group(**entry) for entry in entries)
+
+
+def _group(
+    title: str,
+    kind: str,
+    why: str,
+    only: str | None = None,
+    unless: str | None = None,
+    refused_values: Mapping[str, str] = _NOTHING,
+    warned_values: Mapping[str, str] = _NOTHING,
+    **names: Sequence[str],
+) -> MegatronGroup:
+    flags = tuple(
+        MegatronFlag(name, Kind(kind), why, count, only, unless, refused_values, warned_values)
+        for key, count in _COUNTS.items()
+        for name in names.pop(key, ())
+    )
+    assert not names, f"unknown keys of the group {title}"
+    return MegatronGroup(title, flags)
 
 
 def _of_requests(group: FlagGroup) -> MegatronGroup:
@@ -18,14 +129,14 @@ def _of_requests(group: FlagGroup) -> MegatronGroup:
     def record(flag: Flag, name: str) -> MegatronFlag:
         kind = group.kind(flag)
         count = 0 if kind.item is bool else None if kind.is_tuple else 1
-        return MegatronFlag(name, Effect.ACCEPTED, "each request says that for itself", count)
+        return MegatronFlag(name, Kind.ACCEPTED, "each request says that for itself", count)
 
     names = [(flag, name) for flag in group.flags for name in (flag.option, *flag.aliases)]
     negated = [(flag, name.replace("--", "--no-", 1)) for flag, name in names if group.kind(flag).item is bool]
-    return MegatronGroup("requests", Effect.ACCEPTED, tuple(record(*one) for one in (*names, *negated)))
+    return MegatronGroup("requests", tuple(record(*one) for one in (*names, *negated)))
 
 
-TABLE = (*ACCEPTED, *RESTRICTED, *CONDITIONAL, *REFUSED)
+TABLE = _read()
 SERVER_TABLE = (*TABLE, _of_requests(SAMPLING))
 
 
@@ -59,9 +170,10 @@ class WithoutEffect:
         """
         flag.check(words)
         self.note(flag.name)
-        warning = flag.warning(words)
-        if warning is not None and warning not in self.warnings:
-            self.warnings.append(warning)
+        for value, text in flag.warned_values.items():
+            warning = f"{flag.name} {value}: {text}"
+            if value in words and warning not in self.warnings:
+                self.warnings.append(warning)
 
     def note(self, option: str) -> None:
         """Note a flag or another setting without effect."""
@@ -72,3 +184,14 @@ class WithoutEffect:
         if not self.options:
             return tuple(self.warnings)
         return (f"accepted, and without effect here: {', '.join(self.options)}", *self.warnings)
+
+
+def _is_same(word: str, other: str) -> bool:
+    return word == other or _number(word) == _number(other) is not None
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

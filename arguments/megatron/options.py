@@ -6,16 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from arguments.megatron.flag_record import Effect, MegatronFlag, MegatronGroup
-from arguments.megatron.flag_table import TABLE, WithoutEffect
+from arguments.megatron.flag_table import TABLE, MegatronFlag, MegatronGroup, WithoutEffect
 
 DEST = "without effect"  # name in argparse's namespace; no flag's key has a blank
-_TITLES = {
-    Effect.ACCEPTED: "Megatron's, accepted without effect",
-    Effect.RESTRICTED: "Megatron's",
-    Effect.CONDITIONAL: "Megatron's, accepted on a condition",
-    Effect.REFUSED: "Megatron's, refused",
-}
 
 
 class _TakeAction(argparse.Action):
@@ -46,14 +39,13 @@ def add_to(parser: argparse.ArgumentParser, groups: Sequence[MegatronGroup] = TA
     """
     added = []
     for one in groups:
-        section = parser.add_argument_group(f"{_TITLES[one.effect]}: {one.title}", one.common_reason)
+        section = parser.add_argument_group(one.heading, one.flags[0].why)
         for flag in one.flags:
-            if flag.is_family:
-                continue
-            section.add_argument(
-                flag.name, dest=DEST, action=_TakeAction, flag=flag, nargs=_nargs(flag), **_shown(flag, one)
-            )
-            added.append(flag.name)
+            if not flag.is_family:
+                section.add_argument(
+                    flag.name, dest=DEST, action=_TakeAction, flag=flag, nargs=_nargs(flag), metavar=flag.only or "TEXT"
+                )
+                added.append(flag.name)
     return added
 
 
@@ -69,7 +61,7 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
         ConfigError: The flag or its values are refused.
         ValueError: The number of values does not fit the flag.
     """
-    if flag.effect is Effect.REFUSED:
+    if flag.is_refused:
         flag.check([])
     if flag.count == 0:
         if value is not True:
@@ -83,16 +75,6 @@ def take(flag: MegatronFlag, value: object, into: WithoutEffect) -> None:
 
 
 def _nargs(flag: MegatronFlag) -> int | str | None:
-    if flag.effect is Effect.REFUSED:
+    if flag.is_refused:
         return "*"  # any values: the error is the reason
     return {0: 0, 1: None, None: "+"}[flag.count]
-
-
-def _shown(flag: MegatronFlag, within: MegatronGroup) -> dict[str, Any]:
-    """Return metavar and help, as arguments of `add_argument`."""
-    shown: dict[str, Any] = {} if within.common_reason else {"help": flag.why.replace("%", "%%")}
-    if flag.allowed:
-        shown["metavar"] = "{" + ",".join(flag.allowed) + "}"
-    elif _nargs(flag) != 0:
-        shown["metavar"] = "TEXT"
-    return shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from arguments.megatron.flag_record import Effect
 from arguments.megatron.flag_table import records
 from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
@@ -19,8 +18,7 @@ def require_16_bits(given: ParsedFlags) -> None:
         ConfigError: A flag of 8-bit computation without `--fp8-as-16bit`.
     """
     is_accepted = given.values.pop(_KEY, False)
-    conditional = (flag for flag in records() if flag.effect is Effect.CONDITIONAL)
-    found = [flag for flag in conditional if flag.name in given.without_effect.options]
+    found = [flag for flag in records() if flag.unless and flag.name in given.without_effect.options]
     if not is_accepted:
         for flag in found:
             raise ConfigError(f"{flag.name} is refused: {flag.why}")

