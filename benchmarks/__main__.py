@@ -27,7 +27,7 @@ from benchmarks.cases import CASES, Case, Figure, Page, Rows, empty_page
 from benchmarks.goals import GOALS
 from benchmarks.machine import cpu_name, instruction_sets
 from benchmarks.summary import MACHINE, other_tokens, standard_table
-from megatron_ext.bench.tables import table
+from benchmarks.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")

@@ -1,11 +1,12 @@
-"""Measuring: calls that take turns, time of phases, and the machine's rate of matrix products."""
+"""Measuring: calls that take turns, percentiles, time of phases, and the machine's rate of matrix products."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 from unittest import mock
@@ -60,6 +61,13 @@ def medians(
 def fastest(works: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, float]:
     """Return the seconds of the fastest call of each work, by `own_time`; see `turns`."""
     return {name: min(taken) for name, taken in turns(works, rounds, own_time).items()}
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Return the smallest value that `percent` of the values do not exceed (nearest rank); None without values."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> float:

@@ -19,7 +19,7 @@ from benchmarks.cases import Figure, Page
 from benchmarks.goals import GOALS
 from benchmarks.peers.sizes import SIZES, Size
 from benchmarks.peers.work import AT_ONCE, FIRST, LATER, OURS, PROBE, RATE, STEP, TTFT, UNIQUE, decode_row, shared_row
-from megatron_ext.bench.tables import cell
+from benchmarks.tables import cell
 
 Pages = Mapping[str, Page]
 PEERS = {

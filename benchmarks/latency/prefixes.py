@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from unittest import mock
 
 from benchmarks.cases import Figure, Run, case, token_ids
-from benchmarks.measuring import medians
+from benchmarks.measuring import medians, percentile
 from benchmarks.models import OFF, Engine, engine, pair, prompts
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.work import Timed, serve
-from megatron_ext.bench.figures import percentile
 from megatron_ext.config import CacheConfig, RequestParams, batching
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.scheduling.record import RequestRecord

@@ -22,7 +22,7 @@ from unittest import mock
 import psutil
 
 from benchmarks.cases import VOCABULARY, Figure, Run, case, token_ids
-from megatron_ext.bench.figures import percentile
+from benchmarks.measuring import percentile
 
 SHARED, OWN, GENERATED = 384, 58, 64
 POLLED = ("/metrics", "/prefix_cache")

@@ -13,7 +13,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "signals", "threads", "trusted_path"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve", "bench"}
+TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve"}
 ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
@@ -50,7 +50,6 @@ MAY_IMPORT = {
     "megatron_lm": BELOW_TOOLS | {"console", "api", "apis"},
     "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "ray_serve": BELOW_TOOLS | EVENTS | {"console", "routing", "server"},
-    "bench": {"__init__"},
     "commands": EVERYTHING | {"__init__"},
     "__main__": {"commands"},
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from benchmarks.__main__ import Runner, chosen
-from benchmarks.cases import CASES, Run, empty_page
+from benchmarks.cases import CASES, VOCABULARY, Run, empty_page
+from benchmarks.goals import CHAT_TOKENS
 from benchmarks.models import nemotron_h
 from benchmarks.peers import gguf_file, llama_cpp
-from benchmarks.peers.sizes import SIZES
+from benchmarks.peers.sizes import CHATS, SIZES
 from benchmarks.peers.transformers_script import Script
-from benchmarks.peers.work import LATER, PROBE, RATE, STEP, StandardRows, decode_row, serve, shared_row
+from benchmarks.peers.work import LATER, PROBE, RATE, STEP, StandardRows, chat, decode_row, serve, shared_row
 from benchmarks.summary import MACHINE, main, other_tokens, standard_table, updated
 from tests.unit_tests.support.simulated_engine import SimulatedEngine
 from tests.unit_tests.support.source import ROOT
@@ -65,6 +66,13 @@ def test_cases_of_each_peer_and_size() -> None:
     expected = {f"standard.{peer}_{size}": size for peer in peers for size in SIZES}
     assert {name: one.model for name, one in CASES.items() if name.startswith("standard.")} == expected
     assert all(CASES[name].in_bench for name in expected)
+
+
+def test_a_chat_computes_few_tokens() -> None:
+    """HY-4, SC-3: at most 6,800 of 19,072 prompt tokens of eight conversations are computed, more without snapshots."""
+    computed = sum(tokens for _, tokens in chat(SimulatedEngine(), CHATS, VOCABULARY))
+    assert 0 < computed <= CHAT_TOKENS
+    assert sum(tokens for _, tokens in chat(SimulatedEngine(slots=0), 2, VOCABULARY)) > CHAT_TOKENS / 4
 
 
 def test_rows() -> None:

@@ -112,12 +112,10 @@ def test_the_main_job(scripts: Path, environment: dict[str, str], tmp_path: Path
     assert json.loads(output.read_text())["0"]["status"] == "COMPLETED"
 
 
-def test_the_server(server: str, scripts: Path, environment: dict[str, str]):
-    """A completion, and the load generator as another process."""
+def test_the_server(server: str):
+    """A completion, from another process."""
     body = {"model": "embedded", "prompt": "The import statement", "max_tokens": 3, "temperature": 0}
     assert httpx.post(f"{server}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
-    small = "--requests 2 --prefix 8 --own 4 --generate 2 --turns 2 --work shared".split()
-    assert "| failed" in run(environment, scripts / "megatron-ext", "bench", "--url", server, *small)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

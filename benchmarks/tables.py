@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-Figure: TypeAlias = "float | int | str | bool | None"
-Rows: TypeAlias = "dict[str, dict[str, Figure]]"
-"""Figures by row and column; columns name their units."""
+from benchmarks.cases import Figure, Rows
 
 
 def table(rows: Rows) -> str:
