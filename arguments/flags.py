@@ -32,7 +32,6 @@ class Flag:
         aliases: Other spellings, with their dashes.
         choices: Allowed values, or None for any.
         metavar: Value as shown by `--help`; a tuple of two for two values.
-        is_repeated: Whether a list of texts is given as one flag per text.
     """
 
     field: str
@@ -41,7 +40,6 @@ class Flag:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     metavar: str | tuple[str, ...] | None = None
-    is_repeated: bool = False
 
     @property
     def option(self) -> str:
@@ -116,8 +114,6 @@ class FlagGroup:
                 add(action=argparse.BooleanOptionalAction)
             elif kind.length:
                 add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
-            elif flag.is_repeated:
-                add(action="append", metavar=metavar)
             elif kind.is_tuple and kind.item is str:
                 add(type=str, nargs="+", metavar=metavar)
             elif flag.choices:

@@ -1,4 +1,4 @@
-"""Flags of routing: of the coordinator, and of engines with several replicas."""
+"""Flags of routing, for engines with several replicas."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Routing: decisions a second, a simulated fleet, and real replicas."""
+"""Routing: decisions a second, and a simulated fleet."""

@@ -32,7 +32,6 @@ class Command(NamedTuple):
 COMMANDS = {
     "run": Command("megatron_ext.commands.run", "run_process", "run prompts; by default the shipped ones"),
     "serve": Command("megatron_ext.commands.serve", "main", "serve a model with OpenAI's API"),
-    "coordinate": Command("megatron_ext.commands.coordinate", "main", "serve in front of replicas, by cached prefix"),
     "simulate": Command("megatron_ext.commands.simulate", "main", "simulate the prefix cache on a trace of requests"),
     "explain": Command("megatron_ext.commands.explain", "main", "explain why a prompt misses another one's prefix"),
     "prefix-cache": Command(

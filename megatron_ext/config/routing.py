@@ -1,4 +1,4 @@
-"""Routing settings: how a coordinator, or an engine with several replicas, chooses a replica for a request."""
+"""Routing settings: how Ray Serve's ingress, or an engine with several replicas, chooses a replica for a request."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from megatron_ext.ray_serve.metrics_export import MetricsExport
 from megatron_ext.ray_serve.process import joined_world, prepare_process
 from megatron_ext.ray_serve.proxy import warn_if_absent
 from megatron_ext.ray_serve.ranks import Ranks
-from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.ray_serve.replica_hooks import ReplicaHooks
 from megatron_ext.ray_serve.request_router import PrefixRequestRouter
 from megatron_ext.ray_serve.settings import AppSettings
@@ -237,10 +237,8 @@ class RoutedReplica(Replica):
 
     def record_replica_metadata(self) -> dict[str, object]:
         """Return what routers learn of a replica once it is ready; see `ReplicaFacts`."""
-        identity, geometry = self._serving.identity, self._serving.engine.geometry
-        group = Group(self._serving.model, identity.configuration, identity.tokenizer)
+        geometry = self._serving.engine.geometry
         return ReplicaFacts(
-            group,
             geometry.block_size_tokens,
             geometry.blocks,
             has_states=geometry.state_bytes > 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.routing import RoutingConfig
@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
 from megatron_ext.ray_serve.load_report import LoadReport
-from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.published_cache import EventError, PublishedCache
 from megatron_ext.routing.router import Decision, ReplicaView, Router
@@ -103,24 +103,9 @@ class PrefixRouting:
         if self._members.pop(replica, None) is not None:
             self._in_flight.difference_update(self._router.leave(replica))
 
-    def keep_only(self, replicas: Collection[str]) -> None:
-        """Forget all other replicas."""
-        for gone in [name for name in self._members if name not in replicas]:
-            self.leave(gone)
-
-    def facts(self, replica: str) -> ReplicaFacts | None:
-        """Return the facts of a replica; None if it has not joined."""
-        member = self._members.get(replica)
-        return None if member is None else member.facts
-
     def owner(self, tag: str | None) -> str | None:
         """Return the replica whose ids of responses have a tag; None if it has not joined, or has left."""
         return next((name for name, member in self._members.items() if member.facts.tag == tag), None)
-
-    @property
-    def groups(self) -> list[Group]:
-        """Groups of the replicas."""
-        return list(dict.fromkeys(member.facts.group for member in self._members.values()))
 
     def views(self) -> list[ReplicaView]:
         """Return statistics of all replicas."""
@@ -186,22 +171,17 @@ class PrefixRouting:
             return self._router.prompt((0,), event_salt(uuid.uuid4().hex))
         return self._router.prompt(known, None if salt is None else event_salt(salt))
 
-    def choose(self, prompt: Prompt, candidates: Iterable[str], group: Group | None = None) -> Decision | None:
+    def choose(self, prompt: Prompt, candidates: Iterable[str]) -> Decision | None:
         """Choose one of the candidates.
 
         Args:
             prompt: Prompt of the request.
             candidates: Names of replicas that may be chosen; those that have not joined are ignored.
-            group: Group that the request means; None for any.
 
         Returns:
-            The decision; None if no candidate has joined and is of the group.
+            The decision; None if no candidate has joined.
         """
-        allowed = {
-            name
-            for name in candidates
-            if (member := self._members.get(name)) is not None and group in (None, member.facts.group)
-        }
+        allowed = frozenset(candidates)
         return self._router.route(prompt, [name for name in self._members if name not in allowed])
 
     def begin(self, request: Hashable, replica: str, prompt: Prompt, new_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
@@ -84,7 +84,7 @@ class ReplicaHooks:
         if serving.updater is None:
             raise ConfigError(f"{WEIGHTS}={path}: this server cannot read new weights; give weights_root")
         await serving.updater.update(path, serving.engine, serving.requests.change_weights)
-        serving.identity = replace(serving.identity, weights=serving.updater.version)
+        serving.weights = serving.updater.weights
         self._user_config = user_config
 
 

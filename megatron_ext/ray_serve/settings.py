@@ -12,6 +12,7 @@ from arguments import parse_server_arguments
 from arguments.flags import Flag, FlagGroup, closest, shown
 from arguments.groups import SERVER_GROUPS
 from arguments.megatron.synonyms import SYNONYMS
+from arguments.removed import refuse_removed
 from megatron_ext.config import ServerSettings
 from megatron_ext.config.annotations import FieldType, MismatchError
 from megatron_ext.config.checks import require
@@ -209,6 +210,7 @@ def _words(given: Mapping[str, Setting]) -> list[str]:
     known = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
     words: list[str] = []
     for name, value in given.items():
+        refuse_removed(name, value if isinstance(value, str) else None, name)
         if name not in known:
             meant = closest(name, [*known, *_KINDS, *_SCALING_KINDS, "model"])
             hint = f"did you mean {meant}?" if meant else "megatron-ext serve --help lists the names"
@@ -228,8 +230,6 @@ def _flag_words(name: str, value: Setting, group: FlagGroup, flag: Flag) -> list
     if isinstance(value, Sequence) and not isinstance(value, str):
         values = list(value)
     texts = [str(one) for one in values]
-    if flag.is_repeated:
-        return [f"{flag.option}={text}" for text in texts]
     if kind.is_tuple and kind.item is int and not kind.length:
         return [f"{flag.option}={','.join(texts)}"]
     return [f"{flag.option}={texts[0]}"] if len(texts) == 1 else [flag.option, *texts]

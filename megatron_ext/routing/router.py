@@ -1,6 +1,6 @@
 """Router of a fleet: replicas join and leave, report what they cache, and get requests.
 
-The caller passes names of replicas and requests, and the events of replicas (`docs/fleet.md`); all quantities are in
+The caller passes names of replicas and requests, and the events of replicas (`docs/routing.md`); all quantities are in
 tokens. Single-threaded: no call blocks, reads a clock, or fails because events of a replica are missing. A `KeyError`
 means a replica that has not joined or a request that is not in flight: a mistake of the caller.
 """

@@ -20,7 +20,7 @@ from megatron_ext.server.scope import route_path
 logger = logging.getLogger(__name__)
 
 # Polled by machines: their successes are logged at debug level only.
-QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replica", "/replicas"))
+QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replicas"))
 LONGEST_PATH = 200  # characters
 CLIENT_GONE = 499  # nginx's status code for a closed connection
 UNKNOWN = "-"

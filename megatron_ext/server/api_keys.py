@@ -102,11 +102,6 @@ class Keys:
         return blake2b(key.encode() if isinstance(key, str) else key, key=self._secret).digest()
 
 
-def caller_of(key: str) -> Caller:
-    """Return the caller with this key, on a server known only to have keys."""
-    return Caller(_tenant(key))
-
-
 def _tenant(key: str) -> str:
     return blake2b(key.encode(), digest_size=_TENANT_BYTES, person=_TENANT_DOMAIN).hexdigest()
 

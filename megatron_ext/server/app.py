@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI
 import megatron_ext
 from megatron_ext.server.http.auth import ADMIN_PATHS
 from megatron_ext.server.http.middleware import include_routers, install_middleware
-from megatron_ext.server.routes import admin, generation, messages, models, observing, replica, responses, tokens
+from megatron_ext.server.routes import admin, generation, messages, models, observing, responses, tokens
 from megatron_ext.server.serving import Serving
 
 ROUTERS = (
@@ -21,7 +21,6 @@ ROUTERS = (
     messages.router,
     tokens.router,
     observing.router,
-    replica.router,
 )
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 

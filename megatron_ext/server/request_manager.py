@@ -59,7 +59,7 @@ class RequestManager:
         self.capacity = capacity
         self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of the requests of others than a coordinator
+        self._waiting: list[tuple[str, asyncio.Event]] = []  # for the end of others' requests than a router's
         self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()
         self.recent = RequestTrace()
         self.is_healthy = True
@@ -113,10 +113,10 @@ class RequestManager:
         return len(self._handles)
 
     def load_of_others(self, sender: str) -> tuple[int, int, int]:
-        """Return the load of the requests in flight that a coordinator has not sent.
+        """Return the load of the requests in flight that a router has not sent.
 
         Args:
-            sender: Identifier of the coordinator; empty for the load of all requests.
+            sender: Identifier of the router; empty for the load of all requests.
 
         Returns:
             The number of the requests, their prompt tokens without an answer, and the tokens they may generate.
@@ -126,10 +126,10 @@ class RequestManager:
         return len(others), prompt_tokens, sum(handle.spec.params.num_tokens_to_generate for handle in others)
 
     async def wait_for_others(self, sender: str, patience: float) -> None:
-        """Wait until there are no requests in flight that a coordinator has not sent.
+        """Wait until there are no requests in flight that a router has not sent.
 
         Args:
-            sender: Identifier of the coordinator.
+            sender: Identifier of the router.
             patience: Maximum wait in seconds.
         """
         waiting = sender, asyncio.Event()
@@ -150,7 +150,7 @@ class RequestManager:
         Args:
             specs: Prompts and parameters.
             is_streamed: Whether output is delivered while it is generated.
-            sender: Coordinator that sent the requests; empty for a client.
+            sender: Router that sent the requests; empty for a client.
 
         Raises:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).

@@ -25,7 +25,7 @@ from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.memory.heap import freeze_loaded_objects
 from megatron_ext.models.engine_args import EngineArgs, follow, rank_weights
 from megatron_ext.models.generation_defaults import generation_defaults
-from megatron_ext.models.identity import model_identity
+from megatron_ext.models.identity import weights_hash
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.parallel.failure import ending_together
@@ -103,7 +103,6 @@ def loaded_serving(
     with CacheEvents(settings.server.kv_events, replicas) as cache_events:
         serving = build_serving(settings, keys, parallel_context, phase)
         cache_events.attach(serving.engine.core)
-        serving.kv_events = cache_events.addresses()
         freeze_loaded_objects()
         with profiled(serving.engine, settings.server.profile):
             yield serving
@@ -149,11 +148,9 @@ def build_serving(
     if root is not None:
         ranks = None if parallel_context is None else rank_weights(settings, parallel_context, loaded)
         updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides), ranks)
-    identity = model_identity(loaded.config, loaded.dtype, loaded.tokenizer, loaded.directory, settings.source.seed)
-    logger.info(
-        "configuration %s, tokenizer %s, weights %s", identity.configuration, identity.tokenizer, identity.weights
-    )
-    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, identity=identity)
+    weights = f"random {settings.source.seed}" if loaded.directory is None else weights_hash(loaded.directory)
+    logger.info("weights %s", weights)
+    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults, weights)
 
 
 def weights_root(server: ServerConfig) -> WeightsRoot | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -17,7 +17,6 @@ from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.models.identity import ModelIdentity
 from megatron_ext.server.api_errors import not_explained, unknown_model
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.monitoring.cache_view import CacheView
@@ -48,8 +47,7 @@ class Serving:
         root: Directory of the model's tokenizer, for clients on this machine; by default the model's name.
         updater: Reader of new weights; None if not enabled.
         defaults: The model's values of `RequestParams` fields that a body leaves out.
-        identity: Hashes of configuration, tokenizer and weights; those of the weights change with an update.
-        kv_events: Addresses of the caches' events; see `CacheEvents.addresses`.
+        weights: Hash of the weights; changes with an update.
     """
 
     engine: InferenceEngine
@@ -59,8 +57,7 @@ class Serving:
     root: str | None = None
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
-    identity: ModelIdentity = field(default_factory=ModelIdentity)
-    kv_events: Sequence[Mapping[str, str | None]] = ()
+    weights: str = "-"
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process; changes with a restart
 

@@ -13,7 +13,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.in_flight import InFlight
 from megatron_ext.errors import WeightUpdateError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.models.identity import weights_version
+from megatron_ext.models.identity import weights_hash
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot, read_new_weights
 from megatron_ext.models.update.ranks import RankWeights
@@ -37,7 +37,7 @@ class WeightsUpdater:
         ranks: Updates of the weights of all ranks; None for a world of one.
 
     Attributes:
-        version: Version of the weights that were written last; empty before the first update.
+        weights: Hash of the weights that were written last; empty before the first update.
     """
 
     root: WeightsRoot
@@ -45,13 +45,8 @@ class WeightsUpdater:
     source: SourceConfig
     overrides: FieldValues
     ranks: RankWeights | None = None
-    version: str = ""
+    weights: str = ""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def is_updating(self) -> bool:
-        """True while an update is under way or waits for requests in flight."""
-        return self._one_at_a_time.locked()
 
     async def update(
         self,
@@ -77,19 +72,19 @@ class WeightsUpdater:
             ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
         """
         async with self._one_at_a_time:
-            write, content = await asyncio.to_thread(self._read, path, engine)
+            write, found = await asyncio.to_thread(self._read, path, engine)
             count = await change_weights(in_flight, partial(_write, write, engine, in_flight, version))
-            self.version = content
+            self.weights = found
         logger.info("weights are now from %s", printable(path, LONGEST_PATH))
         return count
 
     def _read(self, path: str, engine: InferenceEngine) -> tuple[Callable[[], int], str]:
-        """Return a function that writes the weights, and their version; several ranks read when it is called."""
+        """Return a function that writes the weights, and their hash; several ranks read when it is called."""
         directory = self.root.resolve(path)
-        content = weights_version(directory)
+        found = weights_hash(directory)
         if self.ranks is not None:
-            return partial(self.ranks.lead_checkpoint, directory, driver_of(engine.core.workers).tell), content
-        return read_new_weights(self.loaded, self.source, self.overrides, directory).write, content
+            return partial(self.ranks.lead_checkpoint, directory, driver_of(engine.core.workers).tell), found
+        return read_new_weights(self.loaded, self.source, self.overrides, directory).write, found
 
 
 def _write(write: Callable[[], int], engine: InferenceEngine, in_flight: InFlight, version: int | None) -> int:

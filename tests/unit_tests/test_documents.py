@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from arguments.coordinator import build_coordinator_parser
 from arguments.parser import build_parser, build_server_parser
 from megatron_ext.commands.run import main
 from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
@@ -80,7 +79,7 @@ def test_files_that_are_named_are_there():
 
 
 def test_each_flag_of_the_documents_is_there():
-    parsers = build_parser(), build_server_parser(), build_coordinator_parser()
+    parsers = build_parser(), build_server_parser()
     options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = "".join(map(text_of, GUIDES))
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text))

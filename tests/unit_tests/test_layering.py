@@ -13,7 +13,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "signals", "threads", "trusted_path"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "coordinator", "ray_serve"}
+TOOLS = {"console", "offline", "server", "api", "apis", "megatron_lm", "ray_serve"}
 ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
@@ -48,7 +48,6 @@ MAY_IMPORT = {
     "api": BELOW_TOOLS | {"console"},
     "apis": BELOW_TOOLS | {"__init__", "api", "server"},
     "megatron_lm": BELOW_TOOLS | {"console", "api", "apis"},
-    "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "ray_serve": BELOW_TOOLS | EVENTS | {"console", "routing", "server"},
     "commands": EVERYTHING | {"__init__"},
     "__main__": {"commands"},
@@ -107,7 +106,7 @@ def test_the_command_line_needs_only_the_settings():
     "packages",
     [
         *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
-        *("megatron_ext.coordinator", "megatron_ext.ray_serve.prefix_routing"),
+        *("megatron_ext.ray_serve.prefix_routing", "megatron_ext.ray_serve.proxy"),
     ],
 )
 def test_decisions_run_without_torch(packages):

@@ -218,7 +218,6 @@ class TestReference:
         text = reference.metrics()
         for name in ("requests_running", "prefix_cache_hits_total", "time_to_first_token_seconds"):
             assert f"| `megatron_ext_{name}` |" in text
-        assert "| `megatron_ext_coordinator_decision_seconds` | histogram |" in text
         assert "__" not in text
 
     def test_routes(self):

@@ -197,10 +197,10 @@ def ranks() -> Drawing:
 
 
 def replicas() -> Drawing:
-    """Return the figure of a coordinator in front of replicas."""
-    drawing = Drawing(720, 200, "A coordinator sends each request to the replica that computes the fewest tokens first")
+    """Return the figure of a router in front of replicas."""
+    drawing = Drawing(720, 200, "A router sends each request to the replica that computes the fewest tokens first")
     drawing.box(20, 80, 100, 40, "client", PLAIN)
-    drawing.box(190, 70, 150, 60, "coordinator", KEPT)
+    drawing.box(190, 70, 150, 60, "router", KEPT)
     drawing.arrow(120, 100, 188, 100)
     for index, (cached, own) in enumerate((("1,920 cached", "128 to compute"), ("0 cached", "2,048 to compute"))):
         y = 30 + 100 * index
@@ -209,7 +209,7 @@ def replicas() -> Drawing:
         drawing.note(512, y + 39, own)
         drawing.arrow(340, 100, 498, y + 25, dashed=index == 1)
     drawing.note(400, 62, "the request", "middle")
-    drawing.note(30, 180, "Replicas publish what they cache as KV events, and their load in heartbeats.")
+    drawing.note(30, 180, "Replicas tell the router what they cache, as KV events, and their load.")
     return drawing
 
 

@@ -11,11 +11,7 @@ from pathlib import Path
 from tools.pages.markdown import plain, table
 
 ROOT = Path(__file__).resolve().parents[2]
-METRICS = {
-    "The server": "megatron_ext/server/monitoring/metrics.py",
-    "A coordinator": "megatron_ext/coordinator/metrics.py",
-}
-PREFIXES = {"The server": "megatron_ext", "A coordinator": "megatron_ext_coordinator"}
+METRICS = "megatron_ext/server/monitoring/metrics.py"
 FAMILIES = {
     "Counter": "counter",
     "CounterMetricFamily": "counter",
@@ -28,18 +24,13 @@ FAMILIES = {
 
 def flags() -> str:
     """Return the page of all flags, by command and group of `--help`."""
-    from arguments.coordinator import build_coordinator_parser
     from arguments.parser import build_parser, build_server_parser
 
     text = "# Flags\n\nLook up a flag, its values and its default. This page is made from the parsers.\n"
     known: set[str] = set()
-    for command, parser in (
-        ("run", build_parser()),
-        ("serve", build_server_parser()),
-        ("coordinate", build_coordinator_parser()),
-    ):
+    for command, parser in (("run", build_parser()), ("serve", build_server_parser())):
         text += f"\n## megatron-ext {command}\n"
-        text += "" if command == "run" else "\nFlags of the commands above are not repeated.\n"
+        text += "" if command == "run" else "\nFlags of the command above are not repeated.\n"
         for title, actions in groups_of(parser):
             rows = [row for action in actions for row in flag_row(action, known)]
             if rows:
@@ -119,34 +110,32 @@ def metrics() -> str:
     """Return the page of the metrics."""
     text = (
         "# Metrics\n\nLook up a metric of `/metrics`. This page is made from the code; "
-        "[the server](../server.md#metrics) and [replicas](../fleet.md) have those that are named at run time, too.\n"
+        "[the server](../server.md#metrics) has those that are named at run time, too.\n\n"
     )
-    for title, source in METRICS.items():
-        rows = [[f"`{name}`", kind, said] for name, kind, said in sorted(set(metric_rows(title, ROOT / source)))]
-        text += f"\n## {title}\n\n" + table(["name", "type", "meaning"], rows)
-    return text
+    rows = [[f"`{name}`", kind, said] for name, kind, said in sorted(set(metric_rows(ROOT / METRICS)))]
+    return text + table(["name", "type", "meaning"], rows)
 
 
-def metric_rows(title: str, source: Path) -> Iterator[tuple[str, str, str]]:
+def metric_rows(source: Path) -> Iterator[tuple[str, str, str]]:
     """Yield name, type and description of each metric that a module declares: in calls, and in its tables."""
     tree = ast.parse(source.read_text("utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1:
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            yield from metric_row(title, FAMILIES.get(called), node.args)
+            yield from metric_row(FAMILIES.get(called), node.args)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             table_name = getattr(node.targets[0], "id", "")
             kind = FAMILIES.get(table_name, "counter" if table_name.endswith("COUNTERS") else None)
             for row in node.value.elts:
                 if isinstance(row, ast.Tuple) and len(row.elts) > 2:
-                    yield from metric_row(title, kind, row.elts)
+                    yield from metric_row(kind, row.elts)
 
 
-def metric_row(title: str, kind: str | None, words: list[ast.expr]) -> Iterator[tuple[str, str, str]]:
+def metric_row(kind: str | None, words: list[ast.expr]) -> Iterator[tuple[str, str, str]]:
     """Yield a metric, if the first two of the words are a name and a description."""
     name, said = (literal(word) for word in words[:2])
     if kind is not None and name.strip("_") and said[:1].isalpha():
-        full = f"{PREFIXES[title]}_{name.removeprefix('_')}"
+        full = f"megatron_ext_{name.removeprefix('_')}"
         yield full + ("_total" if kind == "counter" and not full.endswith("_total") else ""), kind, said
 
 

@@ -1,4 +1,4 @@
-"""Requests of the Messages API as chat requests, which this server and a coordinator read in the same way."""
+"""Requests of the Messages API as chat requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Errors of the Messages API, and the middleware for its clients.
 
-Every error of this server, of a coordinator or of an ingress is an `ApiError`, with OpenAI's error object; those of the
+Every error of this server or of an ingress is an `ApiError`, with OpenAI's error object; those of the
 paths of the Messages API get Anthropic's envelope where they leave.
 """
 
@@ -37,7 +37,7 @@ def envelope(status: int, error: dict[str, object]) -> dict[str, object]:
 
     Args:
         status: HTTP status.
-        error: OpenAI's error object. Its code is kept: coordinators tell by it which requests to send elsewhere.
+        error: OpenAI's error object. Its code is kept: routers tell by it which requests to send elsewhere.
     """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     code = {} if error.get("code") is None else {"code": error["code"]}

@@ -16,7 +16,7 @@ class RequestGroup:
     Attributes:
         handles: Handles, prompt by prompt.
         on_abort: Aborts handles in the engine.
-        sender: Coordinator that sent the request; empty for a request of a client.
+        sender: Router that sent the request; empty for a request of a client.
     """
 
     handles: list[RequestHandle]

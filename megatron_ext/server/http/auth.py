@@ -12,7 +12,7 @@ CALLER = "megatron_ext.caller"  # key of the caller in the ASGI scope
 
 # Health, capabilities, and counts over all tenants: for load balancers, Prometheus and people. Neither
 # texts nor hashes.
-OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/replica"))
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
 # Paths that affect all tenants.
 ADMIN_PATHS = frozenset(

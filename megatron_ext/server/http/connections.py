@@ -31,17 +31,8 @@ logger.addFilter(BoundedRate())
 ACCEPT_BATCH = 16
 # ... and a connection's file is closed two rounds later; the rest is for other open files.
 SPARE_FILES = 64
-MAX_FILES = 1 << 16  # of a process with more connections than those of its clients
 LISTEN_BACKLOG = 2048  # connections queued by the kernel
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def raise_file_limit(most: int = MAX_FILES) -> None:
-    """Raise the soft `ulimit -n` as far as the hard one allows, up to `most`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def effective_max_connections(limits: ServerLimits) -> int:

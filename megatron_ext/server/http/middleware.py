@@ -1,4 +1,4 @@
-"""Middleware of a server or a coordinator: keys, hosts and origins, limits, the access log."""
+"""Middleware of a server: keys, hosts and origins, limits, the access log."""
 
 from __future__ import annotations
 

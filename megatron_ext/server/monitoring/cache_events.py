@@ -68,29 +68,6 @@ class CacheEvents:
                 "the positions at which requests can resume are not published: there is no --kv-events-states-endpoint"
             )
 
-    def addresses(self) -> list[dict[str, str | None]]:
-        """Return the addresses of each data-parallel rank's events.
-
-        `endpoint` and `states` are those to subscribe to for blocks and states, `replay` and `states_replay` those of
-        their replays, and `topic` is the topic of all. Empty if the publishers connect to a subscriber, which knows its
-        own address.
-        """
-        blocks, states = self._config.endpoint, self._config.states_endpoint
-        if blocks is None or not blocks.is_bound:
-            return []
-        has_states = states is not None and states.is_bound
-        return [self._addresses_of(one, has_states=has_states) for one in self.publishers]
-
-    def _addresses_of(self, publisher: Publisher, *, has_states: bool) -> dict[str, str | None]:
-        states = publisher.states if has_states else None
-        return {
-            "endpoint": publisher.blocks.endpoint,
-            "replay": publisher.blocks.replay_endpoint,
-            "states": None if states is None else states.endpoint,
-            "states_replay": None if states is None else states.replay_endpoint,
-            "topic": self._config.kv_events_topic,
-        }
-
     def close(self) -> None:
         """Close all publishers."""
         for publisher in self.publishers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
@@ -146,7 +145,7 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     count = await serving.updater.update(
         body.model_path, serving.engine, serving.requests.change_weights, InFlight(body.in_flight), body.weights_version
     )
-    serving.identity = replace(serving.identity, weights=serving.updater.version)
+    serving.weights = serving.updater.weights
     message = f"{count} tensors are those of {body.model_path}"
     version = serving.engine.core.weights_version
     return {"success": True, "message": message, "tensors": count, "weights_version": version}

@@ -9,9 +9,11 @@ from starlette.responses import Response
 
 from megatron_ext.config import RequestParams
 from megatron_ext.server.api_errors import ApiError
+from megatron_ext.server.api_keys import Caller
 from megatron_ext.server.client.request_group import RequestGroup
+from megatron_ext.server.http.auth import CALLER
 from megatron_ext.server.http.body import JsonRoute
-from megatron_ext.server.http.request_parts import only_queries, tenant_of
+from megatron_ext.server.http.request_parts import only_queries
 from megatron_ext.server.openai.responses import finished
 from megatron_ext.server.openai.responses_api.answer_events import Event, ResponseAnswer
 from megatron_ext.server.openai.responses_api.continuing import conversation_of
@@ -35,7 +37,7 @@ _NAMES = {
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation, given as items or continued from a stored response."""
-    tenant = tenant_of(request)
+    tenant = _tenant(request)
     conversation = conversation_of(body, serving.responses, tenant)
     chat = body.chat_request(conversation.messages)
     try:
@@ -72,7 +74,7 @@ async def create_response(body: ResponsesRequest, request: Request, serving: Ser
 async def count_input_tokens(body: ResponsePrompt, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Return the number of tokens of a conversation, and with `return_token_ids` the tokens."""
     serving.check_name(body.model)
-    conversation = conversation_of(body, serving.responses, tenant_of(request))
+    conversation = conversation_of(body, serving.responses, _tenant(request))
     tokens = await serving.tokenize_chat(conversation.messages, body.chat_options)
     shown = {"prompt_token_ids": tokens} if body.return_token_ids else {}
     return {"object": "response.input_tokens", "input_tokens": len(tokens), **shown}
@@ -81,15 +83,21 @@ async def count_input_tokens(body: ResponsePrompt, request: Request, serving: Se
 @router.get("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def retrieve_response(response_id: str, request: Request, serving: ServerDependency) -> Response:
     """Return a stored response."""
-    stored = serving.responses.get((tenant_of(request), response_id), "response_id")
+    stored = serving.responses.get((_tenant(request), response_id), "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", dependencies=[Depends(only_queries())])
 async def delete_response(response_id: str, request: Request, serving: ServerDependency) -> dict[str, object]:
     """Delete a stored response; those that continue it keep its turn."""
-    serving.responses.delete((tenant_of(request), response_id))
+    serving.responses.delete((_tenant(request), response_id))
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _tenant(request: Request) -> str:
+    """Return the tenant of a request's key; empty without keys."""
+    caller: Caller = request.scope[CALLER]
+    return caller.tenant
 
 
 async def _events(

@@ -1,4 +1,4 @@
-"""Flags of routing: one group for runs, servers, coordinators and the Python interface."""
+"""Flags of routing: one group for runs, servers and the Python interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_arguments, parse_server_arguments
-from arguments.coordinator import parse_coordinator_arguments
 from megatron_ext.api.settings import read_settings
 from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
@@ -16,18 +15,11 @@ CACHING = "--inference-dynamic-batching-prefix-caching"
 POLICY, ALPHA = f"{CACHING}-coordinator-policy", f"{CACHING}-routing-alpha"
 
 
-def of_coordinator(words: list[str]):
-    return parse_coordinator_arguments(["--replica", "http://a:1", *words]).coordinator
-
-
-PARSERS = (parse_arguments, parse_server_arguments, of_coordinator)
-
-
 def of_python(**given: object) -> RoutingConfig:
     return read_settings({name[2:].replace("-", "_"): value for name, value in given.items()}).routing
 
 
-@pytest.mark.parametrize("parse", PARSERS)
+@pytest.mark.parametrize("parse", [parse_arguments, parse_server_arguments])
 class TestCommandLines:
     def test_the_default_is_our_own_policy(self, parse):
         assert parse([]).routing == RoutingConfig("least_computed", 0.5)

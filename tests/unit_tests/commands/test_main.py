@@ -14,7 +14,6 @@ from tests.unit_tests.support.source import ROOT
 TOOLS = {
     "run_inference": "run",
     "run_server": "serve",
-    "run_coordinator": "coordinate",
     "simulate_cache": "simulate",
     "explain_prefix": "explain",
     "prefix_cache": "prefix-cache",

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.config import ServerConfig
-from megatron_ext.coordinator.coordination import ReplicaRow as CoordinatorRow
 from megatron_ext.ray_serve.fleet_routes import ANSWERED_BY, Answers, FleetRoutes, WholeAnswer, whole_answer
 from megatron_ext.ray_serve.forwarded import ForwardedRequest
 from megatron_ext.ray_serve.replica_status import ADMIN_PATHS, ReplicaRow, status_router
@@ -152,13 +151,11 @@ async def test_rows_of_the_status_page(fleet: Fleet):
 
 
 async def test_the_page_reads_what_is_there(fleet: Fleet):
-    """RP-6: a replica serves the page of the fleet, which draws fields of a coordinator's rows and of ours."""
+    """RP-6: a replica serves the page of the fleet, which draws every field of a row, and no other."""
     page = await whole_answer(fleet.apps[NAMES[0]], request("/"), "x")
     assert page.body.decode() == FLEET_PAGE
     drawn = set(re.findall(r"\bone\.([a-z_]+)", FLEET_PAGE))
-    ours = {one.name for one in fields(ReplicaRow)}
-    assert ours - {"status"} <= drawn
-    assert drawn - {"status"} <= ours | {one.name for one in fields(CoordinatorRow)}
+    assert drawn == {one.name for one in fields(ReplicaRow)}
 
 
 async def test_a_reset_empties_every_cache(fleet: Fleet):

@@ -12,12 +12,11 @@ from megatron_ext.kv_events.events import AllBlocksCleared, AllStatesCleared, Bl
 from megatron_ext.ray_serve.cache_log import CacheReport, LogPosition
 from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
-from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.routing.scaling import ReplicaLoad
 
 SIZE, POOL = 4, 8
-FACTS = ReplicaFacts(Group("m", "c", "t"), SIZE, POOL, has_states=False)
-OTHER = dataclasses.replace(FACTS, group=Group("n", "c", "t"))
+FACTS = ReplicaFacts(SIZE, POOL, has_states=False)
 
 
 def run(length: int) -> BlockStored:
@@ -55,7 +54,7 @@ def test_the_candidate_that_reports_the_prefix_is_chosen():
     assert skipped(made, "a", "b", "c") == ("b", 15)
     assert skipped(made, "a", "c", "unknown")[1] == 0
     assert skipped(made, "unknown") is None
-    made.keep_only(["a", "c"])
+    made.leave("b")
     made.join("b", FACTS)
     assert skipped(made, "a", "b", "c")[1] == 0
     made.check()
@@ -88,7 +87,7 @@ def test_reports_follow_each_other():
     ids=["gap", "other log", "parent", "block size", "tokens", "pool"],
 )
 def test_a_replica_that_contradicts_itself_is_read_again(told: CacheReport):
-    """RP-1: nothing of it is believed, the next position asks for the whole contents, and others are not affected."""
+    """RP-8: nothing of it is believed, the next position asks for the whole contents, and others are not affected."""
     made = routing("a", "b")
     report(made, "a", whole(run(16), number=5))
     report(made, "b", whole(run(8), number=5))
@@ -132,17 +131,12 @@ def test_requests_in_flight_count_where_they_were_sent():
     assert [view.in_flight for view in made.views()] == [0]
 
 
-def test_groups_and_salts_stay_apart():
-    """RP-2: a request of one model finds its replicas only; equal tokens under another salt are another prompt."""
+def test_salts_stay_apart():
+    """RP-2: equal tokens under another salt are another prompt."""
     made = routing("a")
-    made.join("z", OTHER)
-    assert made.groups == [FACTS.group, OTHER.group]
-    prompt = made.prompt(range(16))
-    assert made.choose(prompt, ["a", "z"], OTHER.group).replica == "z"
-    assert made.choose(prompt, ["a"], OTHER.group) is None
     made.begin("r", "a", made.prompt(range(16), "mine"), 8)
     assert made.choose(made.prompt(range(16), "mine"), ["a"]).skipped == 15
-    assert made.choose(prompt, ["a"]).skipped == 0
+    assert made.choose(made.prompt(range(16)), ["a"]).skipped == 0
 
 
 def test_an_unknown_prompt_goes_to_the_least_load():
@@ -169,7 +163,7 @@ def test_facts_travel_as_json():
     """RP-1: the facts of a replica of another version are refused."""
     content = json.loads(json.dumps(FACTS.to_dict()))
     assert ReplicaFacts.of(content) == FACTS
-    for wrong in ({}, content | {"more": 1}, content | {"group": {}}, content | {"block_size": "4"}):
+    for wrong in ({}, content | {"more": 1}, content | {"block_size": "4"}):
         with pytest.raises(ValueError, match="another version"):
             ReplicaFacts.of(wrong)
 
@@ -180,7 +174,7 @@ def test_new_facts_replace_a_replica():
     report(made, "a", whole(run(16)))
     made.join("a", FACTS)
     assert skipped(made, "a") == ("a", 15)
-    made.join("a", OTHER)
+    made.join("a", dataclasses.replace(FACTS, tag="of another process"))
     assert skipped(made, "a") == ("a", 0)
 
 
@@ -220,6 +214,8 @@ def test_the_load_by_other_ingresses_counts():
     made.note_load("a", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
     made.note_load("unknown", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 8)))
     assert load_of(made, "a") == 108
+    made.note_load("a", LoadReport(ReplicaLoad("", 0, 2, 8), (2, 100, 50_000)))
+    assert load_of(made, "a") == 100 + 2 * 256, "no more than the average of each"
     assert made.choose(made.prompt(()), ["a", "b"]).replica == "b"
     made.note_load("a", LoadReport(ReplicaLoad("", 0, 0, 8), (0, 0, 0)))
     assert load_of(made, "a") == 0

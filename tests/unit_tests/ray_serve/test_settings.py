@@ -109,6 +109,14 @@ def test_mistakes_are_named(given: dict[str, object], part: str):
     assert "\n" not in str(raised.value)
 
 
+def test_removed_names_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Names of earlier versions are refused with what to use in their place."""
+    removed = {"flags": {"--a-removed-flag": "give --another"}, "values": {}}
+    monkeypatch.setattr("arguments.removed.removed", removed.__getitem__)
+    with pytest.raises(ConfigError, match=r"a_removed_flag was removed in .*: give --another"):
+        read_app_settings({"a_removed_flag": 4})
+
+
 @pytest.mark.parametrize("build", [build_app, lambda: app({})])
 def test_without_ray_the_extra_is_named(build, monkeypatch: pytest.MonkeyPatch):
     """The package works without Ray, and says what to install where it is needed."""

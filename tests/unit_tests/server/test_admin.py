@@ -221,7 +221,6 @@ class TestPause:
             assert ask(server, "GET", "/is_paused").json() == {"is_paused": True}
             health = server.http.get("/health")
             assert (health.status_code, health.json()["status"]) == (200, "paused")
-            assert server.http.get("/replica").json()["status"] == "paused"
             load = ask(server, "GET", "/load").json()
             assert (load["status"], load["running"]) == ("paused", 1)
             steps = server.engine.step_count
@@ -321,9 +320,8 @@ class TestUpdate:
         assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
         answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"}).json()
         assert answer["success"] is True
-        replica = ask(server, "GET", "/replica").json()
-        version = replica["weights"]
-        assert (replica["weights_version"], replica["is_updating"]) == (answer["weights_version"], False)
+        assert answer["weights_version"] == server.engine.core.weights_version
+        weights = server.serving.weights
         new = tokens(server)
         assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         expected = tiny_engine_with(build_slow_decay(HYBRID, seed=6))
@@ -333,7 +331,7 @@ class TestUpdate:
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": absolute}).status_code == 200
         ask(server, "POST", "/wake_up")
         assert tokens(server)["choices"] == old["choices"]
-        assert ask(server, "GET", "/replica").json()["weights"] not in ("-", version)
+        assert server.serving.weights not in ("-", weights)
 
     async def test_one_after_the_other(self, tmp_path, monkeypatch):
         """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
@@ -341,11 +339,10 @@ class TestUpdate:
 
         def read(updater: WeightsUpdater, path: str, _: object) -> tuple[Callable[[], int], str]:
             happened.append(f"read {path}")
-            assert updater.is_updating
             if path == "two":
                 second.set()
             second.wait(0.5)  # one that comes too early has the time to do so
-            return (lambda: 1), f"version of {path}"
+            return (lambda: 1), f"hash of {path}"
 
         async def change_weights(in_flight: InFlight, write: object) -> None:
             happened.append("written")
@@ -354,8 +351,7 @@ class TestUpdate:
         updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), None, SourceConfig(), {})
         await asyncio.gather(*(updater.update(path, None, change_weights) for path in ("one", "two")))
         assert happened == ["read one", "written", "read two", "written"]
-        assert updater.version == "version of two"
-        assert not updater.is_updating
+        assert updater.weights == "hash of two"
 
     @pytest.mark.parametrize("in_flight", [None, "continue", "finish", "abort"])
     def test_requests_in_flight(self, server, in_flight):

@@ -1,8 +1,7 @@
-"""SA-10: agents' loops of a dozen turns, on one process, on two ranks, and behind a coordinator."""
+"""SA-10: agents' loops of a dozen turns, on one process and on two ranks."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 
@@ -12,9 +11,7 @@ import torch
 from tests.unit_tests.parallel.test_failures import be_patient
 from tests.unit_tests.parallel.test_server import stop
 from tests.unit_tests.support.agent_loop import COMPACTION, TURNS, check_cache, play
-from tests.unit_tests.support.fleet import coordinator
 from tests.unit_tests.support.ranks import run_world
-from tests.unit_tests.support.real_replicas import start
 
 BLOCK = 16
 FLAGS = ("--inference-dynamic-batching-block-size", str(BLOCK), "--inference-dynamic-batching-block-count", "400")
@@ -59,19 +56,3 @@ def test_two_ranks():
     """Guided calls are the same on all ranks: rank 0 alone computes masks."""
     first, _ = run_world(serve_and_play, 2)
     assert "the loop ended well" in first.stdout, first.stderr
-
-
-@pytest.mark.long
-async def test_behind_a_coordinator(tmp_path):
-    """Two agents: each stays with the replica that has its conversation."""
-    replicas = [start(tmp_path, *FLAGS) for _ in range(2)]
-    try:
-        for replica in replicas:
-            replica.wait()
-        async with coordinator(*replicas, replica_timeout=60.0) as front:
-            for name in ("Ada", "Bob"):  # at once, the load of one would move the other
-                check_cache(await asyncio.to_thread(play, front.url, name), BLOCK)
-            await front.check_idle()
-    finally:
-        for replica in replicas:
-            replica.process.kill()

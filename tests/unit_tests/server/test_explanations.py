@@ -18,7 +18,6 @@ from megatron_ext.simulation.sweep import run_point
 from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
-from tests.unit_tests.support.fleet import coordinator
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 PATH = "/v1/completions"
@@ -177,24 +176,6 @@ class TestWhereTheTextIs:
             shown = [server.http.get(path, headers={"Authorization": "Bearer key"}).text for path in paths]
         for text in (*shown, caplog.text, repr([record.__dict__ for record in caplog.records])):
             assert not any(word in text for word in ("Unguja", "lives", "Zanzibar", '"age"'))
-
-    async def test_through_a_coordinator_with_keys(self, serve):
-        """The coordinator's tenants are salts of the replica: each has its own explanations, and nothing of another."""
-        server = serve(tiny_engine(cache=explaining()))
-        server.reset_cache()
-        async with coordinator(server, api_key="key") as front:
-            body = {"max_tokens": 1, "explain_prefix_cache": True, "cache_salt": None}
-
-            async def said(prompt: list[int], salt: str | None = None) -> dict:
-                headers = {"Authorization": "Bearer key"}
-                answer = await front.complete(prompt, **body | {"cache_salt": salt}, headers=headers)
-                return answer.json()["choices"][0]["prefix_cache_explanation"]
-
-            await said(FIRST)
-            await said(parting_at(20))
-            own, other = await said(OTHER), await said(OTHER, "other")
-        assert (own["reason"], own["before"]) == ("parted", texts(OTHER[:25])[-40:])
-        assert (other["reason"], other["age"], "before" in other) == ("not_cached", None, False)
 
 
 def test_near_misses_are_counted_by_reason_and_depth(closed):

@@ -104,7 +104,7 @@ class TestOneRequest:
         bad = server.http.post("/v1/completions", json=body(VICTIM, stop="poison"))
         assert bad.status_code == 500
         assert bad.json()["error"]["message"] == "Planted: planted"
-        assert bad.json()["error"]["code"] == "request_failed", "a coordinator does not try it elsewhere"
+        assert bad.json()["error"]["code"] == "request_failed", "it would fail elsewhere, too"
         assert texts(ask_all(server, prompts, stop="no such word")) == expected
         assert counted() == 1
 

@@ -70,7 +70,7 @@ def test_the_description_is_the_servers(target):
     assert {(method, path) for path, methods in paths.items() for method in methods} == {
         (operation.method, operation.path) for operation in OPERATIONS
     }
-    assert len(OPERATIONS) == 26
+    assert len(OPERATIONS) == 25
 
 
 @pytest.mark.parametrize(

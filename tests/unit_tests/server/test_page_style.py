@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
 import subprocess
+import threading
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.ray_serve.replica_status import ReplicaRow
 from megatron_ext.server.http.docs_page import docs_page
-from megatron_ext.server.http.status_page import FLEET_PAGE, PAGE, STYLE
+from megatron_ext.server.http.status_page import FLEET_PAGE, FLEET_PAGE_HEADERS, PAGE, STYLE
 from tests.unit_tests.server.test_observing import _Page, chromium, needs_chromium
-from tests.unit_tests.support.fleet import fleet
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 BEHIND = ("--ground", "--card")
@@ -172,19 +174,41 @@ def test_values_by_keys_and_pointer_and_the_grid(reading, tmp_path, monkeypatch,
     assert body["drafts"] == "true", "the server does not speculate"
 
 
+class FleetOfOne(BaseHTTPRequestHandler):
+    """Server of the page of a fleet, and of its data: one replica."""
+
+    row = ReplicaRow(
+        *("a1", "10.0.0.1", "ok", "", "tiny", "0123456789abcdef" * 2),
+        **{"in_flight": 0, "waiting": 0, "load_tokens": 0, "skipped": 5, "computed": 7, "hits": 1, "errors": 0},
+        **{"blocks": 200, "blocks_cached": 20, "states": 3, "state_slots": 64},
+    )
+
+    def do_GET(self) -> None:  # the name that http.server calls
+        is_page = self.path == "/"
+        content = FLEET_PAGE if is_page else json.dumps({"version": "1", "replicas": [asdict(self.row)]})
+        self.send_response(200)
+        for name, value in (FLEET_PAGE_HEADERS if is_page else {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
 @needs_chromium
-async def test_a_fleets_bar_is_the_skipped_share(tmp_path):
-    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
-    async with fleet(1) as (front, _):
-        await front.complete()
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, f"{front.url}/", stdout=pipe, stderr=pipe)
-        text = (await process.communicate())[0].decode()
-        (row,) = front.coordination.rows()
-    weights = row["weights"] or "-"
-    assert f'<span class="hash" title="{weights}">{weights[:12]}</span>' in text, "a hash is cut"
-    share = 100 * row["skipped"] / (row["skipped"] + row["computed"])
+def test_a_fleets_bar_is_the_skipped_share(tmp_path):
+    with ThreadingHTTPServer(("127.0.0.1", 0), FleetOfOne) as fleet:
+        threading.Thread(target=fleet.serve_forever).start()
+        command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", "--dump-dom"]
+        url = f"http://127.0.0.1:{fleet.server_port}/"
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=False)
+        fleet.shutdown()
+    row, text = FleetOfOne.row, done.stdout
+    assert f'<span class="hash" title="{row.weights}">{row.weights[:12]}</span>' in text, "a hash is cut"
+    share = 100 * row.skipped / (row.skipped + row.computed)
     assert f"({share:.1f} %)" in text
     assert float(re.search(r'class="bar"><div style="width: ([0-9.]+)%', text).group(1)) == pytest.approx(
         share, abs=0.1

@@ -22,7 +22,7 @@ from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engin
 from tests.unit_tests.support.source import ROOT
 
 KEY = "the-only-key"
-OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json", "/replica")
+OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json")
 KEYED = (
     ("GET", "/load", {}),
     ("GET", "/tokenizer_info", {}),
@@ -167,72 +167,47 @@ class TestTokens:
         assert "are for messages" in check_error(refused, 400)["message"]
 
 
-class TestReplica:
-    def test_signs_of_life(self, talking):
-        """RP-4: the process, the engine's steps, and what was skipped and computed."""
-        first = talking.http.get("/replica").json()
-        assert (first["model"], first["status"], first["living"]) == ("embedded", "ok", 0)
-        assert (first["block_size"], first["blocks"], first["has_states"]) == (16, 400, True)
-        body = {"prompt": TEXT * 5, "max_tokens": 3, "temperature": 0}
-        usage = talking.http.post("/v1/completions", json=body).json()["usage"]
-        second = talking.http.get("/replica").json()
-        assert second["instance"] == first["instance"]
-        assert second["steps"] >= first["steps"] + 3
-        grown = {name: second["prompt_tokens"][name] - first["prompt_tokens"][name] for name in ("skipped", "computed")}
-        assert sum(grown.values()) == usage["prompt_tokens"]
+def test_load_of_other_routers(talking):
+    """RP-2: requests in flight that the asking router has not sent, with their tokens; their end is told."""
+    requests, begun, go_on = talking.serving.requests, threading.Event(), threading.Event()
 
-    def test_its_identity(self, talking):
-        """RP-2: hashes of configuration, tokenizer and weights, by which a coordinator tells replicas apart."""
-        told = talking.http.get("/replica").json()
-        shown = talking.serving.identity
-        hashes = told["configuration"], told["tokenizer"], told["weights"]
-        assert hashes == (shown.configuration, shown.tokenizer, shown.weights)
+    def slow():
+        begun.set()
+        assert go_on.wait(PATIENCE)
 
-    def test_load_of_other_coordinators(self, talking):
-        """RP-5: requests in flight that the asking coordinator has not sent, with their tokens; their end is told."""
-        requests, begun, go_on = talking.serving.requests, threading.Event(), threading.Event()
+    async def load_of_others(sender: str) -> tuple[int, int, int]:
+        return requests.load_of_others(sender)
 
-        def slow():
-            begun.set()
-            assert go_on.wait(PATIENCE)
+    def others(sender: str) -> tuple[int, int, int]:
+        return asyncio.run_coroutine_threadsafe(load_of_others(sender), talking.loop).result(PATIENCE)
 
-        def others(sender: str | None) -> dict[str, int]:
-            headers = {} if sender is None else {SENDER_HEADER: sender}
-            return talking.http.get("/replica", headers=headers).json()["others"]
+    def end_of_others(patience: float) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(requests.wait_for_others("one", patience), talking.loop)
 
-        def end_of_others(patience: float) -> Future[None]:
-            return asyncio.run_coroutine_threadsafe(requests.wait_for_others("one", patience), talking.loop)
-
-        blocking = asyncio.run_coroutine_threadsafe(requests.call(slow), talking.loop)
-        assert begun.wait(PATIENCE)
-        threads = []
-        for sender, length in (("one", 10), ("two", 20), (None, 30)):
-            headers = {} if sender is None else {SENDER_HEADER: sender}
-            body = {"prompt": [5] * length, "max_tokens": length // 10, "n": 2}
-            ask = functools.partial(talking.http.post, "/v1/completions", json=body, headers=headers)
-            threads.append(threading.Thread(target=ask))
-            threads[-1].start()
-            talking.wait_until(lambda: requests.living == 2 * len(threads))
-            if len(threads) == 1:
-                end_of_others(NEVER).result(PATIENCE)
-        end = end_of_others(NEVER)
-        end_of_others(0).result(PATIENCE)
-        assert not end.done()
-        assert others("one") == {"requests": 4, "prompt_tokens": 100, "output_tokens": 10}
-        assert others("two") == {"requests": 4, "prompt_tokens": 80, "output_tokens": 8}
-        assert others("three") == others(None) == {"requests": 6, "prompt_tokens": 120, "output_tokens": 12}
-        go_on.set()
-        blocking.result(PATIENCE)
-        end.result(PATIENCE)
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert others("three") == {"requests": 0, "prompt_tokens": 0, "output_tokens": 0}
-
-    def test_counts_stay_hidden(self, serve):
-        hiding = serve(tiny_engine(), hide_cache_counts=True)
-        told = hiding.http.get("/replica").json()
-        assert told["prompt_tokens"] is None
-        assert told["has_keys"] is False
+    blocking = asyncio.run_coroutine_threadsafe(requests.call(slow), talking.loop)
+    assert begun.wait(PATIENCE)
+    threads = []
+    for sender, length in (("one", 10), ("two", 20), (None, 30)):
+        headers = {} if sender is None else {SENDER_HEADER: sender}
+        body = {"prompt": [5] * length, "max_tokens": length // 10, "n": 2}
+        ask = functools.partial(talking.http.post, "/v1/completions", json=body, headers=headers)
+        threads.append(threading.Thread(target=ask))
+        threads[-1].start()
+        talking.wait_until(lambda: requests.living == 2 * len(threads))
+        if len(threads) == 1:
+            end_of_others(NEVER).result(PATIENCE)
+    end = end_of_others(NEVER)
+    end_of_others(0).result(PATIENCE)
+    assert not end.done()
+    assert others("one") == (4, 100, 10)
+    assert others("two") == (4, 80, 8)
+    assert others("three") == others("") == (6, 120, 12)
+    go_on.set()
+    blocking.result(PATIENCE)
+    end.result(PATIENCE)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert others("three") == (0, 0, 0)
 
 
 class TestDescription:

@@ -1,7 +1,7 @@
 """Ids of responses and their items: random, with the tag of the process that may have stored them.
 
 The tag lets a router send a follow-up to the process with the conversation. It is the beginning of the process's
-`instance`, which `GET /replica` shows.
+`instance` id.
 """
 
 from __future__ import annotations

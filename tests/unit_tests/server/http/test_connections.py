@@ -25,7 +25,6 @@ from megatron_ext.server.http.connections import (
     Connections,
     GuardedProtocol,
     effective_max_connections,
-    raise_file_limit,
 )
 from megatron_ext.server.run import bind
 from megatron_ext.server.serving import Serving
@@ -230,24 +229,6 @@ class TestFiles:
         monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: (SPARE_FILES, SPARE_FILES))
         with pytest.raises(ConfigError, match=r"`ulimit -n` is 64.*raise it to 1\d\d\d for --max-connections 1024"):
             effective_max_connections(ServerLimits())
-
-    @pytest.mark.parametrize(
-        ("now", "raised"),
-        [
-            ((1024, 4096), (4096, 4096)),
-            ((1024, 1 << 20), (1 << 16, 1 << 20)),
-            ((1024, resource.RLIM_INFINITY), (1 << 16, resource.RLIM_INFINITY)),
-            ((1 << 17, 1 << 20), None),
-            ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
-        ],
-    )
-    def test_a_coordinator_has_files_for_calls_and_events(self, monkeypatch, now, raised):
-        """SE-8: as many as the hard limit allows, up to 65,536."""
-        limits = []
-        monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: now)
-        monkeypatch.setattr(guarded.resource, "setrlimit", lambda _, pair: limits.append(pair))
-        raise_file_limit()
-        assert limits == ([] if raised is None else [raised])
 
     def test_errors_of_accept_are_few_lines(self, monkeypatch, caplog):
         """Asyncio logs a traceback for each of 2,048 tries, second after second: 150 MB in 20 s."""

@@ -12,13 +12,12 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.ray_serve.forwarded import ForwardedRequest, IngressApp, ReadPrompt, owner_of
 from megatron_ext.ray_serve.prefix_routing import PrefixRouting
 from megatron_ext.ray_serve.prompts import read_prompt
-from megatron_ext.ray_serve.replica_facts import Group, ReplicaFacts
+from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.server.api_errors import ApiError
-from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag, tag_of
+from megatron_ext.server.openai.responses_api.response_ids import new_id, owner_named, owner_tag
 from megatron_ext.server.openai.responses_api.response_store import LONGEST_AGE, ResponseStore
 from tests.unit_tests.server.openai.test_responses import BASE, FLAT, QUESTION, RESPONSES, create
 from tests.unit_tests.server.test_errors import check_error
-from tests.unit_tests.support.fleet import coordinator
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 STORES = ServerLimits(responses_store_mb=1.0)
@@ -28,12 +27,6 @@ NEXT = "And in Rome?"
 
 @pytest.fixture(scope="module")
 def storing(serve) -> LiveServer:
-    return serve(embedded_engine(), "embedded", limits=STORES)
-
-
-@pytest.fixture(scope="module")
-def other(serve) -> LiveServer:
-    """Another replica of the same model."""
     return serve(embedded_engine(), "embedded", limits=STORES)
 
 
@@ -270,88 +263,12 @@ class TestIds:
         assert owner_named({"input": "text"}) is None
 
 
-def conversation(url_or_http, first: dict, **headers: str):
-    body = BASE | {"previous_response_id": first["id"], "input": NEXT, "max_output_tokens": 4}
-    return url_or_http.post(RESPONSES, json=body, headers=headers)
-
-
-class TestFleet:
-    async def test_a_follow_up_goes_to_the_replica_that_has_it(self, storing, other):
-        """Follow-ups, retrieval and deletion reach the owner, whatever load and cached prefixes say."""
-        storing.reset_cache()
-        other.reset_cache()
-        async with coordinator(storing, other, policy="round_robin") as front:
-            body = BASE | {"input": QUESTION, "max_output_tokens": 4}
-            owners = set()
-            for _ in range(4):
-                first = (await front.http.post(RESPONSES, json=body)).json()
-                owners.add(owner_tag(first["id"]))
-                for _ in range(2):
-                    answer = await conversation(front.http, first)
-                    assert answer.status_code == 200, answer.text
-                    assert owner_tag(answer.json()["id"]) == owner_tag(first["id"])
-                    assert answer.json()["usage"]["input_tokens"] > first["usage"]["total_tokens"]
-                path = f"{RESPONSES}/{first['id']}"
-                assert (await front.http.get(path)).json() == first
-                assert (await front.http.delete(path)).json()["deleted"] is True
-                assert (await front.http.get(path)).status_code == 404
-            assert owners == {tag_of(one.serving.instance) for one in (storing, other)}
-            unknown = {"id": new_id("resp", "f" * 8)}
-            error = check_error(await conversation(front.http, unknown), 404)
-            assert "--responses-store-mb" in error["message"]
-            await front.check_idle()
-
-    async def test_a_replica_that_drains_goes_on_with_its_conversations(self, storing, other):
-        async with coordinator(storing, other) as front:
-            body = BASE | {"input": QUESTION, "max_output_tokens": 4, "stream": False}
-            first = (await front.http.post(RESPONSES, json=body)).json()
-            tags = {tag_of(one.serving.instance): one.url for one in (storing, other)}
-            front.coordination.fleet.drain(tags[owner_tag(first["id"])])
-            answer = await conversation(front.http, first)
-            assert answer.status_code == 200, answer.text
-            assert owner_tag(answer.json()["id"]) == owner_tag(first["id"])
-            fresh = (await front.http.post(RESPONSES, json=body)).json()
-            assert owner_tag(fresh["id"]) != owner_tag(first["id"])
-
-    async def test_a_prompt_is_routed_by_its_tokens(self, storing, other):
-        """RP-2: the same conversation goes to the replica that has its prefix, as a chat's does."""
-        storing.reset_cache()
-        other.reset_cache()
-        async with coordinator(storing, other) as front:
-            fields = BASE | {"input": QUESTION * 10, "max_output_tokens": 2, "instructions": "Be brief."}
-            first = (await front.http.post(RESPONSES, json=fields)).json()
-            for _ in range(3):
-                again = (await front.http.post(RESPONSES, json=fields)).json()
-                assert owner_tag(again["id"]) == owner_tag(first["id"])
-                assert again["usage"]["input_tokens_details"]["cached_tokens"] > 0
-            count = await front.http.post(f"{RESPONSES}/input_tokens", json={"input": QUESTION})
-            assert count.json()["input_tokens"] < first["usage"]["input_tokens"]
-            stream = await front.http.post(RESPONSES, json=fields | {"stream": True})
-            assert "response.incomplete" in stream.text
-            await front.check_idle()
-
-    async def test_keys_of_a_coordinator_are_tenants_of_replicas_without_keys(self, storing, other, tmp_path):
-        """Another key's response is a 404 there, too."""
-        file = tmp_path / "api"
-        file.write_text(f"{ALICE}\n{BOB}\n")
-        async with coordinator(storing, other, api_key_file=str(file)) as front:
-            alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-            body = BASE | {"input": QUESTION, "max_output_tokens": 2}
-            first = (await front.http.post(RESPONSES, json=body, headers=alice)).json()
-            path = f"{RESPONSES}/{first['id']}"
-            assert (await conversation(front.http, first, **bob)).status_code == 404
-            assert (await front.http.get(path, headers=bob)).status_code == 404
-            assert (await front.http.delete(path, headers=bob)).status_code == 404
-            assert (await conversation(front.http, first, **alice)).status_code == 200
-            assert (await front.http.get(path, headers=alice)).json() == first
-
-
 class TestRay:
     def test_the_router_knows_the_owner(self):
         tags = ["a" * 8, "b" * 8]
         routing = PrefixRouting()
         for name, tag in zip("xy", tags, strict=True):
-            routing.join(name, ReplicaFacts(Group("m", "c", "t"), 16, 100, has_states=False, tag=tag))
+            routing.join(name, ReplicaFacts(16, 100, has_states=False, tag=tag))
         assert [routing.owner(tag) for tag in (*tags, "c" * 8, None)] == ["x", "y", None, None]
         named = new_id("resp", tags[1])
         follow = json.dumps({"previous_response_id": named, "input": "x"}).encode()

@@ -1,1 +1,0 @@
-"""An OpenAI server in front of replicas of `megatron_ext.server`; see docs/fleet.md."""

@@ -1,1 +1,0 @@
-"""Replicas of the fleet: identities, heartbeats, groups, and the file that names them."""

@@ -1,1 +1,0 @@
-"""Routes of a coordinator, by purpose."""

@@ -1,0 +1,47 @@
+"""RP-3: contents of one cache by its events, blocks and snapshots in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.kv_events.events import (
+    AllBlocksCleared,
+    AllStatesCleared,
+    BlockRemoved,
+    BlockStored,
+    StateRemoved,
+    StateStored,
+)
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.routing.published_cache import PublishedCache
+from megatron_ext.routing.router import Router
+
+SIZE, POOL = 4, 8
+RUN = BlockStored([0, 1, 2], None, packed_tokens(range(3 * SIZE)), SIZE)
+
+
+def test_a_snapshot_counts_while_its_block_is_known():
+    """A snapshot may be reported first, or removed last."""
+    router = Router()
+    router.join("r", SIZE, has_states=True)
+    cache = PublishedCache(router, "r", 0, SIZE, POOL)
+    prompt = router.prompt(range(4 * SIZE))
+
+    def skipped(*steps: Iterator[None]) -> int:
+        """Blocks that are skipped after events."""
+        for one in steps:
+            assert all(step is None for step in one)
+        router.check()
+        return router.route(prompt).skipped // SIZE
+
+    blocks, states = cache.apply_blocks, cache.apply_states
+    assert skipped(states(StateStored([1]))) == 0
+    assert skipped(blocks(RUN)) == 2
+    assert skipped(blocks(AllBlocksCleared())) == 0
+    assert skipped(blocks(RUN)) == 2, "a reset of blocks says nothing of snapshots"
+    assert skipped(blocks(BlockRemoved([2, 1]))) == 0
+    assert (router.replicas()[0].blocks, router.replicas()[0].states) == (1, 0)
+    assert skipped(blocks(RUN)) == 2
+    assert skipped(blocks(BlockRemoved([2, 1])), states(StateRemoved([1])), blocks(RUN)) == 0
+    assert skipped(states(StateStored([0, 2]))) == 3
+    assert skipped(states(AllStatesCleared()), states(StateStored([0]))) == 1
