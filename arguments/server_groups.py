@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from arguments.flags import Flag, FlagGroup
-from megatron_ext.config import CONTROL_TOKENS, LOG_LEVELS, AccessConfig, ServerConfig, ServerLimits
-from megatron_ext.config.access_control import REASONING_PARSERS, TOOL_CALL_PARSERS
+from megatron_ext.config import CONTROL_TOKENS, LOG_LEVELS, ServerConfig, ServerLimits
 from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 SERVER = FlagGroup(
     "server",
@@ -85,7 +85,7 @@ KV_EVENTS = FlagGroup(
 
 ACCESS = FlagGroup(
     "access (see docs/server.md and SECURITY.md)",
-    AccessConfig,
+    ServerConfig,
     (
         Flag(
             "api_key",

@@ -5,7 +5,6 @@ A default of `None` means that the value is derived later; the comment says from
 
 from __future__ import annotations
 
-from megatron_ext.config.access_control import CONTROL_TOKENS, AccessConfig
 from megatron_ext.config.batching import (
     DTYPES,
     BatchingConfig,
@@ -24,14 +23,13 @@ from megatron_ext.config.request import (
 )
 from megatron_ext.config.run import (
     FULL_FORMAT,
-    LOG_LEVELS,
     OUTPUT_FORMATS,
     InferenceSettings,
     RunConfig,
-    ServerConfig,
     ServerSettings,
     StartNotes,
 )
+from megatron_ext.config.server import CONTROL_TOKENS, LOG_LEVELS, ServerConfig
 from megatron_ext.config.source import SourceConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 
@@ -50,7 +48,6 @@ __all__ = [
     "RECURRENT_LAYERS",
     "ROUTER_SCORE_FUNCTIONS",
     "SOFTMAX_TYPES",
-    "AccessConfig",
     "BatchingConfig",
     "CacheConfig",
     "EvictionPolicyName",

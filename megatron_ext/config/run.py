@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from megatron_ext.config.access_control import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
 from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
-from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.config.server import ServerConfig
 from megatron_ext.config.source import SourceConfig
 from megatron_ext.config.speculation import SpeculationConfig
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 FULL_FORMAT = "full"
 OUTPUT_FORMATS = ("megatron", FULL_FORMAT)
 # Defaults for synthetic prompts if only one of the two is given; the numbers are Megatron's.
@@ -139,40 +136,6 @@ class RunConfig:
         ):
             satisfied = not given[name] or given[needed]
             require(satisfied, f"{flag_of(name)} needs {flag_of(needed)}; give both or neither")
-
-
-@dataclass(frozen=True)
-class ServerConfig(AccessConfig):
-    """Settings of `megatron-ext serve`: address, access, and limits."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    served_model_name: tuple[str, ...] = ()  # the first is shown; default: the last part of the checkpoint's path
-    max_waiting_requests: int = 256
-    shutdown_timeout: float = 30.0  # seconds
-    inference_logging_step_interval: int = 0  # steps; 0 is no log
-    log_level: str = "info"  # one of LOG_LEVELS
-    access_log: bool = True  # a line for each request
-    profile: str | None = None  # a directory for a trace of the first steps
-    limits: ServerLimits = field(default_factory=ServerLimits)
-    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        level, levels = self.log_level, ", ".join(LOG_LEVELS)
-        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
-        require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
-        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
-        names = self.served_model_name
-        require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
-        require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
-        require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
-        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
-        require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
-        valid_timeout = math.isfinite(timeout) and timeout >= 0
-        require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
-        interval = self.inference_logging_step_interval
-        require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
 
 
 @dataclass(frozen=True)

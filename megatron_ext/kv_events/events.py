@@ -6,10 +6,11 @@ socket of their own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-Hash = Hashable  # other publishers may send bytes
+Hash: TypeAlias = int
 MEMORY = "GPU"  # medium: the first tier of KV on any device; routers use it as a weight
 DISK = "DISK"  # medium: the directory of a cache that survives restarts
 
@@ -31,7 +32,7 @@ class BlockStored:
     parent: Hash | None
     tokens: Sequence[int]
     block_size: int
-    extra_keys: Sequence[object] | None = None
+    extra_keys: Sequence[Sequence[str] | None] | None = None
     medium: str = MEMORY
 
 

@@ -19,7 +19,6 @@ from megatron_ext.ray_serve.forwarded import ForwardedRequest, respond
 from megatron_ext.server.access import note_description
 from megatron_ext.server.api_errors import FAULT, ApiError, ClientGone
 from megatron_ext.server.http.body import read_body
-from megatron_ext.server.http.combined_answers import combined
 from megatron_ext.server.openai.streaming import while_connected
 from megatron_ext.server.scope import route_path
 
@@ -155,12 +154,19 @@ def merged_metrics(texts: Mapping[str, str]) -> str:
 
 
 def _by_replica(answers: Answers, *, needs_all: bool = True) -> Response:
-    """Return each replica's answer, by name. The status is the first that is not 200, if all answers are needed."""
-    found = {
-        name: (_NO_ANSWER, {"error": {"message": one}}) if isinstance(one, str) else (one.status, one.json())
-        for name, one in answers.items()
+    """Return each replica's answer, by name.
+
+    Args:
+        answers: Answers of all replicas.
+        needs_all: Whether the status is the first that is not 200; otherwise one 200 is enough.
+    """
+    statuses = [_NO_ANSWER if isinstance(one, str) else one.status for one in answers.values()]
+    bad = [status for status in statuses if status != 200]
+    is_good = not bad or (not needs_all and len(bad) < len(statuses))
+    content = {
+        name: {"error": {"message": one}} if isinstance(one, str) else one.json() for name, one in answers.items()
     }
-    return combined(found, needs_all=needs_all)
+    return JSONResponse({"replicas": content}, 200 if is_good else bad[0])
 
 
 def _any(answers: Answers) -> Response:

@@ -22,7 +22,7 @@ from megatron_ext.ray_serve.load_report import LoadReport
 from megatron_ext.ray_serve.replica_facts import ReplicaFacts
 from megatron_ext.routing.prompt import Prompt
 from megatron_ext.routing.published_cache import EventError, PublishedCache
-from megatron_ext.routing.router import Decision, ReplicaView, Router
+from megatron_ext.routing.router import Decision, Router
 from megatron_ext.routing.scaling import ReplicaLoad, retiring
 
 _BLOCK_EVENTS = (BlockStored, BlockRemoved, AllBlocksCleared)
@@ -106,10 +106,6 @@ class PrefixRouting:
     def owner(self, tag: str | None) -> str | None:
         """Return the replica whose ids of responses have a tag; None if it has not joined, or has left."""
         return next((name for name, member in self._members.items() if member.facts.tag == tag), None)
-
-    def views(self) -> list[ReplicaView]:
-        """Return statistics of all replicas."""
-        return self._router.replicas()
 
     def note_load(self, replica: str, report: LoadReport) -> None:
         """Note the load of a replica, which has other requests than those of this router; unknown ones are ignored."""
@@ -204,16 +200,11 @@ class PrefixRouting:
         if request in self._in_flight:
             self._router.prefilled(request)
 
-    def end(self, request: Hashable, generated: int | None = None) -> None:
-        """Stop counting a request, however it ended; unknown ones are ignored.
-
-        Args:
-            request: Id of the request.
-            generated: Number of generated tokens, if it completed and the number is known.
-        """
+    def end(self, request: Hashable) -> None:
+        """Stop counting a request, however it ended; unknown ones are ignored."""
         if request in self._in_flight:
             self._in_flight.discard(request)
-            self._router.ended(request, generated)
+            self._router.ended(request)
 
     def check(self) -> None:
         """Assert the invariants of the router."""

@@ -1,4 +1,4 @@
-"""Routing policies: choice of one open replica for a prompt.
+"""Routing policies: choice of one replica for a prompt.
 
 `least_computed` is the default. The cost of a prompt on a replica, in tokens, is alpha * (tokens of the prompt to
 compute there) + (1 - alpha) * (tokens to compute there for other requests). The lowest cost wins; among equal costs the
@@ -41,7 +41,6 @@ class Fleet:
         loads: Loads of all replicas.
         indexes: Prefix indexes by block size.
         members: Bits of the replicas of each block size.
-        open: Bits of the replicas that take one more request.
         reluctant: Bits of the replicas at which new conversations had better not start.
         last: Number of the replica chosen last by round robin.
         replicas: Replicas by number.
@@ -50,7 +49,6 @@ class Fleet:
     loads: Loads = field(default_factory=Loads)
     indexes: dict[int, PrefixIndex] = field(default_factory=dict)
     members: dict[int, int] = field(default_factory=dict)
-    open: int = 0
     reluctant: int = 0
     last: int = -1
     replicas: dict[int, Replica] = field(default_factory=dict)
@@ -72,10 +70,9 @@ class Fleet:
         held, others = self.held(one), self.held(other)
         return CROWDING * length * (held - others) / (self.replicas[one].capacity or held) if held > others else 0.0
 
-    def max_skipped(self, prompt: Prompt, replicas: int) -> int:
-        """Return the maximum tokens that any of `replicas` skips."""
-        levels = (index.levels(prompt, replicas & self.members[size]) for size, index in self.indexes.items())
-        return max((next(level, (0, 0))[0] for level in levels), default=0)
+    def skipped(self, prompt: Prompt, number: int) -> int:
+        """Return the tokens that a replica skips."""
+        return self.replicas[number].index.skipped(prompt, 1 << number)
 
 
 @dataclass(frozen=True)
@@ -85,12 +82,10 @@ class Choice:
     Attributes:
         number: Number of the replica's bit.
         skipped: Tokens that the replica skips.
-        max_skipped: Maximum tokens that any considered replica skips; 0 if not computed.
     """
 
     number: int
     skipped: int
-    max_skipped: int = 0
 
 
 Chooser = Callable[[Fleet, Prompt, int], Choice]  # the int has the bits of the candidates, and is not 0
@@ -116,11 +111,11 @@ def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choi
     """Choose by cost among the least loaded replicas of each level of skipped tokens, until no level can win."""
     loads, length = fleet.loads, len(prompt)
     least, cost = _start(fleet, length, replicas, alpha)
-    number, skipped, longest_match = least, 0, 0
+    number, skipped, is_known = least, 0, False
     floor = (1 - alpha) * loads.lowest()
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
-            longest_match = max(longest_match, tokens)
+            is_known = True
             one = loads.least(fleet.eager(bits) if 2 * tokens < length else bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
@@ -133,7 +128,7 @@ def _cheapest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choi
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:
                 break
-    return Choice(number, skipped or (longest_match and fleet.max_skipped(prompt, 1 << number)), longest_match)
+    return Choice(number, skipped or (fleet.skipped(prompt, number) if is_known else 0))
 
 
 def _start(fleet: Fleet, length: int, replicas: int, alpha: float) -> tuple[int, float]:
@@ -178,17 +173,17 @@ def _scored(
         return -(alpha * shares.get(number, 0.0) + (1.0 - alpha) * free), -last.get(number, 0), number
 
     number = min(numbers(replicas), key=order)
-    return Choice(number, fleet.max_skipped(prompt, 1 << number), fleet.max_skipped(prompt, replicas))
+    return Choice(number, fleet.skipped(prompt, number))
 
 
 def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
     """Choose the replica with the fewest requests, the lowest number of several."""
     number = min(numbers(replicas), key=lambda number: fleet.replicas[number].pending)
-    return Choice(number, fleet.max_skipped(prompt, 1 << number))
+    return Choice(number, fleet.skipped(prompt, number))
 
 
 def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
     """Choose the replica of the next higher bit, or else of the lowest."""
     later = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
     fleet.last = (later & -later).bit_length() - 1
-    return Choice(fleet.last, fleet.max_skipped(prompt, 1 << fleet.last))
+    return Choice(fleet.last, fleet.skipped(prompt, fleet.last))

@@ -11,8 +11,11 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from struct import iter_unpack
+from typing import TypeAlias
 
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
+
+ExtraKeys: TypeAlias = Iterable[Iterable[str] | None]  # of blocks besides their tokens, None for a block without
 
 ROOT = 0  # the key before the first block
 _TOKEN_BYTES = packed_tokens(()).itemsize
@@ -58,17 +61,9 @@ def extras_of(salt: str | None) -> tuple[Hashable, ...] | None:
     return None if salt is None else ((salt,),)
 
 
-def frozen_extras(extra_keys: Iterable[object] | None) -> list[Hashable] | None:
-    """Convert the extra keys of a decoded event to hashable values."""
-    return None if extra_keys is None else [None if not one else _frozen(one) for one in extra_keys]
-
-
-def _frozen(value: object) -> Hashable:
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple(zip(value.keys(), map(_frozen, value.values()), strict=True))
-    return value if isinstance(value, Hashable) else repr(value)
+def frozen_extras(extra_keys: ExtraKeys | None) -> list[Hashable] | None:
+    """Convert the extra keys of an event to hashable values."""
+    return None if extra_keys is None else [None if not one else tuple(one) for one in extra_keys]
 
 
 class Prompt:

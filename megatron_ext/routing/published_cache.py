@@ -20,18 +20,14 @@ _SLICE = 256  # blocks that are removed between two turns of the event loop
 
 
 class EventError(ValueError):
-    """Error of an event that contradicts what the replica has said before: its stream cannot be trusted any more."""
-
-
-class UnknownParentError(EventError):
-    """Error of blocks that continue a block that is not known: expected if earlier events cannot be replayed."""
+    """Error of an event that contradicts what the replica has said before: its reports cannot be trusted any more."""
 
 
 class PublishedCache:
-    """Blocks and snapshots of one cache, by the events of two independent streams.
+    """Blocks and snapshots of one cache, by its events.
 
-    A snapshot can be reported before its block or outlive it here, since nothing orders the two streams. The router
-    knows a snapshot while both it and its block are reported.
+    A snapshot can be reported before its block or outlive it here: a report has all events of blocks first, then those
+    of states. The router knows a snapshot while both it and its block are reported.
 
     Args:
         router: Router to update; the replica has joined it.
@@ -47,7 +43,7 @@ class PublishedCache:
         self._blocks: dict[Hash, None] = {}  # each after its parent
         self._states: dict[Hash, None] = {}  # reported ones, also those of unknown blocks
 
-    def _tagged(self, hashes: Iterable[Hash]) -> list[Hash]:
+    def _tagged(self, hashes: Iterable[Hash]) -> list[tuple[int, Hash]]:
         return [(self._rank, one) for one in hashes]
 
     def apply_blocks(self, event: Event) -> Iterator[None]:
@@ -99,7 +95,7 @@ class PublishedCache:
         if event.block_size != self._block_size:
             raise EventError(f"a block of {event.block_size} tokens in a cache with blocks of {self._block_size}")
         if event.parent is not None and event.parent not in self._blocks:
-            raise UnknownParentError("blocks after one that is not known")
+            raise EventError("blocks after one that is not known")
         self._blocks.update(dict.fromkeys(event.hashes))
         self._check(len(self._blocks), "blocks")
         parent = None if event.parent is None else (self._rank, event.parent)

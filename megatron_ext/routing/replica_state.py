@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.routing.index import PrefixIndex
-from megatron_ext.routing.prompt import ROOT, chained_keys, frozen_extras, packed
+from megatron_ext.routing.prompt import ROOT, ExtraKeys, chained_keys, frozen_extras, packed
 
 _FEW = 1024  # assignments that are kept without a look at what the replica holds
-Hash = Hashable  # a replica's hash of a block: in vLLM's format a 64-bit integer
+Hash = Hashable  # a replica's hash of a block: of an event a 64-bit integer, with the rank of its cache
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Replica:
         number: Number of the replica's bit.
         index: Index of the replicas with the same block size.
         has_states: Whether the replica resumes only at snapshots (a model with recurrent layers).
-        max_requests: Maximum requests in flight to the replica; None without a limit.
         slots: Number of requests that the replica runs at once.
         capacity: Number of tokens that the replica has room for; 0 if that is not known.
     """
@@ -57,14 +56,12 @@ class Replica:
         index: PrefixIndex,
         *,
         has_states: bool,
-        max_requests: int | None,
         slots: int,
         capacity: int,
     ) -> None:
         self.name, self.number, self.bit = name, number, 1 << number
-        self.index, self.has_states, self.max_requests = index, has_states, max_requests
+        self.index, self.has_states = index, has_states
         self.slots, self.capacity = slots, capacity
-        self.is_draining = False
         self.others = 0  # tokens yet to be computed for requests of other routers
         self.other_requests = 0
         self.in_flight: set[Hashable] = set()  # requests
@@ -74,11 +71,6 @@ class Replica:
         self._states: dict[Hash, int] = {}  # snapshots
         if has_states:
             index.with_states |= self.bit
-
-    @property
-    def is_open(self) -> bool:
-        """True if the replica takes one more request."""
-        return not self.is_draining and (self.max_requests is None or len(self.in_flight) < self.max_requests)
 
     @property
     def pending(self) -> int:
@@ -112,7 +104,11 @@ class Replica:
             self._max_assignments = max(_FEW, 2 * len(self.assignments))
 
     def stored(
-        self, hashes: Sequence[Hash], parent: Hash | None, tokens: Iterable[int], extras: Iterable[object] | None
+        self,
+        hashes: Sequence[Hash],
+        parent: Hash | None,
+        tokens: Iterable[int],
+        extras: ExtraKeys | None,
     ) -> bool:
         """Add a run of blocks; see `Router.stored`."""
         ids, size = packed(tokens), self.index.block_size

@@ -7,30 +7,20 @@ means a replica that has not joined or a request that is not in flight: a mistak
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.batching import DEFAULT_MAX_REQUESTS
-from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
-from megatron_ext.routing.choosing import SCORED, Choice, Fleet, chooser
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.routing.choosing import SCORED, Fleet, chooser
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.invariants import check_router
 from megatron_ext.routing.newcomers import Newcomers
-from megatron_ext.routing.prompt import Prompt
+from megatron_ext.routing.prompt import ExtraKeys, Prompt
 from megatron_ext.routing.replica_state import Flight, Hash, Replica
 
 _FIRST_GUESS = 256.0  # expected output tokens of a request before any has ended
 _MEMORY = 64  # requests in the moving average of output tokens
-
-
-class Reason(str, enum.Enum):
-    """Reason for a routing decision."""
-
-    PREFIX = "prefix"  # the longest prefix is cached there
-    LOAD = "load"  # the least work is queued there, though another replica may skip more tokens
-    NOTHING_KNOWN = "nothing_known"  # no replica has a prefix: the least loaded one
-    ROUND_ROBIN = "round_robin"
 
 
 @dataclass(frozen=True)
@@ -40,14 +30,10 @@ class Decision:
     Attributes:
         replica: Name of the replica.
         skipped: Tokens of the prompt that the replica is expected to skip.
-        max_skipped: Maximum expected skip of any open replica, if the policy computes it.
-        reason: Reason for the choice.
     """
 
     replica: str
     skipped: int
-    max_skipped: int
-    reason: Reason
 
 
 @dataclass(frozen=True)
@@ -55,8 +41,6 @@ class ReplicaView:
     """Statistics of one replica: `load` is in tokens yet to be computed; blocks and states follow its events."""
 
     name: str
-    is_draining: bool
-    is_open: bool
     in_flight: int
     load: int
     blocks: int
@@ -90,7 +74,6 @@ class Router:
         block_size: int,
         *,
         has_states: bool = False,
-        max_requests: int | None = None,
         slots: int = DEFAULT_MAX_REQUESTS,
         blocks: int = 0,
     ) -> None:
@@ -102,7 +85,6 @@ class Router:
             replica: Unique name of the replica.
             block_size: Tokens of a block.
             has_states: Whether the model has recurrent layers: then it resumes only at snapshots, which it publishes.
-            max_requests: Maximum requests in flight to the replica; None without a limit.
             slots: Number of requests that the replica runs at once; Megatron's policies compare shares of it.
             blocks: Number of blocks that the replica has room for; 0 if that is not known.
 
@@ -111,24 +93,17 @@ class Router:
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica!r} is already a member; remove it first")
-        if min(block_size, slots, 1 if max_requests is None else max_requests) < 1:
-            raise ValueError(f"block size {block_size}, max requests {max_requests} and slots {slots} must be positive")
+        if min(block_size, slots) < 1:
+            raise ValueError(f"block size {block_size} and slots {slots} must be positive")
         numbered = self._fleet.replicas
         number = next(number for number in range(len(numbered) + 1) if number not in numbered)
         index = self._fleet.indexes.setdefault(block_size, PrefixIndex(block_size))
-        one = Replica(
-            *(replica, number, index),
-            has_states=has_states,
-            max_requests=max_requests,
-            slots=slots,
-            capacity=blocks * block_size,
-        )
+        one = Replica(replica, number, index, has_states=has_states, slots=slots, capacity=blocks * block_size)
         self._replicas[replica] = numbered[number] = one
         self._fleet.loads.join(number)
         if self._total_held:
             self._newcomers.join(number)
         self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
-        self._note_open(one)
 
     def leave(self, replica: str) -> list[Hashable]:
         """Remove a replica, for any reason, with everything known of it.
@@ -147,16 +122,10 @@ class Router:
         if not self._fleet.members[size]:
             del self._fleet.members[size], self._fleet.indexes[size]
         self._fleet.loads.leave(one.number)
-        self._fleet.open &= ~one.bit
         self._newcomers.leave(one.number)
         del self._replicas[replica], self._fleet.replicas[one.number]
         self._note_reluctant()
         return lost
-
-    def drain(self, replica: str, *, is_draining: bool = True) -> None:
-        """Send a replica no more requests, or resume; requests in flight stay, and its events still count."""
-        self._replicas[replica].is_draining = is_draining
-        self._note_open(self._replicas[replica])
 
     def retire(self, replicas: Iterable[str]) -> None:
         """Start new conversations elsewhere than at these replicas, which are about to leave, and at no others' cost.
@@ -184,9 +153,7 @@ class Router:
         """Return statistics of all joined replicas, in the order of joining."""
         load = self._fleet.loads.load
         return [
-            ReplicaView(
-                one.name, one.is_draining, one.is_open, len(one.in_flight), load(one.number), one.blocks, one.states
-            )
+            ReplicaView(one.name, len(one.in_flight), load(one.number), one.blocks, one.states)
             for one in self._replicas.values()
         ]
 
@@ -198,7 +165,7 @@ class Router:
         hashes: Sequence[Hash],
         parent: Hash | None,
         token_ids: Iterable[int],
-        extra_keys: Iterable[object] | None = None,
+        extra_keys: ExtraKeys | None = None,
     ) -> bool:
         """Handle `BlockStored`: the replica holds a run of blocks.
 
@@ -274,26 +241,16 @@ class Router:
             exclude: Names of replicas to avoid; unknown names are ignored.
 
         Returns:
-            The decision; None if every other replica is full, draining or gone.
+            The decision; None if there is no other replica.
         """
-        replicas = self._fleet.open
+        replicas = sum(self._fleet.members.values())
         for name in exclude:
             if name in self._replicas:
                 replicas &= ~self._replicas[name].bit
         if not replicas:
             return None
         choice = self._choose(self._fleet, prompt, replicas)
-        name = self._fleet.replicas[choice.number].name
-        return Decision(name, choice.skipped, choice.max_skipped, self._reason(choice))
-
-    def _reason(self, choice: Choice) -> Reason:
-        if self._settings.policy == RoutingPolicyName.ROUND_ROBIN.value:
-            return Reason.ROUND_ROBIN
-        if self._settings.policy == RoutingPolicyName.LOAD_BALANCED.value:
-            return Reason.LOAD
-        if not choice.max_skipped:
-            return Reason.NOTHING_KNOWN
-        return Reason.PREFIX if choice.skipped >= choice.max_skipped else Reason.LOAD
+        return Decision(self._fleet.replicas[choice.number].name, choice.skipped)
 
     def began(self, request: Hashable, decision: Decision, prompt: Prompt, new_tokens: int = 0) -> None:
         """Register a sent request: its tokens count as load, and its prompt's blocks as cached on the replica.
@@ -324,7 +281,6 @@ class Router:
         self._fleet.loads.give(one.number, flight.tokens)
         self._newcomers.give(one.number, flight.to_compute, len(self._replicas), self._fleet.held, self._total_held)
         self._note_reluctant()
-        self._note_open(one)
 
     def prefilled(self, request: Hashable) -> None:
         """Note that a request's first token has arrived, so its prompt is computed. Optional: `ended` suffices."""
@@ -372,13 +328,8 @@ class Router:
         one.in_flight.discard(request)
         one.index.claimed.discard(one.bit, flight.claimed)
         self._fleet.loads.take(one.number, flight.tokens)
-        self._note_open(one)
         if generated is not None:
             self._mean_generated += (generated - self._mean_generated) / _MEMORY
-
-    def least_load(self) -> int:
-        """Return the lowest load of all replicas in tokens, to estimate a wait when all are full; 0 without any."""
-        return self._fleet.loads.lowest()
 
     def _note_held(self, one: Replica, blocks_before: int) -> None:
         self._total_held += (one.blocks - blocks_before) * one.index.block_size
@@ -386,9 +337,6 @@ class Router:
     def _note_reluctant(self) -> None:
         retiring = sum(self._replicas[name].bit for name in self._retiring if name in self._replicas)
         self._fleet.reluctant = self._newcomers.sated | retiring
-
-    def _note_open(self, one: Replica) -> None:
-        self._fleet.open = self._fleet.open | one.bit if one.is_open else self._fleet.open & ~one.bit
 
     def check(self) -> None:
         """Assert the invariants of the router; see `check_router`."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from megatron_ext.config.access_control import AccessConfig, key_problem
+from megatron_ext.config.server import ServerConfig, key_problem
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.openai.engine_requests import RequestSpec
 
@@ -106,7 +106,7 @@ def _tenant(key: str) -> str:
     return blake2b(key.encode(), digest_size=_TENANT_BYTES, person=_TENANT_DOMAIN).hexdigest()
 
 
-def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = None) -> Keys:
+def load_keys(settings: ServerConfig, environment: Mapping[str, str] | None = None) -> Keys:
     """Return the keys that the settings and the environment name.
 
     Args:

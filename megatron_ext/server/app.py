@@ -59,12 +59,5 @@ def create_app(
     )
     app.state.serving = serving
     include_routers(app, (*routers, *ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())))
-    install_middleware(
-        app,
-        settings,
-        keys,
-        access_log=settings.access_log,
-        admin_paths=ADMIN_PATHS | admin_paths,
-        answers_ids=answers_ids,
-    )
+    install_middleware(app, settings, keys, admin_paths=ADMIN_PATHS | admin_paths, answers_ids=answers_ids)
     return app

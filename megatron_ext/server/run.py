@@ -33,8 +33,8 @@ from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.server.api_errors import shutting_down
 from megatron_ext.server.api_keys import Keys, load_keys
 from megatron_ext.server.app import create_app
-from megatron_ext.server.http.connections import effective_max_connections
-from megatron_ext.server.http.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
+from megatron_ext.server.http.connections import LISTEN_BACKLOG, effective_max_connections, handle_loop_error
+from megatron_ext.server.http.listening import LAST_WORDS, announce, bind, guarded, run_until_signal
 from megatron_ext.server.monitoring.cache_events import CacheEvents
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.weight_updater import WeightsUpdater
@@ -176,13 +176,23 @@ def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
     return loaded if directory is None else Path(directory).resolve().name or loaded
 
 
-class _Server(AnnouncedServer):
-    """Server that gives running requests a grace period at shutdown."""
+class _Server(uvicorn.Server):
+    """uvicorn server that announces when it listens, and gives running requests a grace period at shutdown."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config, on_ready)
-        self._serving = serving
+        super().__init__(config)
+        self._serving, self._on_ready = serving, on_ready
         self._cancelled = 0  # requests
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and announce it."""
+        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
+        await super().startup(sockets)
+        assert sockets, "this server is given what it listens to"
+        for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once
+            listener.listen(LISTEN_BACKLOG)
+        host, port = sockets[0].getsockname()[:2]
+        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def main_loop(self) -> None:
         """Run until a signal arrives or other ranks are lost; in the latter case no request can complete."""

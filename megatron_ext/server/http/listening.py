@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 
 import uvicorn
@@ -17,11 +15,9 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.http.connections import (
     ACCEPT_BATCH,
-    LISTEN_BACKLOG,
     Connections,
     GuardedProtocol,
     effective_max_connections,
-    handle_loop_error,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,29 +77,6 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
         lifespan="on",
         timeout_graceful_shutdown=math.ceil(shutdown_timeout) + LAST_WORDS,
     )
-
-
-class AnnouncedServer(uvicorn.Server):
-    """uvicorn server that announces when it listens.
-
-    Args:
-        config: See `guarded`.
-        on_ready: Called with the URL.
-    """
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen."""
-        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
-        await super().startup(sockets)
-        assert sockets, "this server is given what it listens to"
-        for listener in sockets:  # asyncio also accepts up to uvicorn's backlog at once
-            listener.listen(LISTEN_BACKLOG)
-        host, port = sockets[0].getsockname()[:2]
-        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
 
 def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from megatron_ext.config import AccessConfig
+from megatron_ext.config import ServerConfig
 from megatron_ext.server.access import AccessLog
 from megatron_ext.server.anthropic.error_envelope import AnthropicClients
 from megatron_ext.server.api_errors import install_error_handlers
@@ -33,10 +33,9 @@ def include_routers(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 def install_middleware(
     app: FastAPI,
-    settings: AccessConfig,
+    settings: ServerConfig,
     keys: Keys,
     *,
-    access_log: bool,
     admin_paths: frozenset[str] = ADMIN_PATHS,
     answers_ids: bool = True,
 ) -> None:
@@ -44,9 +43,8 @@ def install_middleware(
 
     Args:
         app: Application with its routes.
-        settings: Access settings: hosts, origins, limits.
+        settings: Settings of the server: hosts, origins, whether each request is logged.
         keys: Keys of the tenants and the administrator.
-        access_log: Whether each request is logged.
         admin_paths: Paths for administrators only.
         answers_ids: Whether answers have `X-Request-Id`; False where a proxy before the application adds it.
     """
@@ -73,6 +71,6 @@ def install_middleware(
     def build_stack() -> ASGIApp:
         """Return all middleware, with ids and log lines around the handler of unexpected errors, too."""
         stack = AnthropicClients(build())
-        return RequestIds(AccessLog(stack) if access_log else stack, answers=answers_ids)
+        return RequestIds(AccessLog(stack) if settings.access_log else stack, answers=answers_ids)
 
     app.build_middleware_stack = build_stack  # type: ignore[method-assign]  # `add_middleware` would be inside of it

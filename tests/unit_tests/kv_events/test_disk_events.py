@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import pytest
 
 from megatron_ext.config.kv_events import KvEventsConfig
-from megatron_ext.kv_events import wire
 from megatron_ext.kv_events.changes import Changes
-from megatron_ext.kv_events.events import DISK, MEMORY, BlockRemoved, BlockStored, StateStored
+from megatron_ext.kv_events.events import DISK, MEMORY, StateStored
 from megatron_ext.kv_events.mirror import CacheEvents, Mirror
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.prefix_cache.disk.announcing import DiskAnnouncer
@@ -125,17 +124,6 @@ def test_salts(root: bytes, is_salted: bool):
     if is_salted:
         assert event.extra_keys[1] is None
         assert event.extra_keys[0] != [event_salt(root.hex())]
-
-
-def test_our_router_leaves_them_out():
-    """A router counts what can be skipped at once: no event of the disk adds or removes a block in memory."""
-    told = [
-        BlockStored([1], None, TOKENS[:SIZE], SIZE),
-        BlockStored([2], None, TOKENS[:SIZE], SIZE, medium=DISK),
-        BlockRemoved([1], DISK),
-        StateStored([1], DISK),
-    ]
-    assert wire.decode(encoded(told)).events == [told[0]]
 
 
 def test_the_last_changes_are_published_at_the_end():

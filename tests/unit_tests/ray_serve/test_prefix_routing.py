@@ -121,14 +121,14 @@ def test_requests_in_flight_count_where_they_were_sent():
     assert skipped(made, "a", "b") == ("a", 0), "less is to be computed there first"
     made.begin("r", "a", prompt, 8)
     assert skipped(made, "b") == ("b", 0)
-    assert [view.in_flight for view in made.views()] == [1, 0]
+    assert [view.in_flight for view in made._router.replicas()] == [1, 0]
     made.begin("s", "not joined", prompt, 8)
     made.end("s")
     made.leave("a")
     made.end("r")
     made.end("r")
     made.check()
-    assert [view.in_flight for view in made.views()] == [0]
+    assert [view.in_flight for view in made._router.replicas()] == [0]
 
 
 def test_salts_stay_apart():
@@ -180,7 +180,7 @@ def test_new_facts_replace_a_replica():
 
 def load_of(made: PrefixRouting, replica: str) -> int:
     made.check()
-    return {view.name: view.load for view in made.views()}[replica]
+    return {view.name: view.load for view in made._router.replicas()}[replica]
 
 
 def test_a_first_token_ends_the_load_of_a_prompt():

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing import replica_state
-from megatron_ext.routing.router import Decision, Reason, Router
+from megatron_ext.routing.router import Decision, Router
 
 SIZE = 4
 SLOTS = 8
@@ -113,7 +113,7 @@ def hold(router: Router, replica: str, tokens: range) -> list[str]:
 
 
 def send(router: Router, replica: str, request: str, tokens: range) -> None:
-    router.began(request, Decision(replica, 0, 0, Reason.LOAD), router.prompt(tokens))
+    router.began(request, Decision(replica, 0), router.prompt(tokens))
 
 
 def test_a_shorter_match_counts_for_nothing():
@@ -125,7 +125,7 @@ def test_a_shorter_match_counts_for_nothing():
         send(router, "2", f"full {i}", range(100 + i, 101 + i))
     for replica in "01":
         send(router, replica, replica, range(200, 201))
-    assert router.route(router.prompt(range(16))) == Decision("2", 15, 15, Reason.PREFIX)
+    assert router.route(router.prompt(range(16))) == Decision("2", 15)
     router.cleared("2")
     assert router.route(router.prompt(range(16))).replica == "1"
 
@@ -139,7 +139,7 @@ def test_what_was_evicted_draws_nothing():
     router.ended("one")
     assert router.route(router.prompt(range(16))).replica == "1"
     router.removed("1", names[::-1])
-    assert router.route(router.prompt(range(16))) == Decision("0", 0, 0, Reason.NOTHING_KNOWN)
+    assert router.route(router.prompt(range(16))) == Decision("0", 0)
 
 
 @pytest.mark.parametrize("policy", ["longest_prefix", "first_prefix_block"])
@@ -165,9 +165,9 @@ def test_resumable_replicas_match_up_to_a_snapshot():
     deep, short = hold(router, "0", range(16)), hold(router, "1", range(8))
     assert router.route(router.prompt(range(17))).skipped == 0
     router.state_stored("1", short[1:])
-    assert router.route(router.prompt(range(17))) == Decision("1", 8, 8, Reason.PREFIX)
+    assert router.route(router.prompt(range(17))) == Decision("1", 8)
     router.state_stored("0", deep[3:])
-    assert router.route(router.prompt(range(17))) == Decision("0", 16, 16, Reason.PREFIX)
+    assert router.route(router.prompt(range(17))) == Decision("0", 16)
 
 
 def test_no_complete_block_goes_to_the_fewest_requests():

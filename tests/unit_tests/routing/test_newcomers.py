@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.routing.router import Decision, Reason, Router
+from megatron_ext.routing.router import Decision, Router
 
 SIZE, SYSTEM, TURN = 4, 16, 32
 BLOCKS = 400  # of other conversations, on each replica that is not new
@@ -21,7 +21,7 @@ def fleet(count: int = 4) -> Router:
         fill(router, str(i), [*range(SYSTEM)])
         fill(router, str(i), [10**6 + j for j in range(SIZE * BLOCKS)])
         prompt = router.prompt([2])
-        router.began(("answer", i), Decision(str(i), 0, 0, Reason.LOAD), prompt, ANSWER)
+        router.began(("answer", i), Decision(str(i), 0), prompt, ANSWER)
         router.prefilled(("answer", i))
     return router
 
@@ -77,8 +77,8 @@ def test_a_newcomer_that_has_had_its_share_takes_what_others_would_queue():
     join(router, "new")
     assert [served(router, i) for i in range(2)] == ["new", "0"]
     prompt = router.prompt([10**7 + i for i in range(3 * (SYSTEM + TURN))])
-    router.began("long", Decision("0", 0, 0, Reason.LOAD), prompt)
-    router.began("longer", Decision("new", 0, 0, Reason.LOAD), router.prompt([3] * 400))
+    router.began("long", Decision("0", 0), prompt)
+    router.began("longer", Decision("new", 0), router.prompt([3] * 400))
     router.prefilled("longer")
     assert router._newcomers.sated, "it has had more than its share"
     assert served(router, 2) == "new"
@@ -115,13 +115,12 @@ def test_a_replica_that_is_about_to_leave_gets_no_new_conversation():
 
 
 def test_a_replica_that_is_about_to_leave_is_better_than_none():
-    """RP-2: a request goes there if no other replica is open, and its leaving is forgotten with it."""
+    """RP-2: a request goes there if there is no other replica, and its leaving is forgotten with it."""
     router = fleet(count=2)
     router.retire(["0", "unknown"])
-    router.drain("1")
-    assert served(router, 0) == "0"
+    prompt = router.prompt(conversation(0))
+    assert router.route(prompt, exclude=["1"]).replica == "0"
     router.leave("0")
     join(router, "other")
-    router.drain("1", is_draining=False)
     router.check()
     assert served(router, 1) == "other"

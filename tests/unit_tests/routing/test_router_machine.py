@@ -30,10 +30,8 @@ class Copy:
 
     size: int
     has_states: bool
-    most: int | None
     held: set[Prefix] = field(default_factory=set)
     states: set[Prefix] = field(default_factory=set)
-    draining: bool = False
     given: int = 0  # tokens, as `Loads` counts them
     number: int = 0
     newcomer: bool = False
@@ -86,15 +84,15 @@ class RouterMachine(RuleBasedStateMachine):
         self.router = Router(RoutingConfig(alpha=alpha))
 
     @precondition(lambda self: self.router is not None and len(self.copies) < 4)
-    @rule(size=st.sampled_from([2, 2, 3]), has_states=st.booleans(), most=st.sampled_from([None, None, 1, 2]))
-    def join(self, size: int, has_states: bool, most: int | None) -> None:
+    @rule(size=st.sampled_from([2, 2, 3]), has_states=st.booleans())
+    def join(self, size: int, has_states: bool) -> None:
         name = f"replica {self.names}"
         self.names += 1
-        self.router.join(name, size, has_states=has_states, max_requests=most)
+        self.router.join(name, size, has_states=has_states)
         number = next(i for i in range(9) if i not in {copy.number for copy in self.copies.values()})
         given = min((copy.given for copy in self.copies.values()), default=0)
         newcomer = any(copy.held for copy in self.copies.values())
-        self.copies[name] = Copy(size, has_states, most, given=given, number=number, newcomer=newcomer)
+        self.copies[name] = Copy(size, has_states, given=given, number=number, newcomer=newcomer)
 
     def a_replica(self, data: st.DataObject) -> tuple[str, Copy]:
         name = data.draw(st.sampled_from(sorted(self.copies)), "replica")
@@ -109,13 +107,6 @@ class RouterMachine(RuleBasedStateMachine):
         del self.copies[name]
         for request in lost:
             del self.sent[request]
-
-    @precondition(lambda self: self.copies)
-    @rule(data=st.data(), is_draining=st.booleans())
-    def drain(self, data: st.DataObject, is_draining: bool) -> None:
-        name, copy = self.a_replica(data)
-        copy.draining = is_draining
-        self.router.drain(name, is_draining=is_draining)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data())
@@ -195,7 +186,7 @@ class RouterMachine(RuleBasedStateMachine):
         exclude = data.draw(st.sets(st.sampled_from([*sorted(self.copies), "stranger"]), max_size=2), "excluded")
         prompt = self.router.prompt(tokens, salt)
         decision = self.router.route(prompt, exclude)
-        possible = [name for name in self.copies if self.is_open(name) and name not in exclude]
+        possible = [name for name in self.copies if name not in exclude]
         if not possible:
             assert decision is None
             return
@@ -219,11 +210,6 @@ class RouterMachine(RuleBasedStateMachine):
             copy.all += tokens
             copy.own += tokens * (other == name)
             copy.sated = copy.newcomer and copy.own > copy.all / count
-
-    def is_open(self, name: str) -> int:
-        copy = self.copies[name]
-        count = sum(one.replica == name for one in self.sent.values())
-        return int(not copy.draining and (copy.most is None or count < copy.most))
 
     def load(self, name: str) -> int:
         return sum(one.to_compute + one.to_generate for one in self.sent.values() if one.replica == name)
@@ -313,7 +299,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert held == {self.name_of(name, one) for one in copy.held}
             assert states == {self.name_of(name, one) for one in copy.states}
             view = views[name]
-            assert (view.load, view.is_open, view.blocks) == (self.load(name), bool(self.is_open(name)), len(held))
+            assert (view.load, view.blocks) == (self.load(name), len(held))
         for size, index in self.router._fleet.indexes.items():
             copies = [copy for copy in self.copies.values() if copy.size == size]
             assert len(index.stored) == len(set().union(*(copy.held for copy in copies)))
@@ -333,7 +319,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert not index.claimed._again
         for name in list(self.copies):
             self.router.leave(name)
-        assert (self.router._fleet.indexes, self.router._fleet.open, self.router.replicas()) == ({}, 0, [])
+        assert (self.router._fleet.indexes, self.router._fleet.members, self.router.replicas()) == ({}, {}, [])
 
 
 COMMON = {"deadline": None, "stateful_step_count": 40, "database": None}

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from megatron_ext.config.access_control import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.config.response_format import LARK, ResponseFormat, ThinkingBudget
+from megatron_ext.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.text import reasoning
 from megatron_ext.text.grammars import Grammars

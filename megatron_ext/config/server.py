@@ -1,21 +1,36 @@
-"""Access settings of a server: keys, hosts, origins, admin routes."""
+"""Settings of a server: address, access (keys, hosts, origins, admin routes) and limits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
+from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.limits import ServerLimits
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 CONTROL_TOKENS = ("text", "parse")
 TOOL_CALL_PARSERS = tuple("auto granite hermes lfm2 llama3_json mistral nemotron pythonic qwen3_coder".split())
 REASONING_PARSERS = ("auto", "none", "mistral", "seed", "think")
 
 
 @dataclass(frozen=True)
-class AccessConfig:
-    """Authentication, allowed hosts and origins, visible cache counts, and control tokens in messages."""
+class ServerConfig:
+    """Settings of `megatron-ext serve`."""
 
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    served_model_name: tuple[str, ...] = ()  # the first is shown; default: the last part of the checkpoint's path
+    max_waiting_requests: int = 256
+    shutdown_timeout: float = 30.0  # seconds
+    inference_logging_step_interval: int = 0  # steps; 0 is no log
+    log_level: str = "info"  # one of LOG_LEVELS
+    access_log: bool = True  # a line for each request
+    profile: str | None = None  # a directory for a trace of the first steps
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
     api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY or the file; without any, no key is needed
     api_key_file: str | None = None
     admin_key_file: str | None = None
@@ -29,6 +44,23 @@ class AccessConfig:
     weights_root: str | None = None  # directory of new weights; default: weights cannot be replaced
 
     def __post_init__(self) -> None:
+        self._check_access()
+        level, levels = self.log_level, ", ".join(LOG_LEVELS)
+        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
+        require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
+        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
+        names = self.served_model_name
+        require(not isinstance(names, str), f"--served-model-name {names!r} is one text; give a list of them")
+        require(all(names), "--served-model-name has an empty name; leave it out for the checkpoint's name")
+        require(len(set(names)) == len(names), f"--served-model-name has a name twice: {' '.join(names)}")
+        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
+        require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
+        valid_timeout = math.isfinite(timeout) and timeout >= 0
+        require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
+        interval = self.inference_logging_step_interval
+        require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+
+    def _check_access(self) -> None:
         if self.api_key is not None:
             problem = key_problem(self.api_key)
             require(problem is None, f"--api-key {problem}; leave it out to admit all clients")
