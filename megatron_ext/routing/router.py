@@ -177,8 +177,7 @@ class Router:
             extra_keys: Extra keys of the blocks besides their tokens, None for a block without: `[[salt], None, ...]`.
 
         Returns:
-            Whether the parent is known. If not, events were lost, the run is ignored, and the caller should request a
-            replay from the replica.
+            Whether the parent is known. If not, events were lost, and the run is ignored.
 
         Raises:
             ValueError: The number of tokens does not match the blocks, or a token id is invalid.

@@ -44,6 +44,7 @@ def nodes(folder: Path) -> Iterator[Cluster]:
     import ray
     from ray.cluster_utils import Cluster
 
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray notes the cluster's address there, whatever `temp_dir` is
     often = {"metrics_report_interval_ms": 1000}  # the default is 10 s
     head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": str(folder), "_system_config": often}
     with pytest.MonkeyPatch.context() as patch:
