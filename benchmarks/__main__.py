@@ -55,7 +55,6 @@ MODULES = {  # in the order in which their cases run
         "simulation.truth",
         "simulation.policies",
         "simulation.border",
-        "simulation.hints",
     ),
     "gpu": ("gpu.models", "gpu.operators", "gpu.peer"),
 }

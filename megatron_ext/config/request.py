@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.annotations import require_types
-from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.config.checks import require
 from megatron_ext.config.options import option, require_bounds
 from megatron_ext.config.response_format import ResponseFormat
@@ -115,7 +114,6 @@ class RequestParams:
     enable_prefix_caching: bool = True
     num_speculative_tokens: int | None = None  # maximum drafts per step; 0 is off; default: the engine's
     cache_checkpoint: tuple[int, ...] = ()  # positions where other requests may diverge from the prompt
-    cache_hints: CacheHints | None = None
 
     track_generated_token_events: bool = option(
         False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,7 +98,6 @@ class InputProcessor:
             seed=self._seed(request_id, params, continued),
             end_ids=ends,
             prompt_text=text,
-            submitted_at=time.monotonic(),
             group=group,
             generated_tokens=() if continued is None else continued.generated_tokens,
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),

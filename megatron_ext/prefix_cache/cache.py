@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
@@ -15,7 +15,6 @@ from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.kept_log_probs import KeptLogProbs
 from megatron_ext.prefix_cache.lower_tier import CachedEntries, LowerTier
 from megatron_ext.prefix_cache.observer import CacheObserver, SeveralObservers
@@ -86,7 +85,6 @@ class PrefixCache:
         self.log_probs = KeptLogProbs()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.are_copies_pending = False  # of messages told: copies in the memory that blocks and snapshots share
-        self.hints: Hints | None = None  # once a request has given some
         self.origins = DiskOrigins()
         self.observer: CacheObserver | None = None  # stored blocks are reported by the publisher, all else here
         self.lower_tier: LowerTier | None = None  # takes what is evicted
@@ -96,17 +94,6 @@ class PrefixCache:
     def add_observer(self, observer: CacheObserver) -> None:
         """Report changes from now on to one more observer."""
         self.observer = observer if self.observer is None else SeveralObservers((self.observer, observer))
-
-    def follow_hints(self, make: Callable[[BlockIndex], Hints] = Hints) -> Hints | None:
-        """Follow hints from now on, by what `make` makes; return it, or None if nothing is kept that is not in use."""
-        if self.hints is None and self.is_enabled and self._policy.keeps_unused:
-            self.hints = make(self._index)
-            self._policy.choose = self.hints.choose_block
-            if self.border is not None:
-                self.border.hints = self.hints
-            if self.states is not None:
-                self.states.choose_by((self.border or self.hints).choose_snapshot)
-        return self.hints
 
     @property
     def available_count(self) -> int:
@@ -153,10 +140,7 @@ class PrefixCache:
     def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
         assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
-        unused = self.pool.retain(blocks)
-        self._policy.reuse(unused)
-        if self.hints is not None:
-            self.hints.reuse(unused)
+        self._policy.reuse(self.pool.retain(blocks))
 
     def allocate(self, count: int) -> list[BlockId]:
         """Allocate `count` blocks without contents, evicting as many evictable blocks as needed."""
@@ -168,8 +152,7 @@ class PrefixCache:
 
     def _evict(self, count: int, limit: float = math.inf) -> None:
         """Evict at most `count` blocks with priorities up to `limit`."""
-        is_bulk = self._policy.keeps_unused and self.hints is None
-        blocks = self._policy.evict(min(count, len(self._policy)) if is_bulk else 1, limit)
+        blocks = self._policy.evict(min(count, len(self._policy)) if self._policy.keeps_unused else 1, limit)
         parent = self._index.parent(blocks[-1])
         if self.lower_tier is not None:
             self.lower_tier.on_evicted(self.entries.of_blocks(blocks))
@@ -241,8 +224,6 @@ class PrefixCache:
         unused = self.pool.let_go(reversed(table))
         kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
         self._policy.hold(kept)
-        if self.hints is not None:
-            self.hints.hold(kept)
         if len(kept) < len(unused):
             self.pool.free([block for block in unused if block not in self._index])
         if self.border is not None:
@@ -265,8 +246,6 @@ class PrefixCache:
 
     def _forget(self, blocks: Sequence[BlockId]) -> None:
         block_hashes = self._index.remove(blocks)
-        if self.hints is not None:
-            self.hints.forget(blocks)
         if self.states is not None:
             for block_hash in self.states.among(block_hashes):
                 self.states.drop(block_hash)
@@ -300,8 +279,6 @@ class PrefixCache:
         self._index.clear()
         if self.states is not None:
             self.states.clear()
-        if self.hints is not None:
-            self.hints.clear()
         self.ghosts.clear()
         self.origins.clear()
         self.log_probs.clear()
@@ -314,8 +291,6 @@ class PrefixCache:
     def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """Handle a snapshot that has become visible; see `SnapshotListener`, also for the next four."""
         self.ghosts.on_snapshot_stored(block_hash)
-        if self.hints is not None:
-            self.hints.store_snapshot(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_stored(block_hash)
 
@@ -323,8 +298,6 @@ class PrefixCache:
         """Tell the policy, which may rank blocks by their snapshots, and the observer."""
         self.origins.drop_snapshot(block_hash)
         self._policy.on_snapshot_removed(block_hash)
-        if self.hints is not None:
-            self.hints.forget_snapshot(block_hash)
         if self.observer is not None:
             self.observer.on_snapshot_removed(block_hash)
 
@@ -373,8 +346,6 @@ class PrefixCache:
         self.origins.check(self._index.block_hashes(), () if self.states is None else self.states.visible())
         self.log_probs.check(self._index.block_hashes())
         self._policy.check()
-        if self.hints is not None:
-            self.hints.check(self._policy, () if self.states is None else self.states.visible())
         assert all(count > 0 for count in self._wanted.values()), "a wanted block without requests"
         if not self._policy.keeps_unused:
             assert all(map(self._is_needed, self._policy)), "a block is kept without a request that wants it"

@@ -12,11 +12,8 @@ runs of blocks:
 - `evict(count, limit)`: return the evictable blocks to evict now, in order, each after all its cached children; the
   cache removes them from the index at once. They are fewer than `count` if the next one's priority exceeds `limit`.
 - `next_priority()`: return the priority of the block that `evict` would return first, on the scale of `SnapshotOrder`.
-- `next_block()`: return that block.
 - `move(old, new)`: note that the contents of an evictable block are in another block now.
 - `on_snapshot_removed(block_hash)`: note that a snapshot is gone; its block stays, or has just been evicted.
-- `choose(block)`: None, or a function (`Hints.choose_block`) that names the leaf which goes instead of the next block;
-  that one takes its place in the order.
 - `by_priority()`: return the evictable blocks, the first to evict at the start; a block may precede its children.
 - `len(policy)`: number of evictable blocks, the most that `evict` can return.
 
@@ -27,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counting
 from typing import Protocol
@@ -46,7 +43,6 @@ class EvictionPolicy(Protocol):
     """Order of evictable blocks; the module describes the contract."""
 
     keeps_unused: bool
-    choose: Callable[[BlockId], BlockId] | None
 
     def hold(self, blocks: Sequence[BlockId]) -> None:
         """Make cached blocks evictable, which are no longer in use."""
@@ -62,9 +58,6 @@ class EvictionPolicy(Protocol):
 
     def next_priority(self) -> float:
         """Return the priority of the next block to evict; infinity without one."""
-
-    def next_block(self) -> BlockId:
-        """Return the next block to evict; there is one."""
 
     def move(self, old: BlockId, new: BlockId) -> None:
         """Put the evictable block `new` in the place of `old`."""
@@ -102,7 +95,6 @@ class LeafFirstLru:
     keeps_unused = True
 
     def __init__(self, clock: Iterator[int] | None = None) -> None:
-        self.choose: Callable[[BlockId], BlockId] | None = None
         self._clock = counting() if clock is None else clock
         self._times: dict[BlockId, int] = {}
         self._queue: OrderedDict[int, BlockId] = OrderedDict()  # by time
@@ -126,7 +118,7 @@ class LeafFirstLru:
         self.reuse([block])
 
     def evict(self, count: int, limit: float = math.inf) -> list[BlockId]:
-        """Remove and return the blocks that became evictable first, or those that are chosen instead."""
+        """Remove and return the blocks that became evictable first."""
         evicted: list[BlockId] = []
         while len(evicted) < count:
             time, block = self._queue.popitem(last=False)
@@ -134,25 +126,13 @@ class LeafFirstLru:
                 self._queue[time] = block
                 self._queue.move_to_end(time, last=False)
                 break
-            evicted.append(block if self.choose is None else self._exchange(block, self.choose(block)))
-            del self._times[evicted[-1]]
+            evicted.append(block)
+            del self._times[block]
         return evicted
-
-    def _exchange(self, block: BlockId, chosen: BlockId) -> BlockId:
-        """Give `block`, which has left the queue, the place of the chosen one."""
-        if chosen != block:
-            time = self._times[chosen]
-            self._times[block] = time
-            self._queue[time] = block
-        return chosen
 
     def next_priority(self) -> float:
         """Return the time at which the next block became evictable."""
         return next(iter(self._queue), math.inf)
-
-    def next_block(self) -> BlockId:
-        """Return the block that became evictable first."""
-        return next(iter(self._queue.values()))
 
     def move(self, old: BlockId, new: BlockId) -> None:
         """Put `new` in the place of `old`."""

@@ -25,7 +25,7 @@ saves about as much per block). A leaf without a snapshot has its age alone: it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.costs import EntryCosts
@@ -33,7 +33,7 @@ from megatron_ext.prefix_cache.aged_queue import AgedQueue
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.snapshot_order import Rank, SnapshotOrder
+from megatron_ext.prefix_cache.snapshot_order import Rank
 
 CONTINUED_CHANCE = 0.5  # that the next request resumes from a snapshot which a later one continues
 
@@ -82,7 +82,6 @@ class FlopsSnapshots:
     """
 
     def __init__(self, index: BlockIndex, costs: EntryCosts, age: Age | None = None) -> None:
-        self.choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None = None
         self._index, self._costs = index, costs
         self._snapshots: dict[BlockHash, _Snapshot] = {}
         self._queues: dict[Rank, AgedQueue[BlockHash]] = {rank: AgedQueue() for rank in Rank}
@@ -118,18 +117,8 @@ class FlopsSnapshots:
             return None
         block_hash, key = queue.pop(self._key)
         self._age.value = max(self._age.value, key)
-        chosen = block_hash if self.choose is None else self.choose(block_hash, self)
-        if chosen != block_hash:
-            self._give_place(chosen, block_hash)
-        self._snapshots.pop(chosen).is_indexed = False
-        return chosen
-
-    def _give_place(self, block_hash: BlockHash, other: BlockHash) -> None:
-        """Give the rank and the priority of a snapshot to another, which is in no queue."""
-        one, its = self._snapshots[block_hash], self._snapshots[other]
-        its.rank, its.age = one.rank, its.age + self._key(block_hash) - self._key(other)
-        self._queues[one.rank].discard(block_hash)
-        self._put(other)
+        self._snapshots.pop(block_hash).is_indexed = False
+        return block_hash
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return the snapshot of `rank` with the lowest priority, and that priority; None without one."""
@@ -209,7 +198,6 @@ class FlopsBlocks:
     def __init__(
         self, index: BlockIndex, costs: EntryCosts, snapshots: FlopsSnapshots | None, age: Age | None = None
     ) -> None:
-        self.choose: Callable[[BlockId], BlockId] | None = None
         self._index, self._costs, self._snapshots = index, costs, snapshots
         self._ages: dict[BlockId, float] = {}  # age at the last use, of evictable blocks
         self._leaves: AgedQueue[BlockId] = AgedQueue()
@@ -252,10 +240,6 @@ class FlopsBlocks:
         """Return the lowest priority of a leaf."""
         return self._leaves.first()[1] if self._leaves else math.inf
 
-    def next_block(self) -> BlockId:
-        """Return the leaf with the lowest priority."""
-        return self._leaves.first()[0]
-
     def move(self, old: BlockId, new: BlockId) -> None:
         """Put `new` in the place of `old`."""
         self._ages[new] = self._ages.pop(old)
@@ -265,12 +249,6 @@ class FlopsBlocks:
     def _evict(self, evicted: dict[BlockId, int]) -> BlockId:
         block, key = self._leaves.pop()
         self._age.value = max(self._age.value, key)
-        chosen = block if self.choose is None else self.choose(block)
-        if chosen != block:  # `block` takes its place
-            self._ages[block] += self._key(chosen) - self._key(block)
-            self._leaves.discard(chosen)
-            self._leaves.put(block, self._key(block))
-            block = chosen
         del self._ages[block]
         parent = self._index.parent(block)
         if parent is not None and parent in self._ages:

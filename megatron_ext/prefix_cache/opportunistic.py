@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import BlockHash
@@ -48,10 +48,6 @@ class OpportunisticFirst:
     def opportunistic_count(self) -> int:
         """Number of opportunistic snapshots that no request has consumed."""
         return len(self._queue)
-
-    def choose_by(self, choose: Callable[[BlockHash, SnapshotOrder], BlockHash]) -> None:
-        """Let `choose` name the snapshots to evict among the others; see `SnapshotOrder`."""
-        self._others.choose = choose
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot: an opportunistic one as the youngest, any other to the order of the others."""

@@ -9,7 +9,7 @@ Requests that run make anything cached go. New requests leave some slabs of snap
 (`kept_for_snapshots`): they can wait, and would evict what lets them skip tokens.
 
 Blocks were last used when their request ended. For a snapshot that is the end of the last request that resumed from it
-or took it; while its block is in use, it is passed over. With hints, spent snapshots of a tenant go before its blocks.
+or took it; while its block is in use, it is passed over.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.eviction import EvictionPolicy
 from megatron_ext.prefix_cache.free_places import FreePlaces
 from megatron_ext.prefix_cache.hash_chain import BlockHash
-from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.reuse import Reuse
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.prefix_cache.slabs import Arena, StateCopy
-from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank, SnapshotOrder
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 
 KEPT_SHARE = 0.5  # of the slabs, times the share of snapshots that are used again
 SECOND_CHANCES = 16  # snapshots with blocks in use that an eviction passes over; a bound on its time
-MAX_GAP = 4.0  # of spent snapshots that go before blocks: blocks since the snapshot before, over blocks in their place
 
 
 class MovingBorder:
@@ -56,7 +54,6 @@ class MovingBorder:
         self.arena = Arena(layout)
         self.pool = BlockPool(layout.blocks, self.arena.blocks)
         self.states: StateIndex  # set by the cache, which makes it
-        self.hints: Hints | None = None  # set by the cache, once a request has given some
         self.reuse = reuse
         self._index, self._policy, self._evict_blocks = index, policy, evict_blocks
         self._moved: dict[BlockId, BlockId] = {}  # new place -> old place, since `take_moves`
@@ -93,11 +90,10 @@ class MovingBorder:
     def make_blocks(self, count: int) -> None:
         """Evict at most `count` blocks, or a snapshot, and free a slab of slots if there are enough."""
         priority = self._next_snapshot() if self.arena.slots.unpinned_count else math.inf
-        if self._policy.next_priority() > priority:
-            self.states.evict(MAY_TAKE[Rank.ORDINARY])
-        elif not self._give_up_spent():
+        if self._policy.next_priority() <= priority:
             self._evict_blocks(count, priority)
             return
+        self.states.evict(MAY_TAKE[Rank.ORDINARY])
         slots = self.arena.slots
         if slots.typed_count >= slots.per_slab and slots.unpinned_count:  # so many slots are free, in several slabs
             for old, new in slots.evacuate():
@@ -112,8 +108,7 @@ class MovingBorder:
             if free >= per_slab and priority > -math.inf:
                 self._empty_slab()
             elif free + len(self._policy) >= per_slab and self._policy.next_priority() <= priority:
-                if not self._give_up_spent():
-                    self._evict_blocks(per_slab - free, priority)
+                self._evict_blocks(per_slab - free, priority)
             elif not self.states.evict(MAY_TAKE[Rank.ORDINARY]):
                 return False
         return True
@@ -132,28 +127,6 @@ class MovingBorder:
         assert block is not None, "a snapshot outlives its block"
         return self.pool.references(block) > 0
 
-    def choose_snapshot(self, victim: BlockHash, order: SnapshotOrder) -> BlockHash:
-        """Return the snapshot that hints choose in place of `victim`, of those whose blocks are not in use."""
-        assert self.hints is not None, "hints choose"
-        return self.hints.choose_snapshot(victim, order, self._may_go)
-
-    def _give_up_spent(self) -> bool:
-        """Evict a snapshot instead of the next block, if hints say that its tenant has a spent one; False without one.
-
-        The block keeps its place: so the tenant loses more, and others lose nothing that they would keep without hints.
-        """
-        if self.hints is None or not self.arena.slots.unpinned_count or not len(self._policy):
-            return False
-        layout = self.arena.layout
-        max_gap = MAX_GAP * layout.blocks_per_slab / layout.snapshots_per_slab
-        spent = self.hints.spent_snapshot(self._policy.next_block(), self._may_go, max_gap)
-        if spent is not None:
-            self.states.give_up(spent)
-        return spent is not None
-
-    def _may_go(self, block_hash: BlockHash) -> bool:
-        return not self._is_in_use(block_hash) and not self.states.is_provisional(block_hash)
-
     def _empty_slab(self) -> None:
         """Free the emptiest slab of blocks by moving its blocks to free places."""
         for old, new in self.arena.blocks.evacuate():
@@ -161,8 +134,6 @@ class MovingBorder:
             self._index.move(old, new)
             if old in self._policy:
                 self._policy.move(old, new)
-            if self.hints is not None:
-                self.hints.move(old, new)
             self.pool.move(old, new)
 
     def take_moves(self) -> dict[BlockId, BlockId]:

@@ -10,8 +10,6 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
   blocks are on the same scale if both share one memory. None if the rank has no snapshot.
 - `touch(block_hash)`: note that a request that resumed from the snapshot, or took it, has just ended or still runs;
   only ordinary ones, in a memory that is shared.
-- `choose(block_hash, order)`: None, or a function (`Hints.choose_snapshot`) that names the snapshot which goes instead
-  of the next one; that one takes its rank and its place in the order.
 - `by_priority()`: return all snapshots, those of lower rank first, and within a rank the next one to evict first.
 
 `MAY_TAKE` defines which ranks may take whose slots. `opportunistic.py` handles opportunistic snapshots, which are
@@ -22,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -47,8 +45,6 @@ MAY_TAKE: dict[Rank, tuple[Rank, ...]] = {
 
 class SnapshotOrder(Protocol):
     """Eviction order of snapshots; the module describes the contract."""
-
-    choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot that has become visible."""
@@ -93,7 +89,6 @@ class LruSnapshots:
     """
 
     def __init__(self, clock: Iterator[int] | None = None, reuse: Reuse | None = None) -> None:
-        self.choose: Callable[[BlockHash, SnapshotOrder], BlockHash] | None = None
         self._clock = count() if clock is None else clock
         self._reuse = reuse
         self._queues: dict[Rank, OrderedDict[int, BlockHash]] = {rank: OrderedDict() for rank in Rank}  # by time
@@ -101,9 +96,7 @@ class LruSnapshots:
 
     def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """Add a snapshot as the youngest of its rank."""
-        self._put(block_hash, rank, next(self._clock))
-
-    def _put(self, block_hash: BlockHash, rank: Rank, time: int) -> None:
+        time = next(self._clock)
         self._places[block_hash] = rank, time
         self._queues[rank][time] = block_hash
 
@@ -118,19 +111,13 @@ class LruSnapshots:
         del self._queues[rank][time]
 
     def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
-        """Remove and return the oldest snapshot of the first of `ranks` that has any, or the one chosen instead."""
+        """Remove and return the oldest snapshot of the first of `ranks` that has any."""
         queue = next((self._queues[rank] for rank in ranks if self._queues[rank]), None)
-        return None if queue is None else self._evict_for(next(iter(queue.values())))
-
-    def _evict_for(self, block_hash: BlockHash) -> BlockHash:
-        """Remove and return a snapshot, or the one chosen instead."""
-        chosen = block_hash if self.choose is None else self.choose(block_hash, self)
-        place = self._places[chosen]
-        self.remove(block_hash)
-        if chosen != block_hash:
-            del self._places[chosen]
-            self._put(block_hash, *place)
-        return chosen
+        if queue is None:
+            return None
+        _, block_hash = queue.popitem(last=False)
+        del self._places[block_hash]
+        return block_hash
 
     def first(self, rank: Rank) -> tuple[float, BlockHash] | None:
         """Return the snapshot of `rank` that was used longest ago, and its priority; None without one.

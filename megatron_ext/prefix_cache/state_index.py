@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.free_places import FreePlaces, Stack
@@ -118,10 +118,6 @@ class StateIndex:
         self.evicted = 0  # for want of a slot
         self.replaced = 0  # by the next one of the same request
         self.opportunistic = OpportunisticUse()
-
-    def choose_by(self, choose: Callable[[BlockHash, SnapshotOrder], BlockHash]) -> None:
-        """Let `choose` name the snapshots to evict, except opportunistic ones; see `SnapshotOrder`."""
-        self._order.choose_by(choose)
 
     @property
     def used_count(self) -> int:
@@ -254,20 +250,12 @@ class StateIndex:
             self._leave(victim)
             self.opportunistic.given_up += 1
         else:
-            self._give_up(victim)
+            if self._listener is not None:
+                self._listener.on_snapshot_evicted(victim, self._visible[victim])
+            self._leave(victim)
+            self._note_displaced(victim)
+            self.evicted += 1
         return True
-
-    def give_up(self, block_hash: BlockHash) -> None:
-        """Evict the visible snapshot of `block_hash`, not opportunistic, before its turn."""
-        self._order.remove(block_hash)
-        self._give_up(block_hash)
-
-    def _give_up(self, block_hash: BlockHash) -> None:
-        if self._listener is not None:
-            self._listener.on_snapshot_evicted(block_hash, self._visible[block_hash])
-        self._leave(block_hash)
-        self._note_displaced(block_hash)
-        self.evicted += 1
 
     def move(self, old: SlotId, new: SlotId) -> None:
         """Note that the visible snapshot of a slot is in another one now."""

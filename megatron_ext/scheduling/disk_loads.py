@@ -21,7 +21,6 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.state_index import SlotId
-from megatron_ext.scheduling.hinted_requests import note_loaded
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits
 from megatron_ext.scheduling.planner import reads_disk
 from megatron_ext.scheduling.publication import tell_published
@@ -217,7 +216,6 @@ class DiskLoads:
             cache.publish(hashes, places.blocks, parent)
             cache.origins.add_blocks(hashes)
             run = PublishedRun(hashes, parent, load.tokens, size, load.end * size, load.salt)
-            note_loaded(load.salt, table, count, cache)
             tell_published(run, load.root, cache, self._queues.waiting)
         if places.slot is not None:
             assert cache.states is not None, "a slot was reserved"

@@ -17,7 +17,6 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.explanation import Explanation, Why
-from megatron_ext.scheduling.hinted_requests import note_fork
 from megatron_ext.scheduling.plan import Fork, SchedulerLimits, StepBudget
 from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.queue import Queues
@@ -164,5 +163,4 @@ class Forks:
             self._cache.count_hit(shared[-1])
         if self._limits.explains:
             sequence.ledger.explanation = Explanation(Why.SKIPPED_ALL.value, length, full * size, length, size)
-        note_fork(request, shared, self._cache)
         return request

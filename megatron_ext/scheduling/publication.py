@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
-from megatron_ext.scheduling.hinted_requests import note_published
 from megatron_ext.scheduling.kept_log_probs import note_scored
 from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
@@ -36,7 +35,6 @@ def _publish(
     shared = cache.publish(block_hashes, own, parent)
     if shared != own:  # another request has published equal blocks before
         sequence.block_table = (*table[:first], *shared, *table[complete:])
-    note_published(request, own, complete, cache)
     end, salt = complete * block_size, request.params.cache_salt
     pending_blocks.published(request.request_id, block_hashes)
     run = PublishedRun(block_hashes, parent, sequence.tokens, block_size, end, salt)

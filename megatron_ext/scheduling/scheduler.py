@@ -20,7 +20,6 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.disk_loads import DiskLoads
 from megatron_ext.scheduling.explain_admission import explain_admission
 from megatron_ext.scheduling.forks import Forks
-from megatron_ext.scheduling.hinted_requests import note_admission, note_end, note_submission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
@@ -96,7 +95,6 @@ class Scheduler:
         self._start_chain(request)
         self._hashing.begin(request)
         self.queues.waiting.add(request)
-        note_submission(request, self.cache)
 
     def _start_chain(self, request: Request) -> None:
         """Give a request the root of its block hashes, unless it has it already or does not use the cache."""
@@ -181,7 +179,6 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
-        note_admission(admission, self.limits, self.cache)
         keeps, is_caching = request.scores.are_kept, self.cache.is_enabled
         reason = general_reason(request.params, is_caching=is_caching, keeps_log_probs=keeps)
         start, size = admission.chunk.start, self.limits.block_size
@@ -299,7 +296,6 @@ class Scheduler:
         is_fault: bool = False,
     ) -> None:
         self._release(request)
-        note_end(request, self.cache)
         self.queues.discard(request)
         request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 

@@ -20,7 +20,6 @@ class Submission:
         seed: Seed of the request's own random generator.
         end_ids: Token ids each of which ends generation.
         prompt_text: Text of the prompt, if it was submitted as text.
-        submitted_at: Monotonic time of rank 0, in seconds, which pauses of sessions count from.
         bad_words: Bad words of the params as token ids, each in all variants of its beginning.
         group: Number that requests of equal prompts and salts share, of which one computes the prompt for all; None for
             a request without such others.
@@ -37,7 +36,6 @@ class Submission:
     seed: int | str
     end_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
-    submitted_at: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
     group: int | None = None
     generated_tokens: tuple[int, ...] = ()

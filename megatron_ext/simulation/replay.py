@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -13,8 +13,6 @@ from typing import cast
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
@@ -60,7 +58,6 @@ class Replay:
         policy: Eviction policy; None disables the cache.
         slots: Number of snapshot slots; None for a model without recurrent layers.
         machine: Cost model of a step.
-        hints: What follows hints, from the start; None for the usual, from the first hint.
         disk: Disk that takes what leaves memory; None without one.
 
     Attributes:
@@ -78,13 +75,10 @@ class Replay:
         policy: EvictionPolicyName | None,
         slots: int | None,
         machine: Machine | None = None,
-        hints: Callable[[BlockIndex], Hints] | None = None,
         disk: DiskSettings | None = None,
     ) -> None:
         self.scheduler, self.limits = Scheduler(limits, policy, b"simulation", slots), limits
         self.resting = RestingDecodes(self.scheduler, self._next_tokens)
-        if hints is not None:
-            self.scheduler.cache.follow_hints(hints)
         self.outcome = Outcome([turn.prompt_length for turn in turns])
         self.outcome.skipped = [0] * len(turns)
         self.outcome.ttft = [None] * len(turns)
@@ -149,11 +143,9 @@ class Replay:
         common = common_tokens(before.turn.prompt, turn.prompt) if before is not None else 0
         tokens = packed(turn.prompt, before.tokens if before is not None else array("I"), common)
         params = _params(len(turn.answer), turn.salt)
-        if turn.hints is not None:
-            params = replace(params, cache_hints=turn.hints)
         submitted = cast("tuple[int, ...]", tokens)  # read by slices only
         arrival = len(self._asked_at) - 1
-        request = Request(Submission(place, submitted, params, arrival, seed=0, submitted_at=self.now))
+        request = Request(Submission(place, submitted, params, arrival, seed=0))
         if before is not None and before.sequence.chain is not None:
             request.sequence.chain = before.sequence.chain.fork(common)  # replaced if the salt is another
         reply = self._replies.get(place)

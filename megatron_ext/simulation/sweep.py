@@ -12,8 +12,6 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import MIN_SLABS, ArenaBudget, aligned, plan_slabs
-from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.prefix_cache.hints import Hints
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots.aligned import check_aligned
@@ -177,13 +175,12 @@ def run_point(
     settings: Settings,
     batch: Batch,
     machine: Machine,
-    hints: Callable[[BlockIndex], Hints] | None = None,
     disk: DiskSettings | None = None,
 ) -> Point:
-    """Run one simulation; `hints` and `disk` as in `Replay`."""
+    """Run one simulation; `disk` as in `Replay`."""
     limits, slots = limits_of(model, settings, batch)
     began = time.perf_counter()
-    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, hints, disk).run()
+    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine, disk).run()
     return _point(settings, limits.total_blocks, slots, outcome, time.perf_counter() - began)
 
 

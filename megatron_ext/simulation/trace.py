@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
-from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.errors import ConfigError
 
 Pieces = tuple[Sequence[int], ...]
@@ -27,7 +26,6 @@ class Turn:
         is_reply: See `time`.
         salt: Salt of its cache keys.
         beside: Turn of another session that this one was started by, and which does not wait for it; None for others.
-        hints: Hints of its request.
     """
 
     session: int
@@ -37,7 +35,6 @@ class Turn:
     is_reply: bool = False
     salt: str | None = None
     beside: Turn | None = None
-    hints: CacheHints | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -134,33 +131,6 @@ def root_sessions(turns: Sequence[Turn]) -> list[int]:
         if turn.session not in roots:
             roots[turn.session] = turn.session if turn.beside is None else roots[turn.beside.session]
     return [roots[turn.session] for turn in turns]
-
-
-def with_hints(turns: Sequence[Turn], *, with_ends: bool = False) -> list[Turn]:
-    """Return turns whose requests give the ids of their session and its parent, and their number in the session.
-
-    Args:
-        turns: Turns of a trace.
-        with_ends: Whether the last request of a session says so, as well.
-    """
-    parents: dict[int, int] = {}
-    numbers: dict[int, int] = {}
-    last = {turn.session: turn for turn in turns}
-    hinted: dict[int, Turn] = {}  # by the identity of the turn without
-    for turn in turns:
-        session = turn.session
-        if turn.beside is not None:
-            parents[session] = turn.beside.session
-        numbers[session] = numbers.get(session, 0) + 1
-        hints = CacheHints(
-            str(session),
-            str(parents[session]) if session in parents else None,
-            numbers[session],
-            ends_session=with_ends and last[session] is turn,
-        )
-        beside = None if turn.beside is None else hinted[id(turn.beside)]
-        hinted[id(turn)] = replace(turn, hints=hints, beside=beside)
-    return list(hinted.values())
 
 
 def longest_request(turns: Sequence[Turn]) -> int:

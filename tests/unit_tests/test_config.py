@@ -31,7 +31,6 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
-from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.config.fleet_limits import MAX_BLOCK_TOKENS
 from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.response_format import ResponseFormat
@@ -207,21 +206,6 @@ REFUSED = [
     (RequestParams, {"stop_token_ids": (3, -1)}, ["stop_token_ids -1", "zero or more"]),
     (RequestParams, {"cache_checkpoint": (64, 0)}, ["cache_checkpoint 0", "1 or more"]),
     (RequestParams, {"cache_checkpoint": tuple(range(1, 66))}, ["has 65 positions", "at most 64"]),
-    (RequestParams, {"cache_hints": "a"}, ["cache_hints 'a'", '{"session": "a", "turn": 3}']),
-    (RequestParams, {"cache_hints": {"sesion": "a"}}, ["'sesion' is no hint", "session", "pause_seconds"]),
-    (RequestParams, {"cache_hints": {"session": 5}}, ["cache_hints", "session 5 is not a text"]),
-    (CacheHints, {"session": ""}, ["session has an id of 0 characters", "1 to 256"]),
-    (CacheHints, {"session": "a" * 257}, ["session has an id of 257 characters", "1 to 256"]),
-    (CacheHints, {"replaces": "a" * 257}, ["replaces has an id of 257 characters", "1 to 256"]),
-    (CacheHints, {"ended_sessions": ["a", ""]}, ["ended_sessions has an id of 0 characters", "1 to 256"]),
-    (CacheHints, {"ended_sessions": ["a"] * 65}, ["ended_sessions has 65 ids", "at most 64", "next request"]),
-    (CacheHints, {"turn": 3}, ["turn 3 needs session", "leave turn out"]),
-    (CacheHints, {"ends_session": True}, ["ends_session True needs session"]),
-    (CacheHints, {"session": "a", "turn": -1}, ["turn -1", "between 0 and 2147483647"]),
-    (CacheHints, {"session": "a", "parent_session": "a"}, ["parent_session 'a' is the session itself", "leave it out"]),
-    (CacheHints, {"session": "a", "pause_seconds": 0}, ["pause_seconds 0", "more than 0 and at most 86400"]),
-    (CacheHints, {"session": "a", "pause_seconds": INF}, ["pause_seconds inf", "at most 86400"]),
-    (CacheHints, {"session": "a", "pause_seconds": 1, "ends_session": True}, ["pause_seconds 1", "contradict"]),
     (RequestParams, {"min_p": 1.1}, ["min_p 1.1", "between 0 (off) and 1"]),
     (RequestParams, {"presence_penalty": 2.1}, ["presence_penalty 2.1", "between -2 and 2"]),
     (RequestParams, {"frequency_penalty": NAN}, ["frequency_penalty nan", "0 is off"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 
 from pydantic import ValidationError
 
@@ -25,7 +24,6 @@ from megatron_ext.server.api_errors import ApiError, describe
 from megatron_ext.server.openai.protocol import ChatRequest
 from megatron_ext.text.chat_template import ENABLE_THINKING
 
-_PAUSES = {"5m": 300, "1h": 3600}  # seconds of each `ttl`
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # A block of Claude Code's system prompt that differs from request to request: as text it would hide the cached prefix.
 _BILLING = "x-anthropic-billing-header:"
@@ -89,25 +87,7 @@ def _generation(body: MessagesRequest, *, can_think: bool) -> Fields:
     form = None if body.output_config is None else body.output_config.format
     if form is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.json_schema}}
-    fields["cache_hints"] = _hints(body)
     return fields
-
-
-def _hints(body: MessagesRequest) -> Fields | None:
-    """Return the longest `ttl` of the request's marks as a pause of the session that `metadata.user_id` names.
-
-    Claude Code's has the conversation in it. Without an id there is no session, and without a `ttl` no pause.
-    """
-    name = body.session_name
-    blocks = [*(body.system or ()), *(body.tools or ()), *(block for one in body.messages for block in one.content)]
-    marks = [body.cache_control, *(getattr(block, "cache_control", None) for block in blocks)]
-    pause = max((_PAUSES.get(str(mark.get("ttl")), 0) for mark in marks if mark), default=0)
-    if not name or not pause:
-        return None
-    return {
-        "session": blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(),
-        "pause_seconds": pause,
-    }
 
 
 def _system(system: Sequence[TextBlock] | None) -> list[Fields]:

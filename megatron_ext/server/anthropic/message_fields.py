@@ -226,13 +226,6 @@ class MessagesRequest(CountTokensRequest):
     enable_prefix_caching: bool | None = None
     seed: int | None = None
 
-    @property
-    def session_name(self) -> str | None:
-        """Client's id of its user and conversation, if it has given one."""
-        metadata = (self.model_extra or {}).get("metadata")
-        name = metadata.get("user_id") if isinstance(metadata, dict) else None
-        return name if isinstance(name, str) else None
-
     @field_validator("stop_sequences", mode="before")
     @classmethod
     def _has_few_stop_words(cls, value: object) -> object:

@@ -25,7 +25,7 @@ NOTHING: FieldValues = MappingProxyType({})
 _SAME_NAMES = tuple(
     name
     for name in RequestParams.__dataclass_fields__
-    if name in GenerationRequest.model_fields and name not in ("response_format", "seed", "cache_hints")
+    if name in GenerationRequest.model_fields and name not in ("response_format", "seed")
 )
 
 
@@ -140,7 +140,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         settings["top_k"] = 1
     if settings.get("top_p") == 1:
         settings["top_p"] = 0.0
-    return settings | {"response_format": body.form, "stop_words": body.stop_words, "cache_hints": body.hints}
+    return settings | {"response_format": body.form, "stop_words": body.stop_words}
 
 
 def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:

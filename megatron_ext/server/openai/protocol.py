@@ -65,7 +65,7 @@ class CacheControl(Body):
     """Mark of a prefix that is worth caching: other prompts may have everything before it in common with this one."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None  # of the Messages API, which makes a pause of it; else without effect
+    ttl: Literal["5m", "1h"] | None = None  # of the Messages API, without effect
 
 
 class TextPart(Body):

@@ -7,7 +7,6 @@ pydantic would create an error for each item.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from itertools import chain
@@ -25,7 +24,6 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from megatron_ext.config.cache_hints import LONGEST_SESSION, CacheHints
 from megatron_ext.config.options import options_of
 from megatron_ext.config.request import MAX_CHECKPOINTS, RequestParams
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
@@ -39,6 +37,7 @@ MAX_MESSAGES = 10_000
 MAX_STOP_WORDS = 64  # each is searched after every token, in the engine's thread
 LONGEST_STOP_WORD = 1024  # characters
 MAX_BIASES = 1024
+LONGEST_CACHE_KEY = 256  # characters
 
 # Neutral values of fields, which change nothing; None is always neutral.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -173,18 +172,6 @@ def biases(value: object) -> object:
     return read
 
 
-def cache_hints(value: object) -> object:
-    """Return the hints of a request.
-
-    Raises:
-        ValueError: The value is not an object of valid hints.
-    """
-    try:
-        return CacheHints.of(value)
-    except ValueError as error:
-        raise ValueError(f"is not {error}") from None
-
-
 def response_format(value: object) -> object:
     """Return a response format, in OpenAI's form or with the `regex` extension.
 
@@ -204,8 +191,6 @@ def option_bounds(name: str) -> FieldInfo:
     return found
 
 
-SessionId = Annotated[str, Field(max_length=LONGEST_SESSION)]
-Hints = Annotated[Any, PlainValidator(cache_hints, json_schema_input_type=dict[str, Any])]
 Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
@@ -289,7 +274,6 @@ class SamplingFields(Body):
     explain_prefix_cache: bool | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
     cache_checkpoint: Checkpoints | None = None
-    cache_hints: Hints | None = None
 
     # Metadata of the client, without effect on the output
     user: str | None = None
@@ -297,9 +281,8 @@ class SamplingFields(Body):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=LONGEST_SESSION)] | None = (
-        None  # a session, unless hints name one
-    )
+    prompt_cache_key: Annotated[str, Field(max_length=LONGEST_CACHE_KEY)] | None = None
+    cache_hints: Annotated[dict[str, object], Field(max_length=MAX_FIELDS)] | None = None  # of version 0.2
 
     @field_validator("bad_words", mode="before")
     @classmethod
@@ -361,14 +344,6 @@ class GenerationRequest(SamplingFields):
     def stop_words(self) -> tuple[str, ...]:
         """Return the stop words as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def hints(self) -> CacheHints | None:
-        """Return the hints; a `prompt_cache_key` is the session if they name none."""
-        hints: CacheHints | None = self.cache_hints
-        if not self.prompt_cache_key or (hints is not None and hints.session is not None):
-            return hints
-        return dataclasses.replace(hints or CacheHints(), session=self.prompt_cache_key)
 
     @property
     def includes_usage(self) -> bool:

@@ -110,7 +110,7 @@ WITHOUT_FLAG = {
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {
         *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
-        *("detokenize_stop_sequence", "cache_hints"),
+        "detokenize_stop_sequence",
     },
     "ServerConfig": {"limits", "kv_events"},  # with flags of groups of their own
 }

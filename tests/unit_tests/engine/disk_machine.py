@@ -31,7 +31,6 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.scheduling.submission import Submission
-from tests.unit_tests.scheduling.test_hinted_machine import random_hints
 
 MAX_LENGTH = 24
 MAX_ALIVE = 6
@@ -175,7 +174,6 @@ class DiskMachine(RuleBasedStateMachine):
             slabs=layout,
         )
         self.rng = random.Random(data.draw(st.integers(0, 2**16), "disk"))
-        self.is_hinted = data.draw(st.sampled_from([False, False, True]), "hints")
         self.quickness = data.draw(st.sampled_from([0.4, 1.0, 0.0]), "quickness")  # chance that a load ends in a step
         policy = data.draw(st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS]), "policy")
         slots = data.draw(st.integers(1, 4), "slots") if kind == "hybrid" else None
@@ -209,8 +207,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.add([*earlier.tokens, *more], 2, earlier.params.cache_salt)
 
     def add(self, tokens: Sequence[int], to_generate: int, salt: str | None) -> None:
-        hints = random_hints(self.rng) if self.is_hinted else None
-        params = RequestParams(num_tokens_to_generate=to_generate, cache_salt=salt, cache_hints=hints)
+        params = RequestParams(num_tokens_to_generate=to_generate, cache_salt=salt)
         name = self.arrivals
         request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0))
         if check_admissible(request, self.limits) is None:

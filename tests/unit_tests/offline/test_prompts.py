@@ -8,7 +8,6 @@ import json
 import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
-from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import (
     LineRules,
@@ -63,7 +62,6 @@ def test_every_field_of_a_line():
         "cache_salt": "tenant",
         "enable_prefix_caching": False,
         "cache_checkpoint": [1, 2],
-        "cache_hints": {"session": "a", "turn": 3},
     }
     (prompt,) = parse({"token_ids": [1, 2], **fields})
     assert prompt.content == (1, 2)
@@ -71,7 +69,6 @@ def test_every_field_of_a_line():
     assert prompt.params.logit_bias == ((7, 3.0),)
     assert prompt.params.stop_words == ("a", "b")
     assert prompt.params.cache_checkpoint == (1, 2)
-    assert prompt.params.cache_hints == CacheHints("a", turn=3)
 
 
 def test_a_line_can_ask_for_less_than_the_flags():

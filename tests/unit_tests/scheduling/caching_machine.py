@@ -15,7 +15,6 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.config.cache_hints import CacheHints
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
@@ -107,10 +106,9 @@ class CachingMachine(RuleBasedStateMachine):
             cache_salt=salt,
             enable_prefix_caching=not opts_out,
             return_log_probs=wants_scores,
-            cache_hints=self.hints(),
         )
         name = self.arrivals
-        request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0, submitted_at=float(name)))
+        request = Request(Submission(name, tuple(tokens), params, arrival=name, seed=0))
         if check_admissible(request, self.limits) is not None or len(self.alive()) == MAX_ALIVE:
             return
         self.arrivals += 1
@@ -120,10 +118,6 @@ class CachingMachine(RuleBasedStateMachine):
         self.requests[owner] = request
         self.key_weights[owner] = self.weights
         self.verify()
-
-    def hints(self) -> CacheHints | None:
-        """Return the hints of the next request."""
-        return None
 
     @precondition(lambda self: self.alive())
     @rule(count=st.integers(1, 6))

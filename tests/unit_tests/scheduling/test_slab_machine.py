@@ -8,6 +8,7 @@ are copied only as the step's message says.
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import hypothesis.strategies as st
 import pytest
@@ -20,6 +21,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import make_limits, request_of, step
 from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
 
@@ -122,3 +124,19 @@ class SlabMachine(HybridMachine):
 def test_random_requests_in_slabs():
     lives = settings(max_examples=60, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON)
     run_state_machine_as_test(SlabMachine, settings=lives)
+
+
+def test_ample_memory_skips_what_fixed_pools_skip():
+    source, skipped = random.Random(1), []
+    prompts = [[source.randrange(2) for _ in range(source.randrange(1, 60))] for _ in range(80)]
+    for layout, slots in ((None, 400), (SlabLayout(600, 4, 1), None)):
+        limits = make_limits(total_blocks=2000 if layout is None else layout.blocks, max_tokens=64, slabs=layout)
+        scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model", slots)
+        requests = [request_of(name, tokens, num_tokens_to_generate=1) for name, tokens in enumerate(prompts)]
+        for request in requests:
+            scheduler.add(request)
+            while not request.is_ended:
+                step(scheduler)
+        skipped.append([request.skipped_prefill_tokens for request in requests])
+    assert skipped[0] == skipped[1]
+    assert sum(skipped[0]) > 0

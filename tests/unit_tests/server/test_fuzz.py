@@ -142,10 +142,7 @@ FIELDS = {
     "top_logprobs": st.integers(0, 20),
     "cache_salt": st.text(max_size=5),
     "prompt_cache_key": st.text(max_size=5),
-    "cache_hints": st.fixed_dictionaries(
-        {"session": st.sampled_from(["a", "b", ""])},
-        optional={"turn": st.integers(-1, 3), "ends_session": st.booleans(), "pause_seconds": st.floats()},
-    ),
+    "cache_hints": st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=3),
 }
 SHAPING = {
     "min_p": st.floats(0, 1),

@@ -10,9 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_ext.config.cache_hints import CacheHints
-from megatron_ext.server.anthropic.chat_translation import as_chat
-from megatron_ext.server.anthropic.message_fields import MessagesRequest
 from tests.unit_tests.server.openai.test_reasoning import ANSWER, TEMPLATE, THINKING
 from tests.unit_tests.server.test_errors import CHAT
 from tests.unit_tests.support.agent_loop import TOOLS, run
@@ -571,24 +568,6 @@ class TestWithoutEffect:
         }
         plain = {"system": SYSTEM, "tools": FUNCTIONS, "messages": contents(QUESTION)}
         assert counted(embedded, **marked) == counted(embedded, **plain)
-
-    def test_a_time_to_live_is_a_pause(self):
-        """The longest `ttl` of all marks is a hint of the session; it has no effect without the client's id."""
-
-        def hinted(**fields: object) -> CacheHints | None:
-            return as_chat(MessagesRequest.model_validate(ASKED | fields)).hints
-
-        short, long = ({"cache_control": {"type": "ephemeral", "ttl": one}} for one in ("5m", "1h"))
-        metadata = {"metadata": {"user_id": "user_1_session_2"}}
-        system = {"system": [{"type": "text", "text": SYSTEM, **short}]}
-        (first,) = {hinted(**metadata, **system, messages=contents(text)) for text in ("a", "b")}
-        assert first.pause_seconds == 300
-        both = hinted(**metadata, **system, tools=[{**FUNCTIONS[0], **long}])
-        assert (both.pause_seconds, both.session) == (3600, first.session)
-        assert "user_1" not in first.session
-        assert hinted(**system) is None
-        assert hinted(**metadata) is None
-        assert hinted(**metadata | {"metadata": {"user_id": "other"}}, **system).session != first.session
 
     def test_text_about_the_bill_is_left_out(self, embedded):
         """Text about the bill differs from request to request, and would hide the cached prefix."""
