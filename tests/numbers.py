@@ -17,7 +17,6 @@ MCORE = tuple(
     for name in (
         "against_recompute",
         "caching_matrix",
-        "draft_model",
         "operator_backends",
         "packed_weights",
         "recurrent_kinds",

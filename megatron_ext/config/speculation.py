@@ -16,7 +16,6 @@ class SpeculativeMethod(str, enum.Enum):
     """Method that proposes draft tokens."""
 
     NGRAM = "ngram"  # continuation of the same tokens earlier in the request's prompt and output
-    DRAFT_MODEL = "draft_model"  # a smaller model with the same tokenizer
     MTP = "mtp"  # the model's own layer of multi-token prediction
     MTP_NGRAM = "mtp_ngram"  # the same, or the n-grams that have been right in the request
 
@@ -27,8 +26,6 @@ class SpeculationConfig:
 
     speculative_method: str | None = None  # of SpeculativeMethod; default: mtp, as in Megatron, if drafts are asked for
     num_speculative_tokens: int = 0  # maximum drafts per request and step
-    speculative_load_hf: str | None = None  # checkpoint of the draft model
-    speculative_load: str | None = None  # the same, in a format that --load reads
     speculative_ngram_longest: int = 4  # tokens
     speculative_ngram_shortest: int = 2
     speculative_adaptive: bool = True  # the number of drafts depends on their expected gain
@@ -50,26 +47,8 @@ class SpeculationConfig:
             method is None or count > 0,
             f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; try 4",
         )
-        self._check_draft_model()
         self._check_ngrams()
         self._check_costs()
-
-    def _check_draft_model(self) -> None:
-        hugging_face, other = self.speculative_load_hf, self.speculative_load
-        require(
-            not (hugging_face and other),
-            f"--speculative-load-hf {hugging_face} and --speculative-load {other} contradict each other; give one",
-        )
-        is_asked = self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
-        given = "--speculative-load-hf" if hugging_face else "--speculative-load"
-        require(
-            is_asked or not (hugging_face or other),
-            f"{given} {hugging_face or other} needs --speculative-method draft_model; give both or neither",
-        )
-        require(
-            not is_asked or bool(hugging_face or other),
-            "--speculative-method draft_model needs --speculative-load-hf or --speculative-load; give one",
-        )
 
     def _check_ngrams(self) -> None:
         longest, shortest = self.speculative_ngram_longest, self.speculative_ngram_shortest
@@ -99,11 +78,6 @@ class SpeculationConfig:
     def is_on(self) -> bool:
         """True if speculative decoding is on."""
         return self.speculative_method is not None
-
-    @property
-    def has_draft_model(self) -> bool:
-        """True if a draft model proposes the drafts."""
-        return self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
 
     @property
     def has_prediction(self) -> bool:

@@ -61,10 +61,10 @@ def print_kv_cache_config(
         table.add_row("shared memory", f"{geometry.slabs.slabs:,} slabs of {geometry.slab_bytes:,} bytes: {held} each")
     if geometry.draft_states:
         table.add_row("states after drafts", f"{geometry.draft_states:,} of the same size")
-    drafts = geometry.draft_model
+    drafts = geometry.draft_layers
     if drafts is not None:
         states = f", {drafts.states:,} states of {drafts.state_bytes:,} bytes" if drafts.states else ""
-        table.add_row("draft model", f"{blocks} of {drafts.block_bytes:,} bytes{states}, in the same budget")
+        table.add_row("drafting layers", f"{blocks} of {drafts.block_bytes:,} bytes{states}, in the same budget")
     if geometry.log_prob_bytes:
         table.add_row("prompt log-probs", f"{geometry.log_prob_bytes:,} bytes with each block, in the same budget")
     if request_state_bytes:

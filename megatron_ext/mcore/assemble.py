@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
-from megatron_ext.config.model_fields import LEARNED_POSITIONS
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.errors import ConfigError
@@ -21,7 +19,6 @@ from megatron_ext.mcore.core_factory import make_worker
 from megatron_ext.mcore.cuda_graph_ranks import Messages, check_ranks
 from megatron_ext.mcore.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.mcore.draft_cost_measurement import chosen_costs, measure_costs
-from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
 from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.mcore.layers.layer_map import layer_places, model_shape, operator_shapes
 from megatron_ext.mcore.layers.moe import check_routing_is_recorded
@@ -32,10 +29,9 @@ from megatron_ext.mcore.versions import wrap
 from megatron_ext.mcore.warm_up import Phase, WarmUpPart, unreported, warm_up
 from megatron_ext.mcore.weight_samples import samples_of
 from megatron_ext.memory.capacity import NO_PEERS, Peers
-from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
-from megatron_ext.memory.engine_plan import EnginePlan, plan_engine
+from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftMemory
+from megatron_ext.memory.engine_plan import plan_engine
 from megatron_ext.ops import backend_selection, cpp
-from megatron_ext.ops.libraries import OperatorShapes
 from megatron_ext.ops.linear import onednn
 from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.parallel.worker import Worker
@@ -62,7 +58,6 @@ def build_engine(
     speculative_tokens: int = 0,
     drafter: Drafter | None = None,
     speculation: SpeculationConfig = NO_SPECULATION,
-    draft: DraftParts | None = None,
     packs_weights: bool = False,
     routing: RoutingConfig | None = None,
     phase: Phase = unreported,
@@ -80,7 +75,6 @@ def build_engine(
         speculative_tokens: Maximum draft tokens per request that a step verifies; the same on all ranks.
         drafter: Proposes draft tokens; on rank 0 only.
         speculation: Replaces the previous two: speculation settings, which also select the drafter.
-        draft: Draft model, if the speculation settings use one.
         packs_weights: Let packed weights replace those of linear layers, see `packed_weights`.
         routing: Policy that chooses among replicas; on rank 0 only.
         phase: Returns the context of a phase of the start by its name: plan; on CUDA also warm-up and profile run.
@@ -91,12 +85,12 @@ def build_engine(
     max_drafts = speculation.num_speculative_tokens or speculative_tokens
     prediction = _prediction_of(model, config, dtype, speculation)
     with phase("plan"):
-        memory = _draft_memory(draft, prediction, batching)
+        memory = NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching)
         given = model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, max_drafts
         controller = _build_controller(*given, draft=memory, packs_weights=packs_weights)
         context = controller.inference_wrapped_model.inference_context
         controller.drafter = drafter
-        own = _build_drafter(draft, prediction, controller, batching, packs_weights)
+        own = _build_drafter(prediction, controller, batching)
         drafting_model: DraftPools | None = own
         if speculation.has_prediction and parallel_context is not None:
             drafting_model = controller.leading_drafter = parallel_context.leading_drafter(own)
@@ -127,27 +121,11 @@ def _prediction_of(
     return PredictionParts(model, config, dtype, speculation.num_speculative_tokens)
 
 
-def _draft_memory(
-    draft: DraftParts | None, prediction: PredictionParts | None, batching: BatchingConfig
-) -> DraftMemory:
-    """Return the memory of what drafts, whose operators are checked before anything is allocated."""
-    if draft is not None:
-        _check_draft_operators(draft, batching)
-    parts = draft or prediction
-    return NO_DRAFT_MODEL if parts is None else parts.memory(batching)
-
-
 def _build_drafter(
-    draft: DraftParts | None,
-    prediction: PredictionParts | None,
-    controller: InferenceController,
-    batching: BatchingConfig,
-    packs_weights: bool,
-) -> DraftModel | MultiTokenEngine | MultiTokenEngines | None:
-    """Build the model that drafts for the engine of a controller; None if none does."""
+    prediction: PredictionParts | None, controller: InferenceController, batching: BatchingConfig
+) -> MultiTokenEngine | MultiTokenEngines | None:
+    """Build the layers that draft for the engine of a controller; None without them."""
     context = controller.inference_wrapped_model.inference_context
-    if draft is not None:
-        return build_draft_model(draft, context.plan, batching, packs_weights)
     if prediction is None:
         return None
     layer = prediction.drafter(context, batching)
@@ -159,7 +137,7 @@ def _build_drafter(
 
 def _parts_to_warm_up(
     controller: InferenceController,
-    drafter: DraftModel | MultiTokenEngine | MultiTokenEngines | None,
+    drafter: MultiTokenEngine | MultiTokenEngines | None,
     parallel: ParallelContext | None,
 ) -> list[WarmUpPart]:
     """Return the models whose kernels are warmed up, the same on all ranks, whose steps communicate."""
@@ -205,12 +183,12 @@ def build_worker(
         token_rounder,
         parallel_context,
         speculation.num_speculative_tokens or speculative_tokens,
-        draft=NO_DRAFT_MODEL if prediction is None else prediction.memory(batching),
+        draft=NO_DRAFT_LAYERS if prediction is None else prediction.memory(batching),
         packs_weights=packs_weights,
     )
     context = controller.inference_wrapped_model.inference_context
     worker = make_worker(parallel_context, context, controller)
-    layer = _build_drafter(None, prediction, controller, batching, packs_weights)
+    layer = _build_drafter(prediction, controller, batching)
     if speculation.has_prediction:
         context.drafting = layer
         worker.drafter = parallel_context.drafter(parallel_context.here.replica, layer)
@@ -219,41 +197,6 @@ def build_worker(
     if opener is not None:
         worker.open_store = opener(controller)
     return worker
-
-
-def build_draft_model(
-    parts: DraftParts, plan: EnginePlan, batching: BatchingConfig, packs_weights: bool = False
-) -> DraftModel:
-    """Build a draft model with its own pools.
-
-    Args:
-        parts: Parts of the draft model.
-        plan: Plan of the target model, which leaves room for the draft model's pools.
-        batching: Batching config of the target model's engine.
-        packs_weights: See `build_engine`.
-
-    Raises:
-        ConfigError: There is less memory than seemed to be free.
-    """
-    context, config = parts.context(parts.plan(plan, batching)), parts.config
-    controller = _wrapped(parts.model, config, parts.tokenizer, context)
-    controller.operators = backend_selection.preferred(batching.operator_backend)
-    if packs_weights:
-        controller.packed, _ = pack_weights(parts.model, batching)
-    context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=True)
-    learned = config.position_embedding_type == LEARNED_POSITIONS
-    return DraftModel(
-        context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
-    )
-
-
-def _check_draft_operators(draft: DraftParts, batching: BatchingConfig) -> None:
-    shapes = operator_shapes(draft.model, batching, draft.dtype)
-    _check_operators(draft.model, batching, replace(shapes, owner="the draft model", is_whole=False))
-
-
-def _check_operators(model: HybridModel, batching: BatchingConfig, shapes: OperatorShapes) -> None:
-    backend_selection.check(batching.operator_backend, next(model.parameters()).device, shapes)
 
 
 def compile_operators(model: HybridModel, batching: BatchingConfig) -> None:
@@ -273,11 +216,11 @@ def _build_controller(
     token_rounder: int,
     parallel_context: ParallelContext | None,
     speculative_tokens: int,
-    draft: DraftMemory = NO_DRAFT_MODEL,
+    draft: DraftMemory = NO_DRAFT_LAYERS,
     packs_weights: bool = False,
 ) -> InferenceController:
     device = next(model.parameters()).device
-    _check_operators(model, batching, operator_shapes(model, batching, dtype))
+    backend_selection.check(batching.operator_backend, device, operator_shapes(model, batching, dtype))
     if batching.quantizes_weights and (not packs_weights or samples_of(model) is not None):
         raise ConfigError(
             f"--cpu-weight-quantization {batching.cpu_weight_quantization} would replace the weights of a model that "
@@ -303,7 +246,8 @@ def _build_controller(
         linear=identity,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
-    controller = _wrapped(model, config, tokenizer, context)
+    assert config.vocab_size is not None, "the model was built with one"
+    controller = InferenceController(wrap(model.eval(), context, config.vocab_size), tokenizer, config.vocab_size)
     controller.operators = backend_selection.preferred(batching.operator_backend)
     controller.packed = packed
     if batching.moe_enable_routing_replay:
@@ -315,12 +259,3 @@ def _build_controller(
     context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, has_peers=not is_alone)
     context.recorded_steps = recorded_steps_for(context, controller, batching, is_alone=is_alone)
     return controller
-
-
-def _wrapped(
-    model: HybridModel, config: ModelConfig, tokenizer: object, context: InferenceContext
-) -> InferenceController:
-    """Return a controller around the model, whose forward finds pools and steps in the context."""
-    assert config.vocab_size is not None, "the model was built with one"
-    wrapper = wrap(model.eval(), context, config.vocab_size)
-    return InferenceController(wrapper, tokenizer, config.vocab_size)

@@ -19,12 +19,11 @@ from megatron_ext.mcore.layers.multi_token_prediction import PredictionLayer
 from megatron_ext.mcore.versions import inference_mode
 from megatron_ext.mcore.warm_up import WarmUpPart
 from megatron_ext.memory.draft_memory import DraftMemory
-from megatron_ext.memory.engine_plan import ModelShape, plan_draft_model
+from megatron_ext.memory.engine_plan import ModelShape, plan_draft_layers
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.runner.recorded_steps import MAX_ROWS
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-from megatron_ext.speculation.draft_model import DraftRoom
 from megatron_ext.speculation.multi_token import ChunkInput, LayeredDrafter, MultiTokenDrafter
 
 
@@ -71,7 +70,7 @@ class PredictionParts:
             ConfigError: There is less memory than seemed to be free.
         """
         device = next(self.model.parameters()).device
-        plan = plan_draft_model(target.plan, self._shape(batching), self.config, device.type, self.depths)
+        plan = plan_draft_layers(target.plan, self._shape(batching), self.config, device.type, self.depths)
         requests, operators = plan.limits.max_requests, backend_selection.preferred(batching.operator_backend)
         captured = 0 if target.cuda_graph_runner is None else target.cuda_graph_runner.max_tokens
         recorded = 0 if target.recorded_steps is None else min(requests * (1 + self.drafts), MAX_ROWS)
@@ -142,18 +141,10 @@ class MultiTokenEngine(MultiTokenDrafter):
         self._read_outputs: dict[int, Tensor] = {}  # after the last read token
         self._outputs: dict[int, Tensor] = {}  # after the last token, drafts included
         self._sampled: tuple[int, ...] = ()  # requests of the last step's rows of logits
-        limits = context.plan.limits
         like = next(parts.model.parameters()).new_empty(0, parts.config.hidden_size)
         self._buffers = _Buffers.of(MAX_ROWS, like)
-        room = DraftRoom(
-            block_size=limits.block_size,
-            blocks=limits.total_blocks,
-            requests=limits.max_requests,
-            step_tokens=limits.max_tokens,
-            longest=limits.max_sequence_length,
-            has_states=context.plan.shape.states is not None,
-        )
-        super().__init__(room, self._tokens, states)
+        plan = context.plan
+        super().__init__(plan.limits, plan.shape.states is not None, self._tokens, states)
 
     def notice_new_weights(self) -> None:
         """Forget all requests, whose keys, values and hidden states are of the old weights."""

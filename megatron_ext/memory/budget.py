@@ -9,7 +9,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MAX_UNITS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.arena import ArenaBudget, arena_bytes
-from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftKVCacheConfig, DraftMemory, draft_kv_cache_config
+from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftKVCacheConfig, DraftMemory, draft_kv_cache_config
 from megatron_ext.prefix_cache.slab_layout import SlabLayout
 
 GIB = 1024**3
@@ -27,7 +27,7 @@ SHARES_MEMORY = True  # whether blocks and snapshots share an arena by default; 
 # Fields in JSON only if set.
 _LEFT_OUT = (
     "draft_states",
-    "draft_model",
+    "draft_layers",
     "slabs",
     "slab_bytes",
     "apart_slots",
@@ -45,7 +45,7 @@ class ModelMemory:
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
     speculative_tokens: int = 0  # drafts of a request in a step
-    draft: DraftMemory = NO_DRAFT_MODEL
+    draft: DraftMemory = NO_DRAFT_LAYERS
     record_bytes: int = 0  # `state_bytes` as one record; see `StateShape.record_bytes`
     activation_bytes: int = 0  # temporary tensors of a full step
     log_prob_bytes: int = 0  # of a block's kept log-probs; see `LogProbPool`
@@ -73,7 +73,7 @@ class KVCacheConfig:
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None without a cache
     draft_states: int = field(default=0, kw_only=True)  # states after drafts, until verified
-    draft_model: DraftKVCacheConfig | None = field(default=None, kw_only=True)  # its pools, in the same budget
+    draft_layers: DraftKVCacheConfig | None = field(default=None, kw_only=True)  # their pools, in the same budget
     slabs: SlabLayout | None = field(default=None, kw_only=True)
     slab_bytes: int = field(default=0, kw_only=True)
     apart_slots: int = field(default=0, kw_only=True)
@@ -83,10 +83,10 @@ class KVCacheConfig:
     def pool_bytes(self) -> int:
         """Bytes of all pools: KV blocks with the dummy block, running states, states after drafts, and snapshots.
 
-        The pools of a draft model are included, and kept log-probs.
+        The pools of layers that draft are included, and kept log-probs.
         """
         beside = (self.blocks + 1) * self.log_prob_bytes
-        beside += 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
+        beside += 0 if self.draft_layers is None else self.draft_layers.pool_bytes(self.blocks)
         states = self.live_states + self.draft_states - self.apart_slots
         if self.slabs is not None:
             arena = arena_bytes(self.slabs, self.slab_bytes, self.apart_slots)
@@ -153,7 +153,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         draft_states=batching.effective_max_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
-        draft_model=draft_kv_cache_config(model.draft, block_size, batching.effective_max_requests),
+        draft_layers=draft_kv_cache_config(model.draft, block_size, batching.effective_max_requests),
         log_prob_bytes=model.log_prob_bytes,
     )
 
@@ -171,7 +171,7 @@ def arena_budget(model: ModelMemory, geometry: KVCacheConfig, batching: Batching
     padded = int(geometry.live_states > batching.effective_max_requests)
     ahead = async_states(geometry.live_states, batching.effective_max_requests)
     apart = geometry.draft_states + padded + ahead
-    beside = geometry.log_prob_bytes + (0 if geometry.draft_model is None else geometry.draft_model.block_bytes)
+    beside = geometry.log_prob_bytes + (0 if geometry.draft_layers is None else geometry.draft_layers.block_bytes)
     blocks = (geometry.blocks + 1) * (geometry.block_bytes + beside)
     total = blocks + (geometry.snapshot_slots + apart) * geometry.state_bytes
     return ArenaBudget(total, geometry.block_bytes, model.record_bytes, beside, apart)
@@ -248,7 +248,7 @@ def _slot_count(
 
 
 def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> int:
-    """Return the blocks that fit the buffer besides the running states, each with one in a draft model's pool."""
+    """Return the blocks that fit the buffer besides the running states, each with one of layers that draft."""
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
@@ -259,7 +259,7 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         drafts = model.speculative_tokens if model.state_bytes else 0
-        hint = _included(model.draft != NO_DRAFT_MODEL)
+        hint = _included(model.draft != NO_DRAFT_LAYERS)
         hint += ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
         hint += ", or fewer --num-speculative-tokens" if drafts else ""
         each = f", each with {drafts} more after drafts" if drafts else ""
@@ -301,13 +301,13 @@ def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str, activ
         step = f", the largest step {_gigabytes(activation_bytes)} GB" if activation_bytes else ""
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB"
-            f"{_included(geometry.draft_model is not None)}{step}, and "
+            f"{_included(geometry.draft_layers is not None)}{step}, and "
             f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
         )
 
 
-def _included(has_draft_model: bool) -> str:
-    return " (including those of the draft model)" if has_draft_model else ""
+def _included(has_draft_layers: bool) -> str:
+    return " (including those of the drafting layers)" if has_draft_layers else ""
 
 
 def _gigabytes(count: int) -> str:

@@ -1,7 +1,7 @@
-"""Memory of a draft model's pools: as many blocks as the target model's pool, and two states per request.
+"""Memory of the pools of layers that draft: as many blocks as the engine has, and two states per request.
 
-A request has as many blocks in the pool of each model. The draft model has two states of it: the one after the accepted
-tokens, and the copy that drafting advances.
+A request has as many blocks there as in the engine's own pool. Of its two states one is after the accepted tokens, the
+other is the copy that drafting advances.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ STATES_OF_A_REQUEST = 2
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Memory that a draft model needs per token and per sequence.
+    """Memory that layers of multi-token prediction need per token and per sequence.
 
     Attributes:
-        kv_bytes_per_token: Bytes of keys and values of one token, in all attention layers.
-        state_bytes: Bytes of the states of one sequence, in all recurrent layers.
+        kv_bytes_per_token: Bytes of keys and values of one token, in all of their attention layers.
+        state_bytes: Bytes of the states of one sequence, in all of their recurrent layers.
         hidden_bytes: Bytes of the target model's hidden states that are kept of one sequence.
     """
 
@@ -30,15 +30,15 @@ class DraftMemory:
         return requests * (STATES_OF_A_REQUEST * self.state_bytes + self.hidden_bytes)
 
 
-NO_DRAFT_MODEL = DraftMemory()
+NO_DRAFT_LAYERS = DraftMemory()
 
 
 @dataclass(frozen=True)
 class DraftKVCacheConfig:
-    """Sizes of the draft model's pools, as printed at start-up and in a run's counts.
+    """Sizes of the pools of layers that draft, as printed at start-up and in a run's counts.
 
     Attributes:
-        block_bytes: Bytes of one block; the pool has as many as the target model's.
+        block_bytes: Bytes of one block; the pool has as many as the engine's own.
         state_bytes: Bytes of one sequence's states.
         states: Number of states in the pool.
         hidden_bytes: Bytes of the target model's hidden states, of all requests.
@@ -55,8 +55,8 @@ class DraftKVCacheConfig:
 
 
 def draft_kv_cache_config(draft: DraftMemory, block_size: int, requests: int) -> DraftKVCacheConfig | None:
-    """Return the sizes of a draft model's pools; None without a draft model."""
-    if draft == NO_DRAFT_MODEL:
+    """Return the sizes of the pools of layers that draft; None without them."""
+    if draft == NO_DRAFT_LAYERS:
         return None
     states = STATES_OF_A_REQUEST * requests if draft.state_bytes else 0
     hidden = requests * draft.hidden_bytes

@@ -25,7 +25,7 @@ from megatron_ext.memory.budget import (
     shares_memory,
 )
 from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree
-from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
+from megatron_ext.memory.draft_memory import NO_DRAFT_LAYERS, DraftMemory
 from megatron_ext.memory.fitting import advice_that_fits, plan_within
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world_sizes import world_kv_cache_config
@@ -139,7 +139,7 @@ def plan_engine(
     available_bytes: int,
     peers: Peers = NO_PEERS,
     speculative_tokens: int = 0,
-    draft: DraftMemory = NO_DRAFT_MODEL,
+    draft: DraftMemory = NO_DRAFT_LAYERS,
     linear: str = "",
 ) -> EnginePlan:
     """Plan an engine's pools and limits; rank 0 warns once of settings without effect.
@@ -153,7 +153,7 @@ def plan_engine(
         available_bytes: Bytes of memory for the pools.
         peers: The other ranks, which have to agree on the plan.
         speculative_tokens: Drafts per request that a step may verify; 0 for no speculation.
-        draft: Memory of a draft model, on this rank.
+        draft: Memory of layers that draft, on this rank.
         linear: What the results of packed weights depend on, equal on all ranks; empty without them.
 
     Raises:
@@ -297,19 +297,19 @@ def _warn_of_cache_settings(plan: EnginePlan, cache: CacheConfig) -> None:
         logger.warning("this model has no recurrent layers: settings of snapshots have no effect")
 
 
-def plan_draft_model(
+def plan_draft_layers(
     plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str, parts: int = 1
 ) -> EnginePlan:
-    """Plan the pools of a draft model, within the memory that `plan` reserves: no cache, one kept state per request.
+    """Plan the pools of drafting layers, within the memory that `plan` reserves: no cache, one kept state per request.
 
     Args:
         plan: Plan of the target model.
-        shape: Shape of the draft model.
-        config: Architecture of the draft model.
+        shape: Shape of one of the layers.
+        config: Architecture of the target model.
         device_type: "cpu" or "cuda"; see `plan_engine`.
         parts: Number of equal pools that share the memory.
     """
-    drafts = plan.geometry.draft_model
+    drafts = plan.geometry.draft_layers
     assert drafts is not None, "there is room for it in the plan"
     geometry = replace(
         plan.geometry,
@@ -319,7 +319,7 @@ def plan_draft_model(
         live_states=plan.limits.max_requests if shape.states else 0,
         kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),
         draft_states=0,
-        draft_model=None,
+        draft_layers=None,
         slabs=None,
         slab_bytes=0,
         apart_slots=0,

@@ -15,7 +15,7 @@ from megatron_ext.mcore.warm_restart_setup import write_audit_reports
 from megatron_ext.mcore.warm_up import Phase, unreported
 from megatron_ext.models.durable_cache import keep_cache, store_opener
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.load_draft_model import check_prediction, load_draft_model
+from megatron_ext.models.prediction_checks import check_prediction
 from megatron_ext.models.update.disk import read_new_weights
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.ranks import RankWeights
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineArgs:
-    """Model and optional draft model, loaded as the settings say; builds engines around them.
+    """Model, loaded as the settings say; builds engines around it.
 
     The model is saved if the settings ask for it.
 
@@ -61,7 +61,6 @@ class EngineArgs:
             self.loaded = loaded or load(settings)
             self._weights: bytes | None = None  # digest, if the cache's contents are kept between processes
             check_prediction(settings.speculation, settings.parallel, self.loaded)
-            self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
     def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
         """Build an engine; its pools are allocated.
@@ -89,7 +88,6 @@ class EngineArgs:
             logging_step_interval=settings.logging_step_interval,
             parallel_context=self._parallel_context,
             speculation=settings.speculation,
-            draft=self._draft,
             packs_weights=_packs_weights(settings, loaded),
             routing=settings.routing,
             phase=self._phase,

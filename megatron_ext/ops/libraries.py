@@ -83,9 +83,7 @@ class OperatorShapes:
         conv_window: Window of the convolution; None without recurrent layers.
         conv_dtype: Type of the convolution's states.
         is_captured: Whether steps are captured.
-        owner: Model that has the shapes, for messages.
-        is_whole: Whether this is all of the served model; a stage of it or a draft model may have none of the layers
-            that a library computes.
+        is_whole: Whether this is the whole model; a stage may have none of the layers that a library computes.
     """
 
     dtype: torch.dtype
@@ -94,7 +92,6 @@ class OperatorShapes:
     conv_window: int | None = None
     conv_dtype: torch.dtype | None = None
     is_captured: bool = False
-    owner: str = "the model"
     is_whole: bool = True
 
 
@@ -126,7 +123,7 @@ def _mamba_lacks(shapes: OperatorShapes) -> str | None:
     if shapes.conv_window is None:
         return "it computes recurrent layers, and the model has none" if shapes.is_whole else None
     if shapes.conv_window not in WINDOWS:
-        return f"it has convolutions with windows of {_listed(WINDOWS)}, and {shapes.owner}'s have {shapes.conv_window}"
+        return f"it has convolutions with windows of {_listed(WINDOWS)}, and the model's have {shapes.conv_window}"
     if shapes.conv_dtype != shapes.dtype:
         return (
             f"its convolution needs states of the parameters' type, {shapes.dtype}, and they are {shapes.conv_dtype}; "
@@ -139,11 +136,11 @@ def _flashinfer_lacks(shapes: OperatorShapes) -> str | None:
     if shapes.head_channels is None:
         return "it computes attention, and the model has none" if shapes.is_whole else None
     if shapes.dtype not in HALVES:
-        return f"it computes in 16 bits, and {shapes.owner} is in {shapes.dtype}; give --bf16 or --fp16"
+        return f"it computes in 16 bits, and the model is in {shapes.dtype}; give --bf16 or --fp16"
     if shapes.head_channels not in HEAD_CHANNELS:
-        return f"it has heads of {_listed(HEAD_CHANNELS)} channels, and {shapes.owner}'s have {shapes.head_channels}"
+        return f"it has heads of {_listed(HEAD_CHANNELS)} channels, and the model's have {shapes.head_channels}"
     if shapes.has_sinks:
-        return f"its kernels are used without attention sinks, and {shapes.owner} has them"
+        return "its kernels are used without attention sinks, and the model has them"
     if shapes.is_captured:
         return "it plans each step from lengths on the host, and captured steps have none; leave out --cuda-graph-impl"
     return None

@@ -36,25 +36,25 @@ class Drafting:
     Args:
         config: Speculation config with a method.
         costs: Initial costs of verification.
-        model: Draft model; None for n-grams.
+        layer: Drafter of a layer of multi-token prediction; None for n-grams.
     """
 
-    def __init__(self, config: SpeculationConfig, costs: CostTable, model: DraftPools | None = None) -> None:
+    def __init__(self, config: SpeculationConfig, costs: CostTable, layer: DraftPools | None = None) -> None:
         self._config = config
         self._costs = costs
-        self._model = model
+        self._layer = layer
         self._drafter = self._made()
 
     def _made(self) -> Drafter:
         config = self._config
-        guesser: Drafter = self._model or NgramDrafter(
+        guesser: Drafter = self._layer or NgramDrafter(
             config.speculative_ngram_longest, config.speculative_ngram_shortest
         )
         if config.has_ngrams_beside:
             guesser = NgramsBeside(guesser, config.speculative_ngram_longest)
         if not config.speculative_adaptive:
             return guesser
-        return AdaptiveDrafter(guesser, self._costs, guesses_are_free=self._model is None)
+        return AdaptiveDrafter(guesser, self._costs, guesses_are_free=self._layer is None)
 
     @property
     def costs(self) -> CostTable:
@@ -69,7 +69,7 @@ class Drafting:
     def probe(self, drafts: int) -> None:
         """Propose a fixed number of drafts for each request until the next `use`, for measurements."""
         self.reset()
-        self._drafter = _Probe(drafts, self._model)
+        self._drafter = _Probe(drafts, self._layer)
 
     # Drafter interface
 
@@ -89,51 +89,51 @@ class Drafting:
 
     def reset(self) -> None:
         """Forget all requests."""
-        if self._model is not None:
-            self._model.reset()
+        if self._layer is not None:
+            self._layer.reset()
         self._drafter = self._made()
 
     def notice_new_weights(self) -> None:
         """Forget what the drafter has computed with old weights of the target model."""
-        if self._model is not None:
-            self._model.notice_new_weights()
+        if self._layer is not None:
+            self._layer.notice_new_weights()
 
     def suspend(self) -> None:
-        """Free the draft model's pools, together with the engine's."""
-        if self._model is not None:
-            self._model.suspend()
+        """Free the layer's pools, together with the engine's."""
+        if self._layer is not None:
+            self._layer.suspend()
 
     def resume(self) -> None:
-        """Allocate the draft model's pools again, together with the engine's.
+        """Allocate the layer's pools again, together with the engine's.
 
         Raises:
             ConfigError: There is less memory than seemed to be free.
         """
-        if self._model is not None:
-            self._model.resume()
+        if self._layer is not None:
+            self._layer.resume()
 
 
 class _Probe:
-    """Drafter with a fixed number of drafts: the draft model's, or repetitions of the request's last token.
+    """Drafter with a fixed number of drafts: the layer's, or repetitions of the request's last token.
 
     Args:
         drafts: Number of drafts per request; 0 proposes none.
-        model: Draft model; None repeats the last token.
+        layer: Drafter of a layer; None repeats the last token.
     """
 
-    def __init__(self, drafts: int, model: Drafter | None) -> None:
+    def __init__(self, drafts: int, layer: Drafter | None) -> None:
         self._drafts = drafts
-        self._model = model
+        self._layer = layer
 
     def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
         cut = [replace(ask, limit=min(ask.limit, self._drafts)) for ask in asks if self._drafts]
-        if self._model is not None:
-            return self._model.propose(cut) if cut else {}
+        if self._layer is not None:
+            return self._layer.propose(cut) if cut else {}
         return {ask.request_id: (ask.tokens[-1],) * ask.limit for ask in cut}
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         pass
 
     def forget(self, request_id: int) -> None:
-        if self._model is not None:
-            self._model.forget(request_id)
+        if self._layer is not None:
+            self._layer.forget(request_id)

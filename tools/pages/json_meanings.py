@@ -95,7 +95,7 @@ TOLD: dict[str, dict[str, str]] = {
         "live_states": "states of running requests, those of padding included",
         "kernel_chunk": "tokens between two positions at which a scan can give a state",
         "shortest_prompt_that_can_hit": "tokens of the shortest prompt that can hit; null without a cache",
-        "draft_model": "pools of the draft model, in the same budget",
+        "draft_layers": "pools of the layers that draft, in the same budget",
         "log_prob_bytes": "bytes of the log-probs kept with a block",
         "slabs": "with memory that blocks and snapshots share: its division",
         "slab_bytes": "bytes of a slab",

@@ -31,18 +31,6 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
         ("--speculative-method ngram", ("--speculative-method ngram", "--num-speculative-tokens")),
         (
-            "--speculative-method draft_model --num-speculative-tokens 3",
-            ("--speculative-method draft_model", "--speculative-load-hf"),
-        ),
-        (
-            "--speculative-method ngram --num-speculative-tokens 3 --speculative-load-hf d",
-            ("--speculative-load-hf d", "--speculative-method draft_model"),
-        ),
-        (
-            "--speculative-method draft_model --num-speculative-tokens 3 --speculative-load-hf d --speculative-load e",
-            ("--speculative-load-hf d", "--speculative-load e"),
-        ),
-        (
             "--speculative-method ngram --num-speculative-tokens 3 --speculative-cost-table 1:0:0 "
             "--speculative-measure-costs",
             ("--speculative-cost-table", "--speculative-measure-costs"),

@@ -78,7 +78,7 @@ OPTIONS = """
 --prefix-cache-drain-seconds --prefix-cache-load-seconds
 --inference-dynamic-batching-prefix-caching-coordinator-policy
 --inference-dynamic-batching-prefix-caching-routing-alpha
---speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
+--speculative-method --num-speculative-tokens
 --speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
 --speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration

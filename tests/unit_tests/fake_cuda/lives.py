@@ -21,17 +21,18 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.draft_model_engine import DraftParts
 from megatron_ext.models.load import load_model
 from megatron_ext.runner.cuda_graphs.async_output import Launched
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import CONFIGS, VOCABULARY, build_slow_decay
+from tests.unit_tests.support.multi_token import build_predicting, with_prediction
 
 Life = Callable[[AbstractContextManager[object]], dict[str, object]]
 Requests = Iterator[tuple[Sequence[int], dict[str, object]]]
 STEM = make_prompt(40)
+PREDICTING = "hybrid with prediction"
 SCORED = {"return_log_probs": True, "top_n_logprobs": 2}
 DRAWN = {"temperature": 0.8, "seed": 7}
 SHAPED = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {5: 1.5}}
@@ -41,11 +42,13 @@ SHAPED = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty
 def model_of(kind: str) -> torch.nn.Module:
     """Build the model of a kind on the device."""
     platform.initialize()
-    return build_slow_decay(config_of(kind))
+    return build_predicting("hybrid") if kind == PREDICTING else build_slow_decay(config_of(kind))
 
 
 def config_of(kind: str) -> ModelConfig:
-    """Config of a tiny model; "wide" has heads that attention has kernels for."""
+    """Config of a tiny model; "wide" has heads that attention has kernels for, `PREDICTING` a layer that drafts."""
+    if kind == PREDICTING:
+        return with_prediction("hybrid")
     return replace(CONFIGS["hybrid"], kv_channels=16) if kind == "wide" else CONFIGS[kind]
 
 
@@ -53,7 +56,6 @@ def engine_of(
     kind: str,
     *,
     speculation: SpeculationConfig = NO_SPECULATION,
-    draft: DraftParts | None = None,
     cache: CacheConfig | None = None,
     **batching: object,
 ) -> InferenceEngine:
@@ -68,7 +70,6 @@ def engine_of(
         cache or CacheConfig(snapshot_slots=6),
         dtype=torch.float32,
         speculation=speculation,
-        draft=draft,
     )
 
 
@@ -237,18 +238,14 @@ def new_weights(watch: AbstractContextManager[object]) -> dict[str, object]:
 
 
 def drafted(method: str) -> Life:
-    """Life with drafts by n-grams, or by a model."""
+    """Life with drafts by n-grams, or by a layer of multi-token prediction."""
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
-        source: dict[str, object] = {"speculative_load": "beside"} if method == "draft_model" else {}
-        source |= {"num_speculative_tokens": 3, "speculative_adaptive": False, "speculative_ngram_shortest": 1}
-        speculation = SpeculationConfig(speculative_method=method, **source)
-        name, tokenizer = "mamba1", NullTokenizer(VOCABULARY)
-        is_model = method == "draft_model"
-        parts = DraftParts(model_of(name), CONFIGS[name], tokenizer, torch.float32) if is_model else None
+        speculation = SpeculationConfig(method, 3, speculative_adaptive=False, speculative_ngram_shortest=1)
         asked = [(prompt, wish) for prompt, wish in requests() if "presence_penalty" not in wish]
         asked.append((make_prompt(20), {"num_tokens_to_generate": 12, "logit_bias": {5: 100.0}}))  # again and again
-        return served(engine_of("hybrid", speculation=speculation, draft=parts), iter(asked), watch)
+        kind = PREDICTING if method == "mtp" else "hybrid"
+        return served(engine_of(kind, speculation=speculation), iter(asked), watch)
 
     return live
 
@@ -285,7 +282,7 @@ LIVES: dict[str, Life] = {
     "interrupted": interrupted,
     "new weights": new_weights,
     "n-grams": drafted("ngram"),
-    "draft model": drafted("draft_model"),
+    "prediction": drafted("mtp"),
     "embedded": embedded,
 }
 """That run with every run of the tests."""

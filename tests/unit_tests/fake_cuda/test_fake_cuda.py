@@ -26,10 +26,14 @@ pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no fake 
 LONGEST_RUN = 280.0  # seconds; it takes seven, and ten once to compile the device
 TO_HOST = "copy to the host that waits"
 SCORED = "log-probs of requests that ask for them"
+DRAFTED = "drafts of a layer of multi-token prediction, before the step is planned"
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
 WAITS = {
     (TO_HOST, "megatron_ext/runner/step_output.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
+    (TO_HOST, "megatron_ext/mcore/multi_token_engine.py:_tokens"): DRAFTED,
+    ("copy to the device that waits", "megatron_ext/mcore/multi_token_engine.py:_filled"): DRAFTED,
+    ("copy from memory that is not pinned", "megatron_ext/mcore/hidden_states.py:_index"): DRAFTED,
     (TO_HOST, "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
 }
@@ -111,7 +115,7 @@ def test_the_lives_have_everything_in_them(child):
     """Hits, log-probs, drafts, graphs: none of it is compared without being there."""
     told = child["lives"]
     assert all(told[name]["skipped"] > 100 for name in ("hybrid", "mamba1", "gated_delta_net", "align", "programs"))
-    assert all(sum(one["drafts"] for one in told[name]["requests"]) > 3 for name in ("n-grams", "draft model"))
+    assert all(sum(one["drafts"] for one in told[name]["requests"]) > 3 for name in ("n-grams", "prediction"))
     assert all(told[name]["replayed"] > 10 for name in (*PROGRAMS, "new weights"))
 
 

@@ -128,7 +128,7 @@ def test_memory_is_what_the_plan_says():
     pools, planned = driver.drafter._context.allocated, driver.context.plan.geometry
     tensors = [pools.kv, driver.drafter._hidden._rows]
     tensors += [one for pool in (pools.live_states, pools.snapshots) for one in (pool.conv, pool.ssm)]
-    assert sum(one.nbytes for one in tensors) == planned.draft_model.pool_bytes(planned.blocks)
+    assert sum(one.nbytes for one in tensors) == planned.draft_layers.pool_bytes(planned.blocks)
 
 
 def test_pools_are_given_back():

@@ -32,7 +32,7 @@ class WatchingLayers:
         config = dataclasses.replace(with_prediction(kind), mtp_num_layers=count, mtp_use_repeated_layer=False)
         self.model, self.config = build_predicting(kind, config), config
         super().__init__(self.model, config, cache=caching(mode), speculation=drafting(count), **settings)
-        self.drafter = self.context.drafting._model
+        self.drafter = self.context.drafting._layer
         self.drafts: list[tuple[int, int, tuple[int, ...], int, Tensor]] = []
         for depth, layer in enumerate(self.drafter.layers, 1):
             self._watch(depth, layer, layer.logits)
@@ -44,7 +44,7 @@ class WatchingLayers:
                 if inputs[name].drafts == depth - 1:
                     (chunk,) = (one for one in step.chunks if one.request_id == name)
                     true = inputs[name].position + chunk.length - (depth - 1)
-                    first = self.drafter.layers[0]._firsts[name]
+                    first = self.drafter.layers[0]._readers[name].first
                     self.drafts.append((name, true, layer.known[name][: depth - 1], first, row.clone()))
             return found
 
@@ -101,4 +101,4 @@ def test_each_depth_has_its_layer(kind, count, mode):
     tensors += [
         state for one in pools for pool in (one.live_states, one.snapshots) if pool for state in (pool.conv, pool.ssm)
     ]
-    assert sum(one.nbytes for one in tensors) == planned.draft_model.pool_bytes(planned.blocks)
+    assert sum(one.nbytes for one in tensors) == planned.draft_layers.pool_bytes(planned.blocks)

@@ -15,7 +15,6 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, Reques
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import assemble, platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.draft_model_engine import DraftParts
 from megatron_ext.mcore.warm_up import PHASE, WarmUpPart, profile, run_tasks, warm_up
 from megatron_ext.memory import budget, state_pool
 from megatron_ext.models.build import build_model
@@ -106,7 +105,6 @@ def build(monkeypatch):
         *,
         computes: bool = False,
         speculation: SpeculationConfig = NO_SPECULATION,
-        draft: ModelConfig | None = None,
         **batching: object,
     ) -> Built:
         if not computes:
@@ -123,7 +121,6 @@ def build(monkeypatch):
                 CacheConfig(),
                 dtype=dtype,
                 speculation=speculation,
-                draft=draft and DraftParts(build_model(draft, device=device, dtype=dtype), draft, tokenizer, dtype),
             )
         return Built(engine, called.call_args.args[0])
 
@@ -189,26 +186,10 @@ class TestRandomRequests:
         built = build(config_of(kind, pattern))
         assert built.served() <= built.warmed()
 
-    def test_beside_a_draft_model(self, build):
-        """CU-20: the draft model has another number of heads, so variants of its own; drafts are verified."""
-        draft = dataclasses.replace(config_of("hybrid", "M*"), mamba_num_heads=4)
-        speculation = SpeculationConfig(
-            speculative_method="draft_model",
-            speculative_load_hf="here already",
-            num_speculative_tokens=2,
-            speculative_adaptive=False,
-        )
-        built = build(config_of("hybrid", "M*-"), draft=draft, speculation=speculation)
-        target, _ = built.parts
-        served = built.served(20)
-        assert built.engine.core.counters.drafted > 0
-        assert served <= built.warmed()
-        assert not served <= Built(built.engine, [target]).warmed()
-
     def test_beside_a_layer_of_multi_token_prediction(self, build):
-        """CU-20: it reads the hidden states of the dummy requests, which are forgotten at the end."""
+        """CU-20: it has kernels of its own, and reads the hidden states of the dummy requests, forgotten at the end."""
         config = dataclasses.replace(
-            config_of("hybrid", "M*-"),
+            config_of("hybrid", "M-"),
             mtp_num_layers=1,
             mtp_use_repeated_layer=True,
             mtp_hybrid_override_pattern="M*-",
@@ -216,8 +197,10 @@ class TestRandomRequests:
         speculation = SpeculationConfig(speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False)
         built = build(config, speculation=speculation)
         warmed = built.warmed()
-        assert not built.engine.context.drafting._model._hidden._places
-        assert built.served(20) <= warmed
+        assert not built.engine.context.drafting._layer._hidden._places
+        served = built.served(20)
+        assert served <= warmed
+        assert not served <= Built(built.engine, built.parts[:1]).warmed()
         assert built.engine.core.counters.drafted > 0
 
     @pytest.mark.long

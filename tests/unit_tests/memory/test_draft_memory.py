@@ -1,4 +1,4 @@
-"""A draft model's pools share the large one's budget: in the geometry, in the errors, in what is allocated (SP-1)."""
+"""The pools of layers that draft share the budget: in the geometry, in the errors, in what is allocated (SP-10)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def geometry(model, **batching):
     return plan_memory(model, BatchingConfig(**batching), ON, "cpu")
 
 
-def test_both_models_share_the_buffer():
-    """SP-1: the buffer holds fewer blocks, as many for either model, beside the running states of both."""
+def test_trunk_and_layers_share_the_buffer():
+    """SP-10: the buffer holds fewer blocks, as many for either, beside the running states of both."""
     alone, both = geometry(ALONE, buffer_size_gb=1.0), geometry(TOGETHER, buffer_size_gb=1.0)
     left = GIB - 64 * 100_000 - 2 * 64 * 10_000
     assert both.blocks == left // (64 * (1024 + 256)) - 1 < alone.blocks
-    assert (both.draft_model.block_bytes, both.draft_model.state_bytes) == (64 * 256, 10_000)
-    assert both.draft_model.states == 2 * 64
+    assert (both.draft_layers.block_bytes, both.draft_layers.state_bytes) == (64 * 256, 10_000)
+    assert both.draft_layers.states == 2 * 64
     snapshots = both.snapshot_slots * 100_000
     assert both.pool_bytes - snapshots <= GIB < both.pool_bytes - snapshots + 64 * (1024 + 256)
 
@@ -39,27 +39,27 @@ def test_hidden_states_that_drafts_read_are_counted():
     without, both = geometry(TOGETHER, buffer_size_gb=1.0), geometry(hidden, buffer_size_gb=1.0)
     left = GIB - 64 * 100_000 - 2 * 64 * 10_000 - 64 * 50_000
     assert both.blocks == left // (64 * (1024 + 256)) - 1 < without.blocks
-    assert both.shown()["draft_model"]["hidden_bytes"] == 64 * 50_000
+    assert both.shown()["draft_layers"]["hidden_bytes"] == 64 * 50_000
     one, other = geometry(hidden, block_count=8), geometry(TOGETHER, block_count=8)
     assert one.pool_bytes == other.pool_bytes + 64 * 50_000
 
 
 def test_nothing_of_it_is_shown_without_one():
     alone = geometry(ALONE, block_count=8)
-    assert "draft_model" not in alone.shown()
+    assert "draft_layers" not in alone.shown()
     both = geometry(TOGETHER, block_count=8)
     assert both.shown() == alone.shown() | {
-        "draft_model": {"block_bytes": 64 * 256, "state_bytes": 10_000, "states": 128}
+        "draft_layers": {"block_bytes": 64 * 256, "state_bytes": 10_000, "states": 128}
     }
     assert both.pool_bytes == alone.pool_bytes + 9 * 64 * 256 + 128 * 10_000
 
 
 def test_errors_count_it():
     with pytest.raises(
-        ConfigError, match=r"one block and the dummy block\); .* GB would do \(including those of the draft model"
+        ConfigError, match=r"one block and the dummy block\); .* GB would do \(including those of the drafting layers"
     ):
         geometry(TOGETHER, buffer_size_gb=0.001)
-    with pytest.raises(ConfigError, match="including those of the draft model"):
+    with pytest.raises(ConfigError, match="including those of the drafting layers"):
         check_fits(geometry(TOGETHER, block_count=99), 1000, "less")
     batching = BatchingConfig(buffer_size_gb=4.0)
     with pytest.raises(ConfigError) as error:

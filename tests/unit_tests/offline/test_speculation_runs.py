@@ -35,7 +35,7 @@ def test_the_json_counts_drafts_and_has_the_same_tokens(run):
     plain, drafted = run(), run(*NGRAM, num_speculative_tokens=0)
     assert plain["speculation"] is None
     assert not {"draft_token_count", "accepted_token_count"} & set(plain["0"])
-    assert not {"draft_states", "draft_model"} & set(plain["geometry"])
+    assert not {"draft_states", "draft_layers"} & set(plain["geometry"])
     assert [drafted[key]["generated_tokens"] for key in "01"] == [plain[key]["generated_tokens"] for key in "01"]
     use = drafted["speculation"]
     assert use["draft_token_count"] == drafted["0"]["draft_token_count"] > 0

@@ -46,7 +46,6 @@ def test_a_model_that_fits(installed, wanted: str) -> None:
         (FLASHINFER, {"head_channels": None}, "it computes attention, and the model has none"),
         (FLASHINFER, {"dtype": FP32}, r"16 bits, and the model is in torch.float32; give --bf16 or --fp16"),
         (FLASHINFER, {"head_channels": 80}, r"heads of 64, 128 or 256 channels, and the model's have 80"),
-        (FLASHINFER, {"head_channels": 80, "owner": "the draft model"}, r"and the draft model's have 80"),
         (FLASHINFER, {"has_sinks": True}, "without attention sinks, and the model has them"),
         (FLASHINFER, {"is_captured": True}, "leave out --cuda-graph-impl"),
     ],
@@ -57,7 +56,7 @@ def test_a_model_that_does_not_fit(installed, wanted: str, changed: dict, messag
 
 
 @pytest.mark.parametrize("wanted", LIBRARIES)
-def test_a_stage_or_a_draft_model_without_such_layers(installed, wanted: str) -> None:
+def test_a_stage_without_such_layers(installed, wanted: str) -> None:
     backend_selection.check(wanted, CUDA, OperatorShapes(dtype=BF16, is_whole=False))
 
 

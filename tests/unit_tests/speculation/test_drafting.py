@@ -13,7 +13,7 @@ NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculativ
 
 
 class Counting:
-    """Draft model that proposes 0, 1, 2, ... up to the requested number; the limits of each proposal are recorded."""
+    """Layer that proposes 0, 1, 2, ... up to the requested number; the limits of each proposal are recorded."""
 
     def __init__(self) -> None:
         self.asked: list[dict[int, int]] = []
@@ -38,14 +38,13 @@ def test_a_probe_drafts_the_given_number_within_each_limit():
     assert drafting.propose([DraftAsk(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
 
 
-def test_a_probe_asks_the_draft_model():
-    """SP-6: the model computes the drafts, so that its time is measured as well; it begins without any request."""
-    model = Counting()
-    config = SpeculationConfig(**NGRAM | {"speculative_method": "draft_model", "speculative_load": "x"})
-    drafting = Drafting(config, COSTS, model)
+def test_a_probe_asks_the_layer():
+    """SP-6: the layer computes the drafts, so that its time is measured as well; it begins without any request."""
+    layer = Counting()
+    drafting = Drafting(SpeculationConfig(**NGRAM | {"speculative_method": "mtp"}), COSTS, layer)
     drafting.probe(3)
     assert drafting.propose(ASKS) == {0: (0, 1), 1: (0, 1, 2)}
     drafting.probe(0)
     assert drafting.propose(ASKS) == {}
-    assert model.asked == [{0: 2, 1: 3}]
-    assert model.resets == 2
+    assert layer.asked == [{0: 2, 1: 3}]
+    assert layer.resets == 2

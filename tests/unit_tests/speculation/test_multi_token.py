@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_ext.speculation.draft_model import DraftRoom
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.speculation.drafter import DraftAsk
 from megatron_ext.speculation.multi_token import MultiTokenDrafter
 
-ROOM = DraftRoom(block_size=4, blocks=40, requests=2, step_tokens=16, longest=200, has_states=False)
+LIMITS = SchedulerLimits(4, 40, None, 2, 16, 200, chunked_prefill=True)
 
 
 class Kept:
@@ -39,7 +39,7 @@ class Kept:
 
 def made() -> tuple[MultiTokenDrafter, Kept]:
     states = Kept()
-    return MultiTokenDrafter(ROOM, states.execute, states), states
+    return MultiTokenDrafter(LIMITS, False, states.execute, states), states
 
 
 def ask(length: int, limit: int = 2) -> DraftAsk:

@@ -59,7 +59,7 @@ def build_predicting(kind: str, config: ModelConfig | None = None) -> HybridMode
     with torch.no_grad():
         for layer in model.mtp.layers:
             weight = layer.eh_proj.weight
-            weight[:, :width] += 2 * torch.eye(width)
+            weight[:, :width] += 2 * torch.eye(width, device=weight.device)
             weight[:, width:] *= 0.5
         if config.untie_embeddings_and_output_weights:
             words = model.embedding.word_embeddings.weight.mul_(2)
@@ -95,7 +95,7 @@ class Watching:
     ) -> None:
         model = model or predicting(kind)
         super().__init__(model, CONFIGS[kind], **({"cache": caching(mode), "speculation": drafting(count)} | settings))
-        self.model, self.drafter = model, self.context.drafting._model
+        self.model, self.drafter = model, self.context.drafting._layer
         self.drafts: list[tuple[int, int, tuple[int, ...], int, int, Tensor]] = []
         pools = self.drafter._context.allocated
         for pool in (pools.kv, self.drafter._hidden._rows):
@@ -111,7 +111,7 @@ class Watching:
             for chunk, row in zip(sampled, found, strict=True):
                 given, name = inputs[chunk.request_id], chunk.request_id
                 last = given.position + chunk.length - 1
-                first = self.drafter._firsts[name]
+                first = self.drafter._readers[name].first
                 self.drafts.append((name, last, chunk.token_ids, given.drafts, first, row.clone()))
             return found
 
