@@ -11,13 +11,12 @@ SPECULATION = FlagGroup(
     (
         Flag(
             "speculative_method",
-            "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), the model's own layer "
-            "of multi-token prediction (mtp), or that layer and long n-grams (mtp_ngram); "
-            "default: mtp, as in Megatron, if --num-speculative-tokens is given",
+            "Source of the drafts: the tokens that followed the same n-gram earlier (ngram), or the model's own layers "
+            "of multi-token prediction (mtp); default: mtp, as in Megatron, if --num-speculative-tokens is given",
             choices=tuple(method.value for method in SpeculativeMethod),
         ),
         Flag("num_speculative_tokens", "Maximum number of drafts of a request that a step verifies; 0: off"),
-        Flag("speculative_ngram_longest", "With ngram and mtp_ngram: maximum length of the n-gram in tokens"),
+        Flag("speculative_ngram_longest", "With ngram: maximum length of the n-gram in tokens"),
         Flag("speculative_ngram_shortest", "With ngram: minimum length of the n-gram in tokens"),
         Flag(
             "speculative_adaptive",

@@ -130,7 +130,7 @@ def _all() -> Iterator[Goal]:
         yield Goal(f"drafts of mtp, {text}: accepted at depth 1", layer, row, "accepted at 1", 0.55, False)
         row = f"adaptive mtp: {text}, 1 at once"
         yield Goal(f"drafts of mtp, {text}, 1 at once: tokens/s with / without", layer, row, ratio, 1.3, False)
-    name = "drafts of mtp, mtp_ngram, ngram, adaptive: tokens/s with / without, worst"
+    name = "drafts of mtp, ngram, adaptive: tokens/s with / without, worst"
     yield Goal(name, layer, "adaptive *", ratio, 0.98, False)
 
 

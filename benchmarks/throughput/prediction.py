@@ -1,7 +1,7 @@
 """Tokens a second with and without drafts of multi-token prediction, and how many of its drafts are accepted.
 
     greedy, sampled   answers to the shipped prompts, at temperature 0 and 1: K fixed at 1 to 3, and adaptive up to 3
-    prose             the sampled answers: drafts of n-grams, of the layer, and of both, each adaptive
+    prose             the sampled answers: drafts of n-grams and of the layer, each adaptive
     editing           the same methods where the answer is the prompt's text with a token in 40 changed. The answer is
                       imposed on the model, which computes as ever; the layer of a model that edits would be better
 
@@ -35,7 +35,7 @@ from megatron_ext.models.load import LoadedModel
 from megatron_ext.offline.prompts import example_prompts
 
 DRAFTS = 3
-METHODS = ("ngram", "mtp", "mtp_ngram")
+METHODS = ("ngram", "mtp")
 LONGEST, MOST_REQUESTS, BLOCK = 768, 32, 64  # tokens of a request, requests at once
 CHANGED_EVERY = 40  # tokens of an edited text
 ALONE = 6  # requests of a run with one at a time, one after the other

@@ -17,7 +17,6 @@ class SpeculativeMethod(str, enum.Enum):
 
     NGRAM = "ngram"  # continuation of the same tokens earlier in the request's prompt and output
     MTP = "mtp"  # the model's own layer of multi-token prediction
-    MTP_NGRAM = "mtp_ngram"  # the same, or the n-grams that have been right in the request
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,7 @@ class SpeculationConfig:
     @property
     def has_prediction(self) -> bool:
         """True if the model's own layer of multi-token prediction proposes drafts."""
-        return self.speculative_method in (SpeculativeMethod.MTP.value, SpeculativeMethod.MTP_NGRAM.value)
-
-    @property
-    def has_ngrams_beside(self) -> bool:
-        """True if trusted n-grams are preferred to the drafts of a layer."""
-        return self.speculative_method == SpeculativeMethod.MTP_NGRAM.value
+        return self.speculative_method == SpeculativeMethod.MTP.value
 
 
 NO_SPECULATION = SpeculationConfig()

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
-from megatron_ext.speculation.trusted_ngrams import NgramsBeside, TrustedGuess
 
 _MEMORY = 4.0  # drafts: weight of earlier results relative to those of one verification
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # prior probability of acceptance, and its weight
@@ -106,15 +105,13 @@ class AdaptiveDrafter:
         drafter: Drafter that makes the proposals.
         costs: Costs of verification.
         guesses_are_free: True if proposing costs next to nothing: then the maximum is requested and cut afterwards;
-            otherwise no more is requested than will be verified. The trusted guesses of n-grams beside a drafter have
-            the likelihood of such guesses, and the statistics are those of the drafter's own drafts.
+            otherwise no more is requested than will be verified.
     """
 
     def __init__(self, drafter: Drafter, costs: CostTable, *, guesses_are_free: bool) -> None:
         self._drafter = drafter
         self._costs = costs
         self._guesses_are_free = guesses_are_free
-        self._trusted: Mapping[int, TrustedGuess] = {}  # by request, of the last proposal
         self._known: dict[int, Acceptance] = {}
         self._all_requests = Acceptance()  # over the latest results of all requests
         self._saved = _BEST_DEPTHS  # steps, for trials
@@ -138,12 +135,7 @@ class AdaptiveDrafter:
         return {ask.request_id: guesses[ask.request_id][:count] for ask, count in counts if count}
 
     def _asked_for_less(self, asks: Sequence[DraftAsk]) -> dict[int, tuple[int, ...]]:
-        if isinstance(self._drafter, NgramsBeside):
-            self._trusted = self._drafter.trusted(asks)
-        limits = [
-            len(self._trusted[ask.request_id].tokens) if ask.request_id in self._trusted else ask.limit for ask in asks
-        ]
-        counts = zip(asks, self._counts(asks, limits), strict=True)
+        counts = zip(asks, self._counts(asks, [ask.limit for ask in asks]), strict=True)
         cut = [replace(ask, limit=count) for ask, count in counts if count]
         return dict(self._drafter.propose(cut)) if cut else {}
 
@@ -152,14 +144,8 @@ class AdaptiveDrafter:
         if not any(limits):
             return list(limits)
         known = [self._known[ask.request_id] for ask in asks]
-        trusted = [self._trusted.get(ask.request_id) for ask in asks]
-        likelihoods = [(guess or one).likelihood for guess, one in zip(trusted, known, strict=True)]
-        counts = allot(likelihoods, limits, len(asks), self._costs)
-        due = [
-            i
-            for i, one in enumerate(known)
-            if limits[i] and not counts[i] and trusted[i] is None and one.due <= self._now
-        ]
+        counts = allot([one.likelihood for one in known], limits, len(asks), self._costs)
+        due = [i for i, one in enumerate(known) if limits[i] and not counts[i] and one.due <= self._now]
         row = self._costs.at(self._requests)
         cost = (0.0 if any(counts) else row.fixed) + row.each * len(due) / self._requests
         if due and cost <= self._saved:
@@ -174,12 +160,11 @@ class AdaptiveDrafter:
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """Update the statistics; see `Drafter`."""
-        if request_id not in self._trusted:
-            known, now = self._known.get(request_id) or self._all_requests.as_assumption(self._now), self._now
-            if now >= known.due:
-                self._save(accepted / self._requests)
-            self._known[request_id] = known.verified(drafted, accepted, now)
-            self._all_requests = self._all_requests.verified(drafted, accepted, now)
+        known, now = self._known.get(request_id) or self._all_requests.as_assumption(self._now), self._now
+        if now >= known.due:
+            self._save(accepted / self._requests)
+        self._known[request_id] = known.verified(drafted, accepted, now)
+        self._all_requests = self._all_requests.verified(drafted, accepted, now)
         self._drafter.accepted(request_id, drafted, accepted)
 
     def forget(self, request_id: int) -> None:

@@ -11,7 +11,6 @@ from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.speculation.adaptive import AdaptiveDrafter
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 from megatron_ext.speculation.ngram import NgramDrafter
-from megatron_ext.speculation.trusted_ngrams import NgramsBeside
 
 
 class DraftPools(Drafter, Protocol):
@@ -50,8 +49,6 @@ class Drafting:
         guesser: Drafter = self._layer or NgramDrafter(
             config.speculative_ngram_longest, config.speculative_ngram_shortest
         )
-        if config.has_ngrams_beside:
-            guesser = NgramsBeside(guesser, config.speculative_ngram_longest)
         if not config.speculative_adaptive:
             return guesser
         return AdaptiveDrafter(guesser, self._costs, guesses_are_free=self._layer is None)

@@ -13,14 +13,12 @@ import torch
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.in_flight import InFlight
-from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.mcore.warm_restart_setup import keep_engine
 from megatron_ext.mcore.weight_changes import saved_tensors
 from megatron_ext.models.update.naming import OwnNames
 from megatron_ext.models.update.weight_update import update_weights
 from megatron_ext.ops.linear import onednn
 from megatron_ext.scheduling.request_events import EventType
-from megatron_ext.speculation.trusted_ngrams import NgramsBeside
 from tests.unit_tests.mcore.test_random_lives import Life, tiny
 from tests.unit_tests.support.drafters import assert_same, caching
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
@@ -53,47 +51,6 @@ def test_random_lives(seed, kind, count, mode):
     assert driver.scheduler.counters.drafted > 10
     assert worst_difference(driver) < 1e-4
     driver.drafter.check()
-
-
-@pytest.mark.parametrize(("seed", "kind", "count", "mode"), turns({0, 4}, 10, long={1, 7, 8}))
-def test_random_lives_beside_ngrams(seed, kind, count, mode):
-    """SP-20: the same with n-grams beside the layer, the number of drafts fixed or chosen: tokens are the oracle's.
-
-    A layer that is asked again after n-grams has read the accepted tokens.
-    """
-    source = random.Random(f"mtp_ngram {seed}")
-    batching = tiny(source, [8, 10, 14]) | {"max_requests": source.choice([2, 3, 4]), "max_tokens": 24}
-    costs = {"speculative_cost_table": "1:0.1:0.02"} if seed % 2 else {"speculative_adaptive": False}
-    speculation = SpeculationConfig("mtp_ngram", count, **costs)
-    driver = Watched(kind, count, mode, cache=caching(mode), speculation=speculation, **batching)
-    guesses = guesses_of(driver)
-    Life(driver, source).live(Oracle(predicting(kind)))
-    assert sum(map(len, guesses)) > 0
-    assert len(driver.drafts) > 10
-    assert worst_difference(driver) < 1e-4
-    driver.drafter.check()
-
-
-def guesses_of(driver: Watched) -> list:
-    """A list that gets the trusted guesses of each proposal."""
-    drafting, found = driver.context.drafting, []
-    make = drafting._made
-
-    def watched():
-        drafter = make()
-        beside = drafter if isinstance(drafter, NgramsBeside) else drafter._drafter
-        trusted = beside.trusted
-
-        def watch(asks):
-            found.append(trusted(asks))
-            return found[-1]
-
-        beside.trusted = watch
-        return drafter
-
-    drafting._made = watched
-    drafting.reset()
-    return found
 
 
 @pytest.mark.parametrize(

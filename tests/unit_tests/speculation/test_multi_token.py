@@ -15,6 +15,7 @@ class Kept:
     def __init__(self) -> None:
         self.ranges: dict[int, range] = {}
         self.read: list[tuple[int, int, int]] = []  # position of a chunk's first token, its tokens, drafts
+        self.tokens: list[tuple[int, ...]] = []  # of each chunk
 
     def kept(self, request_id: int) -> range:
         return self.ranges.get(request_id, range(0))
@@ -29,6 +30,7 @@ class Kept:
         for chunk in step.chunks:
             given = inputs[chunk.request_id]
             self.read.append((given.position, chunk.length, given.drafts))
+            self.tokens.append(chunk.token_ids)
             if given.drafts == 0:
                 before = range(given.position - 1, given.position - 1 + chunk.length)
                 kept = self.ranges[chunk.request_id]
@@ -87,3 +89,12 @@ def test_there_are_no_drafts_without_hidden_states():
     drafter.forget(0)
     assert drafter.propose([ask(10)]) == {}
     drafter.check()
+
+
+def test_drafts_of_the_depths_before_are_read():
+    """SP-14: in place of this layer's own, which follow them."""
+    drafter, states = made()
+    states.ranges[0] = range(9)
+    drafter.known = {0: (7, 8)}
+    assert drafter.propose([ask(10, 3)]) == {0: (7, 8, 1)}
+    assert states.tokens[-2:] == [(7,), (8,)]
